@@ -13,6 +13,13 @@ Source: an H200 with the reuse that others publish, ``benchmarks/results/kept-ex
 Qwen3-30B-A3B in FP8 and 12 GiB 28.1 -> 9.9 ms a token, gpt-oss-120b in 24 GiB 29.7 -> 9.1. With
 uniform routing the search finds the same plans as without.
 """
+PartsChoice = Literal["off", "auto"]
+"""Whether rules may have prompts stream a layer's routed experts in parts."""
+DEFAULT_PARTS: PartsChoice = "off"
+"""Whether they may where nobody says: ``auto`` once prompts in parts have been measured on a GPU.
+
+They then have to take what is predicted, within what other predictions are off by.
+"""
 DeviceName = Literal["cuda", "cpu"]
 """What a machine is measured on: its current CUDA device, or the CPU as one that plays GPU."""
 ExportFormat = Literal["command", "yaml", "env", "docker"]

@@ -102,21 +102,7 @@ def find_expert_slots(
     anything but the routed experts of the layer, all of them, and for more slots than experts.
     """
     assert rule.cached_experts is not None
-    other = next((unit.name for unit in units if not unit.is_expert), None)
-    if other is not None:
-        raise PlanError(
-            f"rule {number} has cached_experts and takes {other} of layer {layer.index}, which is "
-            "no routed expert: name the routed experts alone, cpu_offload_params: [experts]"
-        )
-    taken = {parameter.name for unit in units for parameter in unit.parameters}
-    left = next((p.name for p in layer.parameters if p.is_expert and p.name not in taken), None)
-    if left is not None:
-        raise PlanError(
-            f"rule {number} has cached_experts and leaves {left} of layer {layer.index} out: the "
-            "parts of an expert are kept together, so name all of them, cpu_offload_params: "
-            "[experts]"
-        )
-    num_experts = _count_experts(stage, units)
+    num_experts = _require_experts(stage, layer, f"rule {number} has cached_experts", units)
     more = num_before < (rule.cached_experts_more or 0)
     num_slots = rule.cached_experts + more
     if num_slots > num_experts:
@@ -126,14 +112,55 @@ def find_expert_slots(
             f"{stage.model.source} has {num_experts} experts: keep {num_experts} at most, or leave "
             "them resident"
         )
+    return ExpertSlots(num_slots, num_experts, tuple(units), rule.share_of_cores)
+
+
+def check_parts(stage: Stage, layer: Layer, number: int, rule: Rule, units: Sequence[Unit]) -> None:
+    """Check that rule ``number``, from 1 on, which takes ``units`` of a layer, can stream parts.
+
+    Raises PlanError for a rule that takes anything but the routed experts of the layer, all of
+    them, and for a number of parts that does not divide the experts.
+    """
+    if not units:
+        return
+    num_experts = _require_experts(stage, layer, f"rule {number} has parts", units)
+    if rule.parts is not None and num_experts % rule.parts:
+        divisors = [str(n) for n in range(2, num_experts + 1) if num_experts % n == 0]
+        raise PlanError(
+            f"rule {number} has parts: {rule.parts}, which does not divide the {num_experts} "
+            f"experts of layer {layer.index} of {stage.model.source}: write one of "
+            f"{', '.join(divisors)}"
+        )
+
+
+def _require_experts(stage: Stage, layer: Layer, rule: str, units: Sequence[Unit]) -> int:
+    """Count the experts of a layer of which ``rule`` takes ``units``.
+
+    Raises PlanError where these are not all of the layer's routed experts, and nothing else.
+    """
+    other = next((unit.name for unit in units if not unit.is_expert), None)
+    if other is not None:
+        raise PlanError(
+            f"{rule} and takes {other} of layer {layer.index}, which is "
+            "no routed expert: name the routed experts alone, cpu_offload_params: [experts]"
+        )
+    taken = {parameter.name for unit in units for parameter in unit.parameters}
+    left = next((p.name for p in layer.parameters if p.is_expert and p.name not in taken), None)
+    if left is not None:
+        raise PlanError(
+            f"{rule} and leaves {left} of layer {layer.index} out: the "
+            "parts of an expert are kept together, so name all of them, cpu_offload_params: "
+            "[experts]"
+        )
+    num_experts = _count_experts(stage, units)
     for unit in units:
         if unit.nbytes % num_experts:
+            key = rule.rpartition(" ")[2]
             raise PlanError(
-                f"rule {number} has cached_experts, and {unit.name} of layer {layer.index} has "
-                f"{unit.nbytes} bytes, which {num_experts} experts do not divide: leave "
-                "cached_experts out"
+                f"{rule}, and {unit.name} of layer {layer.index} has {unit.nbytes} bytes, which "
+                f"{num_experts} experts do not divide: leave {key} out"
             )
-    return ExpertSlots(num_slots, num_experts, tuple(units), rule.share_of_cores)
+    return num_experts
 
 
 def _count_experts(stage: Stage, units: Sequence[Unit]) -> int:

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from itertools import pairwise
 
 from offplan.backends import Backend
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import PlanError
-from offplan.expert_slots import ExpertSlots, find_expert_slots
+from offplan.expert_slots import ExpertSlots, check_parts, find_expert_slots
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit, group_units
 from offplan.plan import Offload, Rule
@@ -22,6 +23,10 @@ from offplan.units import format_bytes
 
 ALIGNMENT_BYTES = 256
 """Every tensor in a slab starts on such a boundary, as the CUDA allocator's own blocks would."""
+
+
+PART_SLOTS = 2
+"""Slots for parts of layers: one that is computed with while the other is filled."""
 
 
 class Phase(str, Enum):
@@ -48,15 +53,17 @@ class SlabEntry:
     decode: Backend
     keeps_experts: bool = False
     """Whether some of its experts are in GPU memory as well, in slots of their own."""
+    num_parts: int = 1
+    """Parts of as many experts each in which prompts stream it; 1 where they stream it whole."""
 
     def backend(self, phase: Phase) -> Backend:
         """How this phase reads it."""
         return self.prefill if phase is Phase.PREFILL else self.decode
 
     def reads_ring(self, phase: Phase) -> bool:
-        """Whether this phase reads it in the ring, where the ring holds it: decode steps read
+        """Whether this phase reads it whole in the ring, where the ring holds it: decode steps read
         experts that are kept one by one from their own slots."""
-        return phase is Phase.PREFILL or not self.keeps_experts
+        return self.num_parts == 1 and (phase is Phase.PREFILL or not self.keeps_experts)
 
     @property
     def off_gpu_bytes(self) -> int:
@@ -66,24 +73,47 @@ class SlabEntry:
 
 @dataclass(frozen=True)
 class Span:
-    """The bytes ``start`` to ``stop`` of one layer's slab: what one DMA moves."""
+    """The bytes ``start`` to ``stop`` of one layer's slab, or some of them: what a copy moves."""
 
     layer: int
     start: int
     stop: int
+    part: int | None = None
+    """The number of the part of the layer's experts that these are; None for whole entries."""
+    gaps: tuple[tuple[int, int], ...] = ()
+    """Between start and stop the runs of bytes that are left out, in order."""
+
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int, int], ...]:
+        """What is moved: where each run starts and stops in the slab, and starts in the slot.
+
+        Each is one DMA, to a multiple of ALIGNMENT_BYTES.
+        """
+        found, at = [], 0
+        edges = [self.start, *(edge for gap in self.gaps for edge in gap), self.stop]
+        for start, stop in zip(edges[::2], edges[1::2], strict=True):
+            found.append((start, stop, at))
+            at = align(at + stop - start)
+        return tuple(found)
 
     @property
     def nbytes(self) -> int:
         """Bytes that cross the link."""
-        return self.stop - self.start
+        return self.stop - self.start - sum(stop - start for start, stop in self.gaps)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot that holds it."""
+        start, stop, at = self.runs[-1]
+        return at + stop - start
 
 
 @dataclass(frozen=True)
 class Slab:
     """All offloaded parameters of one layer, in one block of the store.
 
-    Entries are ordered so that each phase streams one contiguous range: streamed in prefill only,
-    in both phases, in decode only, in neither.
+    Entries are ordered so that each phase streams one contiguous range beside parts: streamed in
+    parts, in prefill only, in both phases, in decode only, in neither.
     """
 
     layer: int
@@ -96,11 +126,28 @@ class Slab:
         return last.offset + last.unit.nbytes
 
     def span(self, phase: Phase) -> Span | None:
-        """The range that this phase streams through the ring; None if it streams nothing."""
-        streamed = [entry for entry in self.entries if entry.backend(phase).streams]
+        """The range that this phase streams whole through the ring; None if it streams none."""
+        streamed = [e for e in self.entries if e.backend(phase).streams and e.num_parts == 1]
         if not streamed:
             return None
         return Span(self.layer, streamed[0].offset, streamed[-1].offset + streamed[-1].unit.nbytes)
+
+    @cached_property
+    def parts(self) -> tuple[Span, ...]:
+        """The parts of its experts that a prompt streams one after the other; () for none.
+
+        A part has as many experts of each entry, and each in a run of its own.
+        """
+        entries = [entry for entry in self.entries if entry.num_parts > 1]
+        if not entries:
+            return ()
+        found = []
+        for part in range(entries[0].num_parts):
+            sizes = [(e.offset, e.unit.nbytes // e.num_parts) for e in entries]
+            runs = [(start + part * size, start + (part + 1) * size) for start, size in sizes]
+            gaps = tuple((left[1], right[0]) for left, right in pairwise(runs))
+            found.append(Span(self.layer, runs[0][0], runs[-1][1], part, gaps))
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -119,6 +166,26 @@ class Placement:
     """The input embedding, if it lies on the host and is read by row."""
     expert_slots: Mapping[int, ExpertSlots] = field(default_factory=dict)
     """The experts that layers keep in GPU memory one by one, by layer index."""
+
+    @cached_property
+    def parts(self) -> Mapping[int, tuple[Span, ...]]:
+        """What prompts stream in parts, by layer index, in the order of the layers."""
+        return {slab.layer: slab.parts for slab in self.slabs if slab.parts}
+
+    @cached_property
+    def part_bytes(self) -> int:
+        """Size of each slot for a part: the largest part; 0 where nothing streams in parts."""
+        return max((each.slot_bytes for of in self.parts.values() for each in of), default=0)
+
+    @property
+    def slot_sizes(self) -> list[int]:
+        """Bytes of each slot: those of the ring, then those for parts."""
+        return [self.slot_bytes] * self.num_slots + [self.part_bytes] * self.num_part_slots
+
+    @property
+    def num_part_slots(self) -> int:
+        """Slots for parts, numbered after those of the ring."""
+        return PART_SLOTS if self.parts else 0
 
     @property
     def entries(self) -> Iterator[SlabEntry]:
@@ -147,11 +214,11 @@ class Placement:
 
     @property
     def ring_bytes(self) -> int:
-        """GPU memory of the ring."""
-        return self.num_slots * self.slot_bytes
+        """GPU memory of the ring, and of the slots for parts."""
+        return sum(self.slot_sizes)
 
     def spans(self, phase: Phase) -> list[Span]:
-        """What the phase streams, in the order of the layers."""
+        """What the phase streams whole, in the order of the layers."""
         return _spans(self.slabs, phase)
 
 
@@ -185,6 +252,11 @@ def place(stage: Stage, offload: Offload) -> Placement:
                 unused.discard(number)
                 left[number] -= unit.nbytes
                 chosen.append((unit, rules[number]))
+        for number, rule in enumerate(rules):
+            if rule.parts is not None:
+                check_parts(
+                    stage, layer, number + 1, rule, [u for u, taker in chosen if taker is rule]
+                )
         if chosen:
             slabs.append(build_slab(chosen))
         for number in keeping:
@@ -238,12 +310,13 @@ _ORDER = ((True, False), (True, True), (False, True), (False, False))
 def build_slab(chosen: Iterable[tuple[Unit, Rule]]) -> Slab:
     """Lay out the chosen units of one layer, each with the rule that takes it."""
     # sorted() is stable: within a class the entries keep the order of their names
-    ranked = sorted(chosen, key=lambda pair: _ORDER.index(pair[1].streams))
+    ranked = sorted(chosen, key=lambda pair: (pair[1].parts is None, _ORDER.index(pair[1].streams)))
     entries: list[SlabEntry] = []
     offset = 0
     for unit, rule in ranked:
         keeps = rule.cached_experts is not None
-        entries.append(SlabEntry(unit, offset, rule.prefill, rule.decode, keeps))
+        parts = rule.parts or 1
+        entries.append(SlabEntry(unit, offset, rule.prefill, rule.decode, keeps, parts))
         offset = align(offset + unit.nbytes)
     return Slab(entries[0].unit.layer, tuple(entries))
 

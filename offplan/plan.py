@@ -19,7 +19,7 @@ from pydantic import (
 
 from offplan.backends import BACKENDS
 from offplan.backends import Backend as Backend
-from offplan.choices import ObjectiveName, Store
+from offplan.choices import ObjectiveName, PartsChoice, Store
 from offplan.errors import PlanError
 from offplan.files import StrPath
 from offplan.kinds import describe_kind
@@ -156,6 +156,8 @@ class Goal(Record):
     cached_experts: Literal["off", "auto"] | Count = "off"
     """Whether rules may keep experts on the GPU one by one: ``auto`` chooses how many; a number is
     how many of each layer."""
+    parts: PartsChoice = "off"
+    """Whether rules may have prompts stream a layer's routed experts in parts; ``auto`` chooses."""
     host_cores: bool = False
     """Whether rules may have the host's cores multiply what they take (``decode: host``)."""
     host_threads: Count | None = None
@@ -204,6 +206,11 @@ class Goal(Record):
             raise ValueError(
                 f"--cached-experts {self.cached_experts} with --for {self.engine}: no engine keeps "
                 "experts one by one; leave one of them out"
+            )
+        if self.parts != "off" and self.engine is not None:
+            raise ValueError(
+                f"--parts {self.parts} with --for {self.engine}: no engine streams a layer's "
+                "experts in parts; leave one of them out"
             )
         return self
 
@@ -276,6 +283,31 @@ class Rule(Record):
     host_share: float | None = Field(default=None, ge=0, le=1)
     """Part of the experts that a layer misses in a step which the host's cores multiply where they
     lie; the link brings the others. Null is all of them, where ``decode: host`` keeps experts."""
+    parts: int | None = Field(default=None, ge=2, le=MOST)
+    """Parts in which prompts stream a layer's routed experts: some experts at a time, which meet
+    the tokens of all chunks while the next ones come. Null streams what the rule takes whole."""
+
+    @model_validator(mode="after")
+    def _streams_in_parts(self) -> "Rule":
+        if self.parts is None:
+            return self
+        if self.max_bytes is not None:
+            raise ValueError(
+                "a max_bytes rule takes whole parameters, and parts divides a layer's experts: "
+                "give the rule group_size and num_in_group"
+            )
+        if not self.prefill.streams or self.decode.streams or self.decode.is_served:
+            raise ValueError(
+                f"found parts: {self.parts} with prefill: {self.prefill.name} and decode: "
+                f"{self.decode.name}, expected prefill: prefetch and decode: uva or host: prompts "
+                "stream parts, and steps read the experts where they lie"
+            )
+        if self.cached_experts is not None:
+            raise ValueError(
+                f"found parts: {self.parts} with cached_experts: {self.cached_experts}: a prompt "
+                "in parts leaves no experts on the GPU for steps, so leave one of them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _keeps_experts(self) -> "Rule":
@@ -603,6 +635,7 @@ def leave_out_usual(section: dict[str, Any]) -> dict[str, Any]:
         ("packing", True),
         ("leave_unpacked", []),
         ("cached_experts", "off"),
+        ("parts", "off"),
         ("host_cores", False),
         ("tensor_parallel", 1),
         ("pipeline_parallel", 1),

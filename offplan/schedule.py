@@ -12,6 +12,10 @@ pass, turn t mod K of the next one. What the slot already holds is not copied ag
 has a slot of its own is never copied twice. A layer that a pass calls several times has one slot
 for all its calls, and takes a turn in each. Where decode streams nothing, it finds in the ring what
 the last turns of prefill left there.
+
+Layers in parts: of a layer whose experts a prompt streams in parts, all chunks first run up to the
+experts, then each part meets the tokens of all chunks. Parts take turns in PART_SLOTS slots of
+their own, across layers, by the same rule.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from offplan.backends import Backend
-from offplan.placement import Phase, Placement, SlabEntry, Span
+from offplan.placement import PART_SLOTS, Phase, Placement, SlabEntry, Span
 
 
 @dataclass(frozen=True)
@@ -48,13 +52,31 @@ class Serve:
 
 
 @dataclass(frozen=True)
-class Compute:
-    """Run one decoder layer; whatever its kernels read in place they read now."""
+class Begin:
+    """Run a layer in parts up to its experts; whatever its kernels read in place they read now."""
 
     layer: int
 
 
-Operation = Copy | Wait | Serve | Compute
+@dataclass(frozen=True)
+class ComputePart:
+    """Multiply the tokens of all chunks by a part of a layer's experts."""
+
+    layer: int
+    part: int
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Run one decoder layer, or the rest of one that was begun.
+
+    Whatever its kernels read in place they read now, where it was not begun.
+    """
+
+    layer: int
+
+
+Operation = Copy | Wait | Serve | Begin | ComputePart | Compute
 
 Calls = Mapping[Phase, Sequence[int]]
 """The layers in the order in which a pass of each phase calls them, by index; a layer may come
@@ -86,14 +108,34 @@ class Schedule:
 
 def empty_ring(placement: Placement) -> Ring:
     """Return the ring before anything was copied."""
-    return (None,) * placement.num_slots
+    return (None,) * (placement.num_slots + placement.num_part_slots)
 
 
 def slots_of(placement: Placement, phase: Phase) -> dict[int, tuple[int, Span]]:
-    """Return slot and span of every layer that streams in this phase, by layer index."""
+    """Return slot and span of every layer that streams whole in this phase, by layer index."""
     spans = placement.spans(phase)
     num_slots = min(placement.num_slots, len(spans))
     return {span.layer: (turn % num_slots, span) for turn, span in enumerate(spans)}
+
+
+def part_slots_of(placement: Placement) -> dict[int, list[tuple[int, Span]]]:
+    """Return slot and span of each part that a prompt streams, by layer index."""
+    first, turn = placement.num_slots, 0
+    found: dict[int, list[tuple[int, Span]]] = {}
+    for layer, parts in placement.parts.items():
+        for span in parts:
+            found.setdefault(layer, []).append((first + turn % PART_SLOTS, span))
+            turn += 1
+    return found
+
+
+def turns_of(placement: Placement, phase: Phase) -> dict[int, list[tuple[int, Span]]]:
+    """Return the turns of each layer that streams in this phase, what it streams whole first."""
+    turns = {layer: [turn] for layer, turn in slots_of(placement, phase).items()}
+    if phase is Phase.PREFILL:
+        for layer, parts in part_slots_of(placement).items():
+            turns[layer] = turns.get(layer, []) + parts
+    return turns
 
 
 def kept_after_prefill(placement: Placement) -> dict[int, tuple[int, Span]]:
@@ -151,8 +193,8 @@ def build_pass(
     already holds; with ``in_order`` the last ones by the next pass's first in their order.
     """
     order = calls or dict.fromkeys(Phase, range(num_layers))
-    slots = slots_of(placement, phase)
-    turns = [layer for layer in order[phase] if layer in slots]
+    turns_by_layer = turns_of(placement, phase)
+    turns = [turn for layer in order[phase] for turn in turns_by_layer.get(layer, ())]
     following = _first_turns(placement, next_phase, order[next_phase])
     contents = list(ring)
     operations: list[Operation] = []
@@ -172,37 +214,48 @@ def build_pass(
     later: list[int | None] = [None] * len(turns)
     upcoming: dict[int, int] = {}
     for turn in reversed(range(len(turns))):
-        slot, _ = slots[turns[turn]]
+        slot, _ = turns[turn]
         later[turn] = upcoming.get(slot)
         upcoming[slot] = turn
     left, num_slots = [*following.values()], len(upcoming)
-    turn = -1
-    for layer in order[phase]:
-        work: list[Operation] = [Serve(phase, layer, backend) for backend in served.get(layer, ())]
-        work.append(Compute(layer))
-        if layer not in slots:
-            operations += work
-            continue
-        turn += 1
-        slot, span = slots[layer]
-        operations += [Wait(slot, span), *work]
+
+    def refill(turn: int) -> None:
+        slot, _ = turns[turn]
         if (next_turn := later[turn]) is not None:
-            fill(slot, slots[turns[next_turn]][1], again=copies_again)
+            fill(slot, turns[next_turn][1], again=copies_again)
         elif in_order:
             if (first := turn + num_slots - len(turns)) < len(left):
                 fill(slot, left[first], again=copies_again)
         elif slot in following:
             fill(slot, following[slot], again=copies_again)
+
+    turn = 0
+    for layer in order[phase]:
+        whole: list[int] = []
+        parts: list[int] = []
+        for _, span in turns_by_layer.get(layer, ()):
+            (whole if span.part is None else parts).append(turn)
+            turn += 1
+        operations += [Wait(*turns[each]) for each in whole]
+        operations += [Serve(phase, layer, backend) for backend in served.get(layer, ())]
+        if parts:
+            operations.append(Begin(layer))
+        for part, each in enumerate(parts):
+            operations += [Wait(*turns[each]), ComputePart(layer, part)]
+            refill(each)
+        operations.append(Compute(layer))
+        for each in whole:
+            refill(each)
     return Schedule(phase, tuple(operations), ring, tuple(contents))
 
 
 def _first_turns(placement: Placement, phase: Phase, order: Sequence[int]) -> dict[int, Span]:
     """Return what each slot holds first in a pass, by slot, in the order of the calls."""
-    slots = slots_of(placement, phase)
+    turns = turns_of(placement, phase)
     first: dict[int, Span] = {}
     for layer in order:
-        if layer in slots:
-            first.setdefault(*slots[layer])
+        for turn in turns.get(layer, ()):
+            first.setdefault(*turn)
     return first
 
 

@@ -12,14 +12,19 @@ from offplan.held.unit import group_units
 from offplan.placement import ALIGNMENT_BYTES, Phase
 from offplan.plan import Backend, Offload, Rule
 from offplan.schedule import read_at_use
-from tests.costs.builders import DENSE, dense_model, make_model, moe_model, place_rules, rule
-from tests.costs.strategies import odd_models, place_or_skip, rule_lists
+from tests.costs.builders import DENSE, MOE, dense_model, make_model, moe_model, place_rules, rule
+from tests.costs.strategies import (
+    models_with_experts,
+    odd_models,
+    place_or_skip,
+    rules_in_parts,
+)
 
 
 @pytest.mark.slow
-@given(st.data(), odd_models(), st.integers(1, 4))
+@given(st.data(), odd_models() | models_with_experts(), st.integers(1, 4))
 def test_bytes_add_up(data: st.DataObject, model: Model, prefetch_step: int) -> None:
-    rules = data.draw(rule_lists(len(model.layers)))
+    rules = data.draw(rules_in_parts(model))
     placement = place_or_skip(model, rules, prefetch_step)
     on_host = [entry.unit for slab in placement.slabs for entry in slab.entries]
     assert (
@@ -27,16 +32,20 @@ def test_bytes_add_up(data: st.DataObject, model: Model, prefetch_step: int) -> 
     )
     assert len({(unit.layer, unit.name) for unit in on_host}) == len(on_host)
     assert placement.num_slots <= prefetch_step
-    assert placement.ring_bytes == placement.num_slots * placement.slot_bytes
+    assert (
+        placement.ring_bytes
+        == placement.num_slots * placement.slot_bytes
+        + placement.num_part_slots * placement.part_bytes
+    )
     for phase in Phase:
         assert all(span.nbytes <= placement.slot_bytes for span in placement.spans(phase))
         assert placement.num_slots <= prefetch_step
 
 
 @pytest.mark.slow
-@given(st.data(), odd_models())
+@given(st.data(), odd_models() | models_with_experts())
 def test_slabs_are_aligned_and_spans_contiguous(data: st.DataObject, model: Model) -> None:
-    for slab in place_or_skip(model, data.draw(rule_lists(len(model.layers))), 2).slabs:
+    for slab in place_or_skip(model, data.draw(rules_in_parts(model)), 2).slabs:
         end = 0
         for entry in slab.entries:
             assert entry.offset % ALIGNMENT_BYTES == 0
@@ -46,7 +55,7 @@ def test_slabs_are_aligned_and_spans_contiguous(data: st.DataObject, model: Mode
         for phase in Phase:
             span = slab.span(phase)
             for entry in slab.entries:
-                streamed = entry.backend(phase) is Backend.PREFETCH
+                streamed = entry.backend(phase) is Backend.PREFETCH and entry.num_parts == 1
                 inside = span is not None and span.start <= entry.offset < span.stop
                 assert streamed == inside
 
@@ -185,6 +194,50 @@ def test_rules_that_cannot_keep_experts(segment: str, num: int, found: str) -> N
 def test_one_more_than_there_are_experts() -> None:
     with pytest.raises(PlanError, match="8 and one more, and layer 1"):
         place_rules(moe_model(4), [keeping(8, cached_experts_more=1)], 2)
+
+
+def in_parts(num_parts: int, *segments: str, decode: Backend = Backend.UVA) -> Rule:
+    return Rule.model_validate({**dict(rule(*segments, decode=decode)), "parts": num_parts})
+
+
+@pytest.mark.parametrize(
+    ("parts", "segment", "found"),
+    [
+        (3, "experts", "does not divide the 8 experts of layer 0 .* write one of 2, 4, 8"),
+        (16, "experts", "does not divide the 8 experts"),
+        (2, "mlp", "takes mlp.gate.weight of layer 0, which is no routed expert"),
+        (2, "experts.down_proj", "leaves mlp.experts.gate_proj.weight of layer 0 out"),
+    ],
+)
+def test_rules_that_cannot_stream_parts(parts: int, segment: str, found: str) -> None:
+    with pytest.raises(PlanError, match=f"rule 1 has parts.*{found}"):
+        place_rules(make_model([MOE, MOE]), [in_parts(parts, segment)], 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parts": 1}, "greater than or equal to 2"),
+        ({"decode": "prefetch"}, "expected prefill: prefetch and decode: uva or host"),
+        ({"prefill": "uva"}, "expected prefill: prefetch"),
+        ({"cached_experts": 2}, "leave one of them out"),
+        ({"group_size": None, "num_in_group": None, "max_bytes": 9}, "give the rule group_size"),
+    ],
+)
+def test_rules_that_cannot_say_parts(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Rule.model_validate({**dict(in_parts(2, "experts")), **changes})
+
+
+def test_parts_are_experts_of_every_matrix() -> None:
+    (slab,) = place_rules(make_model([MOE]), [in_parts(4, "experts")], 1).slabs
+    expert = 64 * 64 * 2
+    assert [[(stop - start) for start, stop, _ in part.runs] for part in slab.parts] == [
+        [2 * expert, 2 * 2 * expert]
+    ] * 4
+    assert [part.runs[0][0] for part in slab.parts] == [n * 2 * expert for n in range(4)]
+    assert sum(part.nbytes for part in slab.parts) == slab.nbytes
+    assert slab.span(Phase.PREFILL) is None
 
 
 def test_a_dense_layer_has_no_experts_to_keep() -> None:

@@ -12,6 +12,7 @@ from offplan.placement import Phase, Placement, Span
 from offplan.plan import Backend
 from offplan.schedule import (
     Compute,
+    ComputePart,
     Copy,
     Schedule,
     Wait,
@@ -19,10 +20,16 @@ from offplan.schedule import (
     build_request,
     empty_ring,
     kept_after_prefill,
-    slots_of,
+    turns_of,
 )
-from tests.costs.builders import dense_model, place_rules, rule
-from tests.costs.strategies import odd_models, place_or_skip, rule_lists
+from tests.costs.builders import dense_model, moe_model, place_rules, rule
+from tests.costs.strategies import (
+    models_with_experts,
+    odd_models,
+    place_or_skip,
+    rule_lists,
+    rules_in_parts,
+)
 
 
 def check_passes(passes: Sequence[Schedule]) -> None:
@@ -50,9 +57,14 @@ def check_passes(passes: Sequence[Schedule]) -> None:
                 if ring[op.slot] != op.span:
                     raise ValueError(f"pass {number} waits for bytes that nobody copies")
                 awaited[op.slot] = op.span
-            else:
-                if any(span.layer != op.layer for span in awaited.values()):
-                    raise ValueError(f"pass {number} runs layer {op.layer} with another's bytes")
+            elif any(span.layer != op.layer for span in awaited.values()):
+                raise ValueError(f"pass {number} runs layer {op.layer} with another's bytes")
+            elif isinstance(op, ComputePart):
+                slots = [slot for slot, span in awaited.items() if span.part is not None]
+                if [awaited[slot].part for slot in slots] != [op.part]:
+                    raise ValueError(f"pass {number} runs a part of layer {op.layer} without it")
+                awaited.pop(slots[0])  # what the layer streams whole it still needs
+            elif isinstance(op, Compute):
                 awaited.clear()
 
 
@@ -62,10 +74,10 @@ def run_by_hand(placement: Placement, passes: list[Schedule], *, late: bool) -> 
     Copies are one queue: one that is waited for carries out all before it. Layers read what
     their slot holds at that moment.
     """
-    slots: list[Span | None] = [None] * placement.num_slots
+    slots: list[Span | None] = [None] * len(placement.slot_sizes)
     queue: list[Copy] = []
     for schedule in passes:
-        layers = slots_of(placement, schedule.phase)
+        turns = turns_of(placement, schedule.phase)
         for op in schedule.operations:
             if isinstance(op, Copy):
                 queue.append(op)
@@ -73,17 +85,20 @@ def run_by_hand(placement: Placement, passes: list[Schedule], *, late: bool) -> 
                 while any(copy.slot == op.slot and copy.span == op.span for copy in queue):
                     first = queue.pop(0)
                     slots[first.slot] = first.span
-            elif op.layer in layers:
-                slot, span = layers[op.layer]
-                assert slots[slot] == span, f"layer {op.layer} reads another's bytes"
+            else:
+                part = op.part if isinstance(op, ComputePart) else None
+                for slot, span in turns.get(op.layer, ()):
+                    if span.part in (None, part):  # what it streams whole it reads all the while
+                        assert slots[slot] == span, f"layer {op.layer} reads another's bytes"
+                        assert placement.slot_sizes[slot] >= span.slot_bytes
             while queue and not late:
                 first = queue.pop(0)
                 slots[first.slot] = first.span
 
 
-@given(st.data(), odd_models(), st.integers(1, 4))
+@given(st.data(), odd_models() | models_with_experts(), st.integers(1, 4))
 def test_requests_are_safe(data: st.DataObject, model: Model, prefetch_step: int) -> None:
-    placement = place_or_skip(model, data.draw(rule_lists(len(model.layers))), prefetch_step)
+    placement = place_or_skip(model, data.draw(rules_in_parts(model)), prefetch_step)
     ring = empty_ring(placement)
     passes: list[Schedule] = []
     for _ in range(3):
@@ -97,10 +112,10 @@ def test_requests_are_safe(data: st.DataObject, model: Model, prefetch_step: int
 
 
 @pytest.mark.slow
-@given(st.data(), odd_models(), st.integers(1, 4))
+@given(st.data(), odd_models() | models_with_experts(), st.integers(1, 4))
 def test_any_order_of_phases_is_safe(data: st.DataObject, model: Model, prefetch_step: int) -> None:
     """Passes whose successor is another than they were told: more copies, never wrong bytes."""
-    placement = place_or_skip(model, data.draw(rule_lists(len(model.layers))), prefetch_step)
+    placement = place_or_skip(model, data.draw(rules_in_parts(model)), prefetch_step)
     ring = empty_ring(placement)
     passes: list[Schedule] = []
     for phase, told in data.draw(
@@ -170,6 +185,29 @@ def test_the_last_layers_to_stream_are_kept() -> None:
     }
     mixed = [rule("mlp", decode=Backend.UVA), rule("o_proj", prefill=Backend.UVA)]
     assert kept_after_prefill(place_rules(dense_model(5), mixed, 2)) == {}
+
+
+def test_parts_take_turns_while_what_is_streamed_whole_stays() -> None:
+    whole = rule("self_attn", decode=Backend.UVA)
+    parts = rule("experts", decode=Backend.UVA).model_copy(update={"parts": 4})
+    placement = place_rules(moe_model(3), [whole, parts], 1)
+    assert placement.slot_sizes == [placement.slot_bytes, *[placement.part_bytes] * 2]
+    schedule = build_request(placement, 3, empty_ring(placement)).prefill
+    told = [
+        f"{type(op).__name__}{getattr(op, 'slot', '')}"
+        for op in schedule.operations
+        if not isinstance(op, Copy) or op.slot
+    ]
+    turns = [name for slot in (1, 2) for name in (f"Wait{slot}", "ComputePart", f"Copy{slot}")]
+    layer = ["Wait0", "Begin", *turns, *turns, "Compute"]
+    last = ["Wait0", "Begin", *turns, *(name for name in turns if "Copy" not in name), "Compute"]
+    assert told == ["Copy1", "Copy2", "Wait0", "Compute", *layer, *last]
+    experts = [slab for slab in placement.slabs if slab.parts]
+    moved = [op.span.nbytes for op in schedule.operations if isinstance(op, Copy) and op.slot]
+    assert sum(moved) == sum(
+        e.unit.nbytes for slab in experts for e in slab.entries if e.num_parts > 1
+    )
+    assert all(len(span.runs) == 2 for slab in experts for span in slab.parts)
 
 
 def spoil(schedule: Schedule, how: str) -> Schedule:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from offplan.choices import DEFAULT_CACHED_EXPERTS
+from offplan.choices import DEFAULT_CACHED_EXPERTS, DEFAULT_PARTS, PartsChoice
 from offplan.errors import InputError
 
 
@@ -180,6 +180,14 @@ CachedExperts = Annotated[
         metavar="N, auto or off",
         help="Keep the N experts of a layer that were used last on the GPU. "
         f"[default: {DEFAULT_CACHED_EXPERTS}]",
+    ),
+]
+Parts = Annotated[
+    PartsChoice | None,
+    typer.Option(
+        "--parts",
+        help="Let prompts stream a layer's experts in parts (not yet on a GPU). "
+        f"[default: {DEFAULT_PARTS}]",
     ),
 ]
 HostCores = Annotated[

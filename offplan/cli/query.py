@@ -106,6 +106,7 @@ class Query:
     leave_unpacked: options.LeaveUnpacked = None
     cached_experts: options.CachedExperts = None
     routing: options.Routing = None
+    parts: options.Parts = None
     host_cores: options.HostCores = False
     host_threads: options.HostThreads = None
     frontier: Annotated[
@@ -195,6 +196,7 @@ class Query:
             packing=self.packing,
             leave_unpacked=self.leave_unpacked or (),
             cached_experts=self.cached_experts,
+            parts=self.parts,
             host_cores=self.host_cores,
             host_threads=self.host_threads,
             routing=None if self.routing is None else str(self.routing),

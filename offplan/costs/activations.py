@@ -158,7 +158,7 @@ does not fit there. Source: prompts of 512 tokens on an H200, resident and offlo
 
 
 def activation_bytes(stage: Stage, workload: Workload, prefill_chunk: int) -> int:
-    """Bytes of all ``activation_parts``."""
+    """Bytes of all ``activation_parts`` of plans whose layers are not in parts."""
     return sum(activation_parts(stage, workload, prefill_chunk).values())
 
 

@@ -65,6 +65,8 @@ class PassCompute:
     """Picoseconds of embedding, norm and head, which only the prompt's last token reaches."""
     measured: bool
     """Whether all of it was measured."""
+    routed_ps: tuple[int, ...]
+    """Of each layer's picoseconds, those of its routed experts' products."""
 
     @cached_property
     def resident_ps(self) -> int:
@@ -102,12 +104,20 @@ class ModelCompute:
         outside = [outside_time(self.machine, self.stage, shape) for shape in shapes]
         times = {key: sum(to_ps(chunk[key].seconds) for chunk in chunks) for key in self.works}
         calls = count_calls(self.stage, shapes[0].phase)
+        routed = {
+            key: sum(
+                round(work.routed_share(shape) * to_ps(chunk[key].seconds))
+                for shape, chunk in zip(shapes, chunks, strict=True)
+            )
+            for key, work in self.works.items()
+        }
         return PassCompute(
             shapes,
             layer_ps=tuple(n * times[key] for n, key in zip(calls, self.keys, strict=True)),
             outside_ps=to_ps(outside[-1].seconds),
             measured=all(t.measured for chunk in chunks for t in chunk.values())
             and all(time.measured for time in outside),
+            routed_ps=tuple(routed[key] for key in self.keys),
         )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from offplan.costs.activations import activation_parts
+from offplan.costs.parts import parts_bytes
 from offplan.costs.term import Input, Term, list_figures, sum_up
 from offplan.costs.vllm_cache import cache_bytes
 from offplan.held.packing import is_packed
@@ -58,7 +59,16 @@ def list_gpu_memory(
         "embedding on the host": -embedding,
     }
     slots = Input("slots", placement.num_slots, "count")
-    ring = (slots, Input("largest span", placement.slot_bytes, "bytes"))
+    ring: tuple[Input, ...] = (slots, Input("largest span", placement.slot_bytes, "bytes"))
+    of_ring = "slots x largest span"
+    activations = activation_parts(stage, workload, prefill_chunk)
+    if placement.parts:
+        of_ring += " + slots for parts x largest part"
+        ring += (
+            Input("slots for parts", placement.num_part_slots, "count"),
+            Input("largest part", placement.part_bytes, "bytes"),
+        )
+        activations["chunks at experts in parts"] = parts_bytes(stage, workload)
     cache = {
         "batch x context x bytes a token": tokens,
         "batch x state of linear attention": cached - tokens,
@@ -69,9 +79,9 @@ def list_gpu_memory(
     taken = overhead_bytes(machine, budget)
     terms = (
         sum_up("gpu_memory.resident", weights),
-        Term("gpu_memory.ring", placement.ring_bytes, "bytes", "slots x largest span", ring),
+        Term("gpu_memory.ring", placement.ring_bytes, "bytes", of_ring, ring),
         sum_up("gpu_memory.kv_cache", cache),
-        sum_up("gpu_memory.activations", activation_parts(stage, workload, prefill_chunk)),
+        sum_up("gpu_memory.activations", activations),
         Term("gpu_memory.overhead", taken, "bytes", f"gpu_overhead + {margin}", kept),
     )
     yield from terms

@@ -9,6 +9,7 @@ from offplan.costs.cores import CoresUse, add_uses, cores_by_layer
 from offplan.costs.kept_experts import keeping_by_layer
 from offplan.costs.link import embedding_bytes, read_bytes_by_layer, uva_slowdown
 from offplan.costs.missed import missed_by_layer
+from offplan.costs.parts import part_times, span_seconds
 from offplan.costs.timeline import PassTimes, to_ps
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
@@ -21,7 +22,7 @@ def pass_times(
     """Find what each operation of a pass takes."""
 
     def copy_ps(span: Span) -> int:
-        return to_ps(machine.copy_seconds(span.nbytes))
+        return to_ps(span_seconds(machine, span))
 
     shapes, num_layers = priced.shapes, len(stage.layers)
     calls = count_calls(stage, shapes[0].phase)
@@ -61,6 +62,7 @@ def pass_times(
         cores_products=cores_products,
         missed_ps=missed_ps,
         num_calls=count_calls(stage, shapes[0].phase, len(shapes)),
+        parts=part_times(placement, priced),
         keeping_ps=keeping_by_layer(placement, stage.experts, machine, num_layers, shapes),
     )
 

@@ -65,6 +65,10 @@ def list_phase(
     kept: tuple[Input, ...] = (
         (Input("kernels that keep experts", to_seconds(keeping), "s"),) if keeping else ()
     )
+    if in_parts := taken.times.parts:
+        formula = "of each chunk and part PART_OPERATORS x LAUNCH_S"
+        launching_s = to_seconds(sum(each.launching_ps for each in in_parts.values()))
+        kept += (Input("launching parts", launching_s, "s", formula),)
     if taken.times.cores_products:
         threads = machine.host_threads
         formula = "round trips x cores_round_trip + bytes / cores, beside copies where it copies"

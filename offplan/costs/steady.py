@@ -9,13 +9,14 @@ from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
 from math import ceil, lcm
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offplan.costs.timeline import PassTimes
 from offplan.held.runner import PassRules
-from offplan.placement import Phase, Placement
+from offplan.placement import PART_SLOTS, Phase, Placement
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -29,6 +30,47 @@ MOST = 2**60
 """The most picoseconds (13 days) or bytes that are added up, which leaves room to add some more."""
 _NEVER = -(2**60)
 """A moment before all others; the times of passes added to it stay in int64."""
+
+
+@dataclass(frozen=True)
+class PartTable:
+    """Layers of prompts whose experts stream in parts: arrays of shape [candidates, layers]."""
+
+    num_parts: Ints
+    """0 where the layer is not in parts."""
+    part_ps: Ints
+    """Compute of each part."""
+    copy_ps: Ints
+    """One copy of a part."""
+
+    def __getitem__(self, rows: Ints) -> "PartTable":
+        """Select candidates."""
+        return PartTable(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+    @cached_property
+    def most(self) -> list[int]:
+        """Parts of each layer, at most."""
+        return [int(each) for each in self.num_parts.max(axis=0)]
+
+    @cached_property
+    def following_ps(self) -> Ints:
+        """One copy of a part of the next layer in parts, -1 where there is none."""
+        found, last = np.empty_like(self.copy_ps), np.full(len(self.copy_ps), -1, dtype=np.int64)
+        for layer in reversed(range(self.copy_ps.shape[1])):
+            found[:, layer] = last
+            last = np.where(self.num_parts[:, layer] > 0, self.copy_ps[:, layer], last)
+        return found
+
+    def fills(self) -> Ints:
+        """Picoseconds of the copies that each layer's parts begin a prompt with.
+
+        They are the first PART_SLOTS parts, but where an earlier prompt has left just these.
+        """
+        fills = np.zeros_like(self.copy_ps)
+        rows = np.flatnonzero(self.num_parts.sum(axis=1) > PART_SLOTS)
+        first = np.argmax(self.num_parts > 0, axis=1)[rows]
+        fills[rows, first] = PART_SLOTS * self.copy_ps[rows, first]
+        return fills
 
 
 @dataclass(frozen=True)
@@ -47,10 +89,14 @@ class PassTable:
     """What follows the last layer, [candidates]."""
     prefetch_step: Ints
     """Slots that the plan asks for, [candidates]."""
+    parts: PartTable | None = None
+    """Layers in parts, whose parts are no longer in ``compute_ps``; None where there are none."""
 
     def __getitem__(self, rows: Ints) -> "PassTable":
         """Select candidates."""
-        return PassTable(*(getattr(self, field.name)[rows] for field in fields(self)))
+        every: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        chosen = {name: each[rows] for name, each in every.items() if each is not None}
+        return PassTable(**chosen)
 
     def on_engine(self, engine: PassRules) -> "PassTable":
         """Return the same with the slots that an engine fills ahead."""
@@ -130,6 +176,11 @@ class OnePlan:
             + sum(times.busy_ps)
             + 2 * num_passes * sum(map(times.copy_ps, spans[phase]))
             + ceil(times.uva_slowdown) * sum(times.uva_ps)
+            + sum(
+                2 * len(placement.parts[layer]) * (each.part_ps + times.copy_ps(part))
+                for layer, each in times.parts.items()
+                for part in placement.parts[layer][:1]
+            )
             for phase, times in phases
         )
         unit_ps = -(-NUM_STEPS * most // MOST) or 1
@@ -139,7 +190,7 @@ class OnePlan:
             num_layers = range(len(times.compute_ps))
             copies = (times.copy_ps(layers[n]) if n in layers else 0 for n in num_layers)
             sizes = (layers[n].nbytes if n in layers else 0 for n in num_layers)
-            in_units = [each // unit_ps for each in (*times.busy_ps, *times.uva_ps, *copies)]
+            in_units = [each // unit_ps for each in (*times.begin_ps, *times.uva_ps, *copies)]
             in_layers = np.array(in_units, dtype=np.int64).reshape(3, 1, -1)
             tables.append(
                 PassTable(
@@ -149,6 +200,7 @@ class OnePlan:
                     copy_ps=in_layers[2],
                     outside_ps=np.array([times.outside_ps // unit_ps]),
                     prefetch_step=np.array([placement.num_slots]),
+                    parts=_tabulate_parts(placement, times, unit_ps) if times.parts else None,
                 )
             )
         return cls(tables[0], tables[1], prompt.uva_slowdown, num_passes, unit_ps)
@@ -163,6 +215,16 @@ class OnePlan:
             over, under = step_ps(self.step, self.slowdown)
         step = Fraction(int(over[0]), int(under[0]))
         return Fraction(self.unit_ps * int(prompts[0])), self.unit_ps * step
+
+
+def _tabulate_parts(placement: Placement, times: PassTimes, unit_ps: int) -> PartTable:
+    """Write the table of one plan's parts, in units of so many picoseconds."""
+    columns = np.zeros((3, 1, len(times.compute_ps)), dtype=np.int64)
+    for layer, each in times.parts.items():
+        parts = placement.parts[layer]
+        in_units = each.part_ps // unit_ps, times.copy_ps(parts[0]) // unit_ps
+        columns[:, 0, layer] = len(parts), *in_units
+    return PartTable(*columns)
 
 
 def prompt_ps(prompt: PassTable, step: PassTable, slowdown: float) -> Ints:
@@ -183,12 +245,18 @@ def prompt_ps(prompt: PassTable, step: PassTable, slowdown: float) -> Ints:
     found = np.where(wanted, is_held, prompt.is_last)
     is_first = prompt.streams & (prompt.turn < prompt.num_slots)
     fills = np.where(is_first & ~found, prompt.copy_ps, 0)
-    filled = np.where(fills > 0, np.cumsum(fills, axis=1), 0)
+    part_fills = np.zeros_like(fills) if prompt.parts is None else prompt.parts.fills()
+    behind_all = np.cumsum(fills + part_fills, axis=1)  # of a layer, what streams whole comes first
+    filled = np.where(fills > 0, behind_all - part_fills, 0)
     most = max(1, int(prompt.num_slots.max(initial=0)))
     moments = np.zeros((len(fills), 2 + most), dtype=np.int64)
-    moments[:, 1] = fills.sum(axis=1)
+    moments[:, 1] = behind_all[:, -1]
     moments[:, 2:] = np.take_along_axis(filled, prompt.layer_of[:, :most], axis=1)
-    return _run_pass(prompt, refills, slowdown, moments, drains=True)[:, 0]
+    each = part_fills.max(axis=1) // PART_SLOTS
+    begun = np.where(part_fills > 0, behind_all - part_fills, 0).max(axis=1)
+    turns = np.arange(1, PART_SLOTS + 1)
+    parts_done = np.where(each[:, None] > 0, begun[:, None] + turns * each[:, None], 0)
+    return _run_pass(prompt, refills, slowdown, moments, parts_done, drains=True)[:, 0]
 
 
 def engine_prompt_ps(engine: PassRules, prompt: PassTable, num_passes: Ints) -> Ints:
@@ -268,18 +336,26 @@ def _cycle_means(weights: Ints) -> tuple[Ints, int]:
 
 
 def _run_pass(
-    times: PassTable, refills: Ints, slowdown: float, moments: Ints, *, drains: bool = False
+    times: PassTable,
+    refills: Ints,
+    slowdown: float,
+    moments: Ints,
+    parts_done: Ints | None = None,
+    *,
+    drains: bool = False,
 ) -> Ints:
     """Advance ``moments``: when compute, the link and the fill of each slot are done.
 
     ``moments`` is [candidates, 2 + slots]; slots that a candidate does not have go with compute.
-    ``refills`` are the copies that follow each layer into its slot, -1 for none. With ``drains``,
-    kernels that read are slower only until nothing is left to be copied.
+    ``refills`` are the copies that follow each layer into its slot, -1 for none. ``parts_done`` are
+    the moments of the fill of each slot for parts, [candidates, PART_SLOTS], which is advanced.
+    With ``drains``, kernels that read are slower only until nothing is left to be copied.
     """
     every = np.arange(len(moments))
     compute, link, done = moments[:, 0], moments[:, 1], moments[:, 2:].copy()
     reads_any = np.asarray(times.read_ps.any(axis=0))
     streams_any = np.asarray(times.streams.any(axis=0))
+    turn = np.zeros(len(moments), dtype=np.int64)
     for layer in range(refills.shape[1]):
         if streams_any[layer]:
             slot = times.slot[:, layer] % done.shape[1]
@@ -293,8 +369,25 @@ def _run_pass(
             link = np.where(reading, np.maximum(link, compute) + read, link)
             late = np.maximum(done, compute[:, None]) + read[:, None]
             done = np.where(reading[:, None], late, done)
+            if parts_done is not None:
+                late = np.maximum(parts_done, compute[:, None]) + read[:, None]
+                parts_done = np.where(reading[:, None], late, parts_done)
             compute = np.where(reading & drains, np.minimum(link, slowly), slowly)
         compute = compute + times.compute_ps[:, layer]
+        for part in range(0 if times.parts is None else times.parts.most[layer]):
+            assert times.parts is not None
+            assert parts_done is not None
+            num_parts, place = times.parts.num_parts[:, layer], turn % PART_SLOTS
+            has_part, is_early = num_parts > part, num_parts > part + PART_SLOTS
+            ready = np.maximum(compute, parts_done[every, place]) + times.parts.part_ps[:, layer]
+            compute = np.where(has_part, ready, compute)
+            refill = np.where(
+                is_early, times.parts.copy_ps[:, layer], times.parts.following_ps[:, layer]
+            )
+            copies = has_part & (refill >= 0)
+            link = np.where(copies, np.maximum(link, compute) + refill, link)
+            parts_done[every, place] = np.where(copies, link, parts_done[every, place])
+            turn += has_part
         if streams_any[layer]:
             refill = refills[:, layer]
             copies = refill >= 0

@@ -8,7 +8,8 @@ it is done; a wait holds compute until its copy is done; a layer that reads weig
 spends their time on both queues, because kernels and DMA share the link. The kernels have nearly
 all of it while they run: what is copied meanwhile is late by what they read, and they take a little
 longer, at most until it is copied. In a decode step that copies at all, the timeline assumes
-that the link is busy whenever kernels read.
+that the link is busy whenever kernels read. A layer in parts takes all but its routed
+experts' time when it is begun, and theirs part by part.
 
 In a decode step every rule then takes a maximum or adds a constant, so it is a linear map over the
 max-plus semiring, and takes in steady state exactly the map's largest cycle mean: no iteration has
@@ -23,11 +24,11 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import zip_longest
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from offplan.backends import Backend
 from offplan.placement import Span
-from offplan.schedule import Compute, Copy, Schedule, Wait
+from offplan.schedule import Begin, Compute, ComputePart, Copy, Schedule, Wait
 
 PS_PER_S = 10**12
 """Picoseconds in a second."""
@@ -43,6 +44,17 @@ Doing = Literal["compute", "wait", "read", "copy"]
 Record = Callable[[Queue, Doing, int | None, Time, Time], None]
 """Hears of each thing that a queue does: of which layer (None outside of all layers), and when it
 begins and ends."""
+
+
+class PartTimes(NamedTuple):
+    """What a layer takes whose experts stream in parts, in picoseconds."""
+
+    routed_ps: int
+    """Of the layer's compute, what its routed experts take."""
+    part_ps: int
+    """One part, with what launching it takes."""
+    launching_ps: int
+    """Of all parts, what launching them takes."""
 
 
 @dataclass(frozen=True)
@@ -77,17 +89,28 @@ class PassTimes:
     experts that it misses; negative where its other products hide both. Empty where none do."""
     num_calls: tuple[int, ...] = ()
     """How often the pass calls each layer, which takes an equal part in each; empty for once."""
+    parts: Mapping[int, PartTimes] = field(default_factory=dict)
+    """Layers of a prompt whose experts stream in parts, by index."""
 
     def share_ps(self, layer: int) -> tuple[int, int]:
-        """Picoseconds that one call of a layer reads weights at use, and runs its kernels."""
+        """Picoseconds that one call of a layer reads weights at use, and runs its kernels.
+
+        Experts that stream in parts are left out.
+        """
         count = self.num_calls[layer] if self.num_calls else 1
-        return self.uva_ps[layer] // count, self.busy_ps[layer] // count
+        return self.uva_ps[layer] // count, self.begin_ps[layer] // count
 
     @cached_property
     def busy_ps(self) -> tuple[int, ...]:
         """Picoseconds of each layer's kernels, with those that keep experts, and of the cores."""
         parts = self.compute_ps, self.keeping_ps, self.cores_ps, self.missed_ps
         return tuple(map(sum, zip_longest(*parts, fillvalue=0)))
+
+    @cached_property
+    def begin_ps(self) -> tuple[int, ...]:
+        """Picoseconds of each layer's kernels without experts that stream in parts."""
+        routed = {layer: part.routed_ps for layer, part in self.parts.items()}
+        return tuple(busy - routed.get(layer, 0) for layer, busy in enumerate(self.busy_ps))
 
     @property
     def resident_ps(self) -> int:
@@ -187,7 +210,7 @@ def add_up(
     return PhaseTimes(
         step_ps=Fraction(step_ps),
         times=times,
-        num_copies=num_passes * len(copies),
+        num_copies=num_passes * sum(len(span.runs) for span in copies),
         copied_bytes=num_passes * schedule.link_bytes,
         copied_ps=num_passes * sum(map(times.copy_ps, copies)),
         waiting=waiting,
@@ -247,6 +270,7 @@ def _run_pass(
     """
     compute, link = state[0], state[1]
     slots = state[2:]
+    begun: int | None = None
     for op in schedule.operations:
         if isinstance(op, Copy):
             began = max(link, compute)
@@ -255,7 +279,11 @@ def _run_pass(
         elif isinstance(op, Wait):
             began, compute = compute, max(compute, slots[op.slot])
             record("compute", "wait", op.span.layer, began, compute)
-        elif isinstance(op, Compute):
+        elif isinstance(op, ComputePart):
+            began, compute = compute, compute + times.parts[op.layer].part_ps
+            record("compute", "compute", op.layer, began, compute)
+        elif isinstance(op, Begin | Compute) and op.layer != begun:
+            begun = op.layer if isinstance(op, Begin) else None  # all of its own time is here
             reading, busy = times.share_ps(op.layer)
             if reading:
                 took = read(reading, max(0, link - compute))

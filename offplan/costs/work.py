@@ -151,6 +151,8 @@ class LayerWork:
     longer than with its value."""
     token_elements: float
     """Elements that each new token is multiplied by; of routed experts, only its own."""
+    routed_elements: float
+    """Those of routed experts among them."""
     element_bytes: int
     """Bytes of an element of what is computed with."""
     kv_cache: KVCache
@@ -230,6 +232,14 @@ class LayerWork:
         pairs = shape.batch * self._pairs(shape)
         return 2 * products + 2 * dims.num_heads * (dims.query_dim + dims.value_dim) * pairs
 
+    def routed_share(self, shape: PassShape) -> float:
+        """Part of a pass's operations that are products with routed experts."""
+        if not self.routed_elements:
+            return 0.0
+        decoding = self.decoding_flops(shape)
+        routed = 2 * self.routed_elements * shape.num_tokens + decoding
+        return routed / (self.flops(shape) + decoding)
+
     def _pairs(self, shape: PassShape) -> int:
         """Pairs of a new token and one it looks at, in one sequence; linear attention has none."""
         if self.mixer is Mixer.CHUNKED:
@@ -284,6 +294,7 @@ def layer_work(stage: Stage, layer: Layer) -> LayerWork:
         ),
         element_bytes=stage.element_bytes,
         token_elements=dense_elements + share * expert_elements,
+        routed_elements=share * expert_elements,
         kv_cache=layer.kv_cache,
         mixer=stage.architecture.mixers[layer.index],
         attention={phase: attention_dims(stage.architecture, phase) for phase in Phase},

@@ -190,7 +190,7 @@ def join_flags(flags: Flags) -> list[str]:
 def require_stored_weights(offload: Offload, title: str) -> None:
     """Raise ExportError unless weights are as they are stored, in host memory where not resident.
 
-    It is also raised for a backend that no engine has, and for experts kept one by one.
+    It is also raised for a backend that no engine has, for experts kept one by one, and for parts.
     ``title`` is the engine's.
     """
     if offload.store == "peer" and offload.rules:
@@ -203,6 +203,11 @@ def require_stored_weights(offload: Offload, title: str) -> None:
             raise ExportError(
                 f"rule {number} keeps {rule.cached_experts} experts of a layer on the GPU "
                 f"(cached_experts), which no flag of {title} says: plan again with --for"
+            )
+        if rule.parts is not None:
+            raise ExportError(
+                f"rule {number} streams a layer's experts in {rule.parts} parts (parts), which no "
+                f"flag of {title} says: plan again with --for"
             )
         for backend in (rule.prefill, rule.decode):
             if backend not in BACKENDS:

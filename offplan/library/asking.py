@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from offplan.checkpoint.model import Model
-from offplan.choices import DEFAULT_CACHED_EXPERTS, ObjectiveName, Store
+from offplan.choices import DEFAULT_CACHED_EXPERTS, DEFAULT_PARTS, ObjectiveName, PartsChoice, Store
 from offplan.engines.runner import find_runner, lower
 from offplan.errors import ExportError, InputError
 from offplan.files import StrPath
@@ -41,6 +41,7 @@ def ask(
     leave_unpacked: Sequence[str] = (),
     cached_experts: int | Literal["off", "auto"] | None = None,
     routing: str | None = None,
+    parts: PartsChoice | None = None,
     host_cores: bool = False,
     host_threads: int | None = None,
     ranks: Ranks = ONE_RANK,
@@ -63,6 +64,7 @@ def ask(
     layer, or as many as suit (``auto``); left out, as DEFAULT_CACHED_EXPERTS says where experts can
     be kept. ``routing`` is the file of a routing profile, which says how soon experts are chosen
     again.
+    With ``parts`` ``auto`` rules may have prompts stream a layer's routed experts in parts.
     With ``host_cores`` rules may have the host's cores multiply what they take, by
     ``host_threads`` threads, or as many as the machine's figures are of.
 
@@ -89,6 +91,7 @@ def ask(
             packing=packing,
             leave_unpacked=tuple(leave_unpacked),
             cached_experts=cached_experts,
+            parts=DEFAULT_PARTS if parts is None else parts,
             host_cores=host_cores,
             host_threads=host_threads,
             tensor_parallel=ranks.tensor,

@@ -61,6 +61,7 @@ def plan_for(plan: Plan, model: Model, engine: str, ranks: Ranks | None = None) 
     changes = {
         "engine": engine,
         "cached_experts": "off",  # which no engine does
+        "parts": "off",
         "stock": False,
         "host_cores": False,
         "host_threads": None,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from offplan.placement import PART_SLOTS
 from offplan.planner.aims import Floats
 from offplan.planner.patterns import group_patterns
 from offplan.planner.prices import NO_RULE, Ints, Prices
@@ -26,7 +27,7 @@ class Loads(NamedTuple):
     """
 
     unit_bytes: Floats
-    """Bytes off the GPU."""
+    """Bytes off the GPU, less those that parts of layers take there."""
     slab_bytes: Floats
     """Bytes on the host."""
     prompt_copied: Floats
@@ -48,6 +49,8 @@ class Loads(NamedTuple):
     """Bytes of all rungs."""
     none_ps: Floats
     """What a step takes without any."""
+    prompt_parts: Floats
+    """Copies of parts of layers."""
     slot_bytes: Floats
     """The largest span of a layer in either phase."""
     prompt_turns: Floats
@@ -158,8 +161,13 @@ def _sum_up(space: Space, prices: Prices, option: Ints, numbers: Ints, counts: I
     prompt_ps, step_ps = contents.prompt_copy_ps[layers], contents.step_copy_ps[layers]
     step_read = contents.step_read_ps[layers]
     streams, streams_again = prompt_bytes > 0, step_bytes > 0
+    num_parts = total(contents.num_parts[layers])
+    parts_ps = total(contents.num_parts[layers] * contents.part_copy_ps[layers])
+    # of all kinds of layers: a larger rule of an option then never frees less
+    slots = PART_SLOTS * contents.part_bytes[layers].max(axis=-1)
+    for_parts = np.where(slots > 0, slots + space.parts_bytes, 0)
     columns = Loads(
-        unit_bytes=total(contents.unit_bytes[layers]),
+        unit_bytes=np.maximum(0, total(contents.unit_bytes[layers]) - for_parts),
         slab_bytes=total(contents.slab_bytes[layers]),
         prompt_copied=total(prompt_ps - space.start_ps * streams),
         prompt_copy=most(prompt_ps),
@@ -172,6 +180,7 @@ def _sum_up(space: Space, prices: Prices, option: Ints, numbers: Ints, counts: I
         cores_spared=most(contents.step_cores_ps[layers] * streams),
         rungs_bytes=total(ladders.num_rungs * ladders.rung_bytes[option]),
         none_ps=total(ladders.none_ps[option]),
+        prompt_parts=np.where(num_parts > PART_SLOTS, parts_ps, 0),
         slot_bytes=most(np.maximum(prompt_bytes, step_bytes)),
         prompt_turns=total(streams),
         prompt_compute=np.array([total(streams * each[example]) for each in space.table.layer_ps]),
@@ -226,6 +235,8 @@ def estimate(
         slowly = np.where(copied_again > 0, (space.slowdown - 1) * read, 0)
         step_ps = copied_again + (in_turn & (copied_again > 0)) * loads.step_compute
         step_ps = np.maximum(resident_ps[:, 1] + slowly + by_cores, step_ps)
-    prompt_ps = copied + in_turn * loads.prompt_compute + table.outside_ps[setting]
+    # parts are copied beside whatever computes
+    copied = np.maximum(copied + in_turn * loads.prompt_compute, copied + loads.prompt_parts)
+    prompt_ps = copied + table.outside_ps[setting]
     prompt_ps = np.maximum(resident_ps[:, 0], prompt_ps) + loads.prompt_read
     return prompt_ps + row_ps[:, 0], step_ps + read + row_ps[:, 1]

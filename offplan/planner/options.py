@@ -10,6 +10,7 @@ listed once for each value that may be best.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -25,7 +26,7 @@ from offplan.costs.kept_experts import keeping_ps, left_bytes
 from offplan.costs.link import use_bytes
 from offplan.costs.missed import divide
 from offplan.errors import PlanError
-from offplan.expert_slots import BOUNDARY_BYTES, ExpertSlots, find_expert_slots
+from offplan.expert_slots import BOUNDARY_BYTES, ExpertSlots, check_parts, find_expert_slots
 from offplan.kernel_sizes import MAX_PAIRS
 from offplan.plan import Rule
 from offplan.planner.classes import SegmentClass, expert_class
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
 
 SHARES = tuple(number / 16 for number in range(1, 17))
 """Values of ``host_share`` tried; 0 is an option without the host's cores."""
+
+
+NUM_PARTS = (2, 4, 8, 16, 32)
+"""Values of ``parts`` tried: each chunk launches each part, and more parts spare little."""
 
 
 class Ladder(NamedTuple):
@@ -206,6 +211,38 @@ class KeepsExperts(Option):
         return space.reading_ps(missed.link_bytes), alone, beside
 
 
+@dataclass(frozen=True)
+class StreamsParts(Option):
+    """Routed experts that prompts stream in parts: ``parts``."""
+
+    num_parts: int
+
+    def numbers(self, rungs: int, more: int) -> Mapping[str, Any]:
+        """Return the number of parts."""
+        return {"parts": self.num_parts}
+
+
+def _list_parts(space: "Space", ways: Iterable[tuple[Backend, Backend]]) -> Iterator[StreamsParts]:
+    """List the ways to stream the layers' experts in parts, as a question allows."""
+    stage, goal = space.stage, space.question.goal
+    if goal.parts == "off" or stage.experts is None:
+        return
+    experts = expert_class(stage)
+    layers = {layer.key: layer for layer in reversed(stage.layers)}
+    taken = [*zip(space.compute.works, space.taken(experts), strict=True)]
+    for way in ways:
+        if not way[0].streams or way[1].streams or way[1].is_served:
+            continue
+        if way[1].is_by_cores and not space.suits_cores(experts):
+            continue
+        for num_parts in NUM_PARTS:
+            option = StreamsParts(experts, *way, num_parts)
+            with suppress(PlanError):  # it does not divide the experts
+                for key, units in taken:
+                    check_parts(stage, layers[key], 1, option.rule(1, 1), units)
+                yield option
+
+
 def backend_pairs(backends: Iterable[Backend], store: Store) -> list[tuple[Backend, Backend]]:
     """List the backends that a rule may have in prefill and in decode.
 
@@ -246,6 +283,7 @@ def list_options(space: "Space") -> tuple[Option, ...]:
                 found.append(keeps)
             elif keeps.decode.is_by_cores and space.suits_cores(keeps.segment_class):
                 found += _best_shares(space, keeps)
+    found += _list_parts(space, ways)
     return tuple(sorted(found, key=lambda option: option.rank))
 
 
@@ -260,6 +298,10 @@ def _best_shares(space: "Space", option: KeepsExperts) -> list[KeepsExperts]:
 
 def number_steps(rule: Rule) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield the steps of a rule's own numbers, and the keys that each changes."""
+    if (parts := rule.parts) is not None:
+        for number in (parts // 2, 2 * parts):
+            yield f"parts {parts} -> {number}", {"parts": number}
+        yield "without parts", {"parts": None}
     if (kept := rule.cached_experts) is None:
         return
     for number in (kept - 1, kept + 1):

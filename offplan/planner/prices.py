@@ -7,15 +7,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from offplan.costs.parts import span_seconds
 from offplan.costs.steady import (
+    PartTable,
     PassTable,
     engine_prompt_ps,
     engine_step_ps,
     prompt_ps,
     step_ps,
 )
+from offplan.costs.timeline import to_ps
 from offplan.held.unit import Unit
-from offplan.placement import Phase, build_slab, off_gpu_bytes
+from offplan.placement import PART_SLOTS, Phase, build_slab, off_gpu_bytes
 from offplan.planner.aims import Floats
 from offplan.planner.ladders import Ladders
 from offplan.planner.options import Option
@@ -75,6 +78,11 @@ class Content(NamedTuple):
     """The same in a step that copies, too."""
     kept_cores_ps: Any = 0
     """What of it remains when the ring keeps what prefill streamed."""
+    num_parts: Any = 0
+    """Parts in which prompts stream its experts."""
+    part_bytes: Any = 0
+    """Bytes of a slot that holds one."""
+    part_copy_ps: Any = 0
 
 
 @dataclass
@@ -132,7 +140,7 @@ class Prices:
         # what climbs a ladder is priced by its rungs
         reads = [(u, way) for u, way in chosen if not (way.climbs or way.decode.streams)]
         in_decode = [(u, way.decode) for u, way in reads]
-        never = [(u, way.decode) for u, way in reads if not way.prefill.streams]
+        never = [(u, way.decode) for u, way in reads if not way.prefill.streams or rules[way].parts]
         by_cores = [[u for u, way in each if way.is_by_cores] for each in (in_decode, never)]
         prompt_reads, step_read_ps = space.prompt_reads(in_prefill), space.step_reads(in_decode)
         engine = space.stage.runner.pass_rules
@@ -158,6 +166,12 @@ class Prices:
             beside_cores_ps=space.cores_ps(by_cores[0], beside=True),
             kept_cores_ps=space.cores_ps(by_cores[1]),
         )
+        for part in slab.parts[:1]:
+            content = content._replace(
+                num_parts=len(slab.parts),
+                part_bytes=part.slot_bytes,
+                part_copy_ps=to_ps(span_seconds(space.machine, part)),
+            )
         return content, prompt_reads
 
     def _table(self, first: int, second: int) -> Ints:
@@ -190,7 +204,9 @@ class Prices:
         return np.array(self.space.kind_of)
 
     def weigh(self, numbers: Ints, prefetch_step: Ints) -> tuple[Ints, Ints, Ints]:
-        """Bytes off the GPU less the ring's, bytes of slabs, and layers that stream.
+        """Bytes off the GPU less those of slots, bytes of slabs, and layers that stream.
+
+        Less also what chunks keep at experts in parts, where a plan has any.
 
         Plans are given by the numbers of their layers' contents, [plans, layers].
         """
@@ -198,6 +214,8 @@ class Prices:
         spans = contents.prompt_bytes[numbers], contents.step_bytes[numbers]
         num_turns = np.maximum(*((each > 0).sum(axis=1) for each in spans))
         ring = np.minimum(prefetch_step, num_turns) * np.maximum(*spans).max(axis=1)
+        part_bytes = contents.part_bytes[numbers].max(axis=1)
+        ring += PART_SLOTS * part_bytes + self.space.parts_bytes * (part_bytes > 0)
         off_gpu = contents.unit_bytes[numbers].sum(axis=1) - ring
         return off_gpu, contents.slab_bytes[numbers].sum(axis=1), num_turns
 
@@ -241,6 +259,13 @@ class Prices:
             outside_ps=table.outside_ps[setting],
             prefetch_step=prefetch_step,
         )
+        num_parts = contents.num_parts[numbers]
+        if num_parts.any():
+            routed_ps = np.where(num_parts > 0, table.routed_ps[setting], 0)
+            part_ps = -(-routed_ps // np.maximum(1, num_parts))
+            part_ps += table.launching_ps[setting][:, None]
+            parts = PartTable(num_parts, part_ps, contents.part_copy_ps[numbers])
+            prompt = replace(prompt, compute_ps=prompt.compute_ps - routed_ps, parts=parts)
         prompt.read_ps[:, 0] += row_ps[:, 0]  # rows are read just before the first layer
         streamed = contents.step_bytes[numbers]
         copies = streamed.any(axis=1, keepdims=True)

@@ -65,6 +65,8 @@ class Question:
             routing.of_batch(self.workload.batch)
         if self.goal.cached_experts != "off":
             require_keeping(self)
+        if self.goal.parts != "off":
+            require_parts(self)
         _ = self.planned_machine  # which refuses a link that is not known
 
     @property
@@ -147,6 +149,20 @@ def require_keeping(question: Question) -> None:
             f"{asked}: a layer of {question.model.source} has {experts.num_experts} experts; name "
             "that many at most, or auto"
         )
+
+
+def require_parts(question: Question) -> None:
+    """Raise InputError for a question none of whose plans can stream experts in parts."""
+    asked, source = f"--parts {question.goal.parts}", question.model.source
+    why = None
+    if question.model.experts is None:
+        why = f"{source} has no routed experts"
+    elif question.goal.stock:
+        why = f"transformers' own passes are to run {source}, and layers in parts need offplan's"
+    elif question.store != "host":
+        why = f"steps read the experts in host memory, and the store is {question.store}"
+    if why is not None:
+        raise InputError(f"{asked}: {why}: leave --parts out")
 
 
 def why_not_keep(model: Model, batch: int, store: Store) -> str | None:

@@ -39,6 +39,7 @@ from offplan.costs.link import (
     uva_slowdown,
 )
 from offplan.costs.memory import kv_cache_bytes, overhead_bytes
+from offplan.costs.parts import launching_ps, parts_bytes
 from offplan.costs.pass_times import read_ps
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import decode_shape, prefill_shapes
@@ -97,6 +98,10 @@ class SettingTable(NamedTuple):
     """Reading embedding rows in place, [settings, 2]: in a prompt, and in a decode step."""
     layer_ps: NDArray[np.int64]
     """A prompt's compute in each layer, [settings, layers]."""
+    routed_ps: NDArray[np.int64]
+    """What of that routed experts take."""
+    launching_ps: NDArray[np.int64]
+    """Launching a part of a layer's experts for all chunks."""
     outside_ps: NDArray[np.int64]
     resident_ps: NDArray[np.int64]
     """All compute of a prompt, and of a decode step, [settings, 2]."""
@@ -193,6 +198,11 @@ class Space:
         return list_options(self)
 
     @cached_property
+    def parts_bytes(self) -> int:
+        """Bytes that chunks keep at experts in parts, where a plan has any."""
+        return parts_bytes(self.stage, self.question.workload)
+
+    @cached_property
     def dense_bytes(self) -> int:
         """Bytes of the layers beside their routed experts."""
         return sum(layer.nbytes - layer.expert_bytes for layer in self.stage.layers)
@@ -244,6 +254,8 @@ class Space:
         return SettingTable(
             row_ps=np.array([[*map(self.reading_ps, each.row_bytes)] for each in settings]),
             layer_ps=np.array([each.layer_ps for each in prompts]),
+            routed_ps=np.array([each.routed_ps for each in prompts]),
+            launching_ps=np.array([launching_ps(len(each.shapes)) for each in prompts]),
             outside_ps=np.array([each.outside_ps for each in prompts]),
             resident_ps=np.array([[each.resident_ps, step_ps] for each in prompts]),
             num_chunks=np.array([len(each.shapes) for each in prompts]),

@@ -223,6 +223,8 @@ def _describe_rule_plainly(rule: Rule, held: Held, where: str) -> str:
         most = rule.cached_experts + bool(rule.cached_experts_more)
         number = f"{rule.cached_experts}" + f" or {most}" * (most > rule.cached_experts)
         kept = f"; the {number} of a layer that were used last are on the GPU as well"
+    if rule.parts is not None:
+        kept = f"; a prompt brings the experts of a layer in {rule.parts} parts"
     return f"{size} of {told} layers stay {where}{reads}{kept}"
 
 

@@ -73,6 +73,8 @@ def _describe_routing(plan: Plan) -> list[str]:
     kept, told = plan.goal.cached_experts, []
     if isinstance(kept, int):
         told.append(f"experts are kept on the GPU one by one, {kept} of each layer")
+    if plan.goal.parts != "off":
+        told.append("prompts may stream a layer's experts in parts")
     if plan.routing is not None:
         told.append(f"experts are chosen again as {plan.routing.file} has it")
     return told
@@ -148,7 +150,9 @@ def _describe_rule(rule: Rule, store: str) -> str:
 
 
 def describe_kept(rule: Rule) -> str:
-    """Say how many experts a rule keeps on the GPU; nothing where it keeps none."""
+    """Say how many experts a rule keeps on the GPU, or in how many parts they stream."""
+    if rule.parts is not None:
+        return f"; prompts stream the experts of a layer in {rule.parts} parts"
     if rule.cached_experts is None:
         return ""
     more = rule.cached_experts_more

@@ -166,6 +166,8 @@ def _places(placement: Placement, store: str) -> dict[tuple[int, str], tuple[int
             ways += f", {slots.num_slots} experts kept"
             if slots.host_share:
                 ways += f", {slots.host_share:.0%} of those missed by the cores"
+        if entry.num_parts > 1:
+            ways += f", in {entry.num_parts} parts"
         places[key] = num_bytes, f"{store} ({ways})"
     if (embedding := placement.host_embedding) is not None:
         places[-1, embedding.name.removesuffix(".weight")] = (embedding.nbytes, "host (by row)")

@@ -29,6 +29,27 @@ def odd_models(draw: st.DrawFn) -> Model:
 
 
 @st.composite
+def models_with_experts(draw: st.DrawFn) -> Model:
+    """The same, with routed experts of uneven sizes in some layers, of one parameter or two."""
+    names = [f"{name}.weight" for name in (*NAMES[:2], "experts.x", "experts.y")]
+    shapes = st.dictionaries(
+        st.sampled_from(names), st.builds(_vector, st.integers(1, 400)), min_size=1
+    )
+    return make_model(draw(st.lists(shapes, min_size=1, max_size=6)))
+
+
+@st.composite
+def rules_in_parts(draw: st.DrawFn, model: Model) -> list[Rule]:
+    """Rules for a model, the first of which has prompts stream routed experts in parts."""
+    size = draw(st.integers(1, 3))
+    group = size, draw(st.integers(1, size))
+    first = rule("experts", decode=Backend.UVA, group=group)
+    first = first.model_copy(update={"parts": draw(st.sampled_from([2, 4, 8]))})
+    rules = draw(rule_lists(len(model.layers)))
+    return [first, *rules] if model.experts is not None else rules
+
+
+@st.composite
 def rule_lists(draw: st.DrawFn, num_layers: int) -> list[Rule]:
     rules = []
     for _ in range(draw(st.integers(0, 3))):

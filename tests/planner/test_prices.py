@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from offplan.costs.compute import ModelCompute
+from offplan.costs.parts import parts_bytes
 from offplan.costs.predict import price_request
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.errors import PlanError
@@ -72,7 +73,12 @@ def searchers(draw: st.DrawFn) -> Searcher:
     h2d, share = draw(st.sampled_from([1e8, 5e9, 50e9])), draw(st.sampled_from([0.7, 1.0, 1.3]))
     workload = draw(st.sampled_from(WORKLOADS))
     engine = draw(st.sampled_from([None, "vllm", "sglang"]))
-    goal = Goal(engine=engine, host_cores=engine is None and draw(st.booleans()))
+    in_parts = engine is None and model.experts is not None and draw(st.booleans())
+    goal = Goal(
+        engine=engine,
+        host_cores=engine is None and draw(st.booleans()),
+        parts="auto" if in_parts else "off",
+    )
     machine = make_machine(h2d=h2d, uva=share * h2d)
     rates = {"host_reads": 1.2 * h2d, "cores": 0.8 * h2d}
     machine = machine.model_copy(
@@ -135,7 +141,8 @@ def test_the_search_prices_as_the_schedule_does(
 
     off_gpu, on_host, _ = weigh(searcher, case)
     on_gpu = placement.resident_bytes + placement.ring_bytes
-    assert off_gpu.tolist() == [stage.loaded_bytes - setting.host_bytes - on_gpu]
+    held = parts_bytes(stage, space.question.workload) if placement.parts else 0
+    assert off_gpu.tolist() == [stage.loaded_bytes - setting.host_bytes - on_gpu - held]
     if searcher.space.runner.name is None:
         assert on_host.tolist() == [placement.slab_bytes]
 

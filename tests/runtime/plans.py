@@ -35,6 +35,13 @@ def group(
     )
 
 
+def in_parts(num_parts: int, every: int = 1, **more: Any) -> Rule:
+    """A rule by which prompts stream the routed experts of each layer, or every so many."""
+    way = {"prefill": "prefetch", "decode": "uva", **more}
+    pattern = {"cpu_offload_params": ["experts"], "group_size": every, "num_in_group": 1}
+    return Rule.model_validate({**pattern, **way, "parts": num_parts})
+
+
 def offload(
     *rules: Rule,
     prefetch_step: int = 2,

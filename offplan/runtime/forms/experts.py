@@ -59,7 +59,7 @@ def forward_stored(
         return made
     if not hidden_states.is_cuda or hidden_states.dtype not in KERNEL_DTYPES:
         name = "batched_mm" if len(hidden_states) <= FEW_TOKENS else "grouped_mm"
-        expanded = _Expanded(experts, hidden_states.dtype)
+        expanded = Expanded(experts, hidden_states.dtype)
         return ExpertsInterface()[name](expanded, hidden_states, top_k_index, top_k_weights)
     from offplan.runtime.forms import operators  # needs triton
     from offplan.runtime.forms.gather import gather
@@ -114,7 +114,7 @@ def send(
     return weighted.sum(1).to(hidden_states.dtype)
 
 
-class _Expanded:
+class Expanded:
     """Experts as transformers holds them: with the values of their weights."""
 
     def __init__(self, experts: Any, dtype: torch.dtype) -> None:

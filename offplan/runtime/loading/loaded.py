@@ -24,12 +24,14 @@ from offplan.runtime.loading.cached import CachedExperts
 from offplan.runtime.loading.contents import apply_contents
 from offplan.runtime.loading.loader import load_weights
 from offplan.runtime.loading.packed import OverfullError, bringing_kernels
+from offplan.runtime.loading.parted import divide_experts
 from offplan.runtime.loading.places import assign, find_places, materialise_buffers
 from offplan.runtime.loading.prepared import prepare
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.loading.target import Target
 from offplan.runtime.loading.verify import verify_places
 from offplan.runtime.memory.store import WeightStore
+from offplan.runtime.model.parts import ExpertsInParts
 
 
 class LoadedModel:
@@ -71,6 +73,8 @@ class LoadedModel:
         )
         self.cached = CachedExperts(self.model, self.module, self.placement, {}, self.store)
         """The experts that lie in GPU memory one by one."""
+        self.parts: dict[int, ExpertsInParts] = {}
+        """The experts that prompts stream in parts, by layer index."""
         try:
             loaded = self.store.resident | self.store.offloaded
             try:
@@ -89,6 +93,7 @@ class LoadedModel:
                 self.model, self.module, self.placement, prepared.cached, self.store
             )
             self._check(targets)
+            self.parts = divide_experts(self.module, self.store, prepared.offloaded)
             self._by_cores = give_to_cores(self.module, self.store, loaded)
             self._phase = None
         except BaseException:
@@ -114,6 +119,8 @@ class LoadedModel:
     def close(self) -> None:
         """Give the weights' memory back; the device must be idle, and the module runs no more."""
         drop_scratch(self.module)
+        for each in self.parts.values():
+            each.close()
         self.cached.close()
         take_from_cores(self._by_cores)
         self.module.to_empty(device="meta")

@@ -17,6 +17,7 @@ from offplan.runtime.loading.cached import find_parts
 from offplan.runtime.loading.codes import hold_codes
 from offplan.runtime.loading.mapping import map_tensors
 from offplan.runtime.loading.offloaded import find_offloaded, pin_split
+from offplan.runtime.loading.parted import check_parted
 from offplan.runtime.loading.skeleton import build_skeleton
 from offplan.runtime.loading.stock import build_stock
 from offplan.runtime.loading.target import Target
@@ -68,7 +69,13 @@ def prepare(
             "a rule has cached_experts, and transformers' own passes run this model: kept "
             "experts need offplan's own passes, so leave cached_experts out"
         )
+    if stock and placement.parts:
+        raise PlanError(
+            "a rule has parts, and transformers' own passes are to run the model, whose layers "
+            "take one chunk after the other: leave parts out"
+        )
     offloaded = find_offloaded(placement, targets, wanted)
+    check_parted(module, placement, offloaded)
     check_cores(module, placement, offloaded, wanted, getattr(torch, model.dtype))
     peer = _find_store(placement, offload, device)
     check_host_room(_host_bytes(placement, device, peer))

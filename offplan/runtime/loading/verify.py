@@ -60,7 +60,7 @@ def verify_places(
 def _slots_filled(
     placement: Placement, num_layers: int, phase: Phase
 ) -> dict[int, tuple[int, Span]]:
-    """Find the slot and span that hold a part of a layer when it computes, by layer index.
+    """Find the slot and span that hold what a layer streams whole, by layer index.
 
     Found by following a pass's operations, not by asking what the store asked. A pass that waits
     for nothing reads what the ring holds all the while; in others only what was waited for is safe.
@@ -72,11 +72,12 @@ def _slots_filled(
     for op in schedule.operations:
         if isinstance(op, Copy):
             ring[op.slot] = op.span
-        elif isinstance(op, Wait) and ring[op.slot] == op.span:
+        elif isinstance(op, Wait) and ring[op.slot] == op.span and op.span.part is None:
             waited[op.span.layer] = (op.slot, op.span)
     if waited:
         return waited
-    return {span.layer: (slot, span) for slot, span in ring.items() if span is not None}
+    left = ((slot, span) for slot, span in ring.items() if span is not None and span.part is None)
+    return {span.layer: (slot, span) for slot, span in left}
 
 
 def _expected_places(

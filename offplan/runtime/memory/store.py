@@ -105,9 +105,7 @@ class WeightStore:
             sizes = {HOST_EMBEDDING: placement.host_embedding.nbytes} | sizes
         try:
             self._allocate_resident()
-            self.slots = [
-                allocate(placement.slot_bytes, device, "ring") for _ in range(placement.num_slots)
-            ]
+            self.slots = [allocate(size, device, "ring") for size in placement.slot_sizes]
             for layer, of in placement.expert_slots.items():
                 self.expert_slots[layer] = allocate(of.nbytes, device, "kept experts")
             for layer, num_bytes in sizes.items():
@@ -154,7 +152,9 @@ class WeightStore:
             else:
                 stored = view_as(wanted, in_place[layer], offset)
                 backend = entry.backend(phase) if entry else Backend.UVA
-                views[name] = stored  # where it should be in a slot, ``verify_places`` says so
+                # where it should be in a slot, ``verify_places`` says so; passes that read parts
+                # of it are given these
+                views[name] = stored
                 if not backend.streams:
                     views[name] = self._server(backend).view(phase, layer, stored)
                 if views[name] is stored:

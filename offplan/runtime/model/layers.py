@@ -77,7 +77,8 @@ class DecoderLayers:
         if compiled:
             compile_as_real(layers)
         # set for each call and taken back after it: what else the process compiles keeps its limit
-        many = torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS)
+        self._limit = torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS)
+        self._is_compiled, self._is_compiling = compiled, False
         for index, layer in enumerate(layers):
             # torch.compile guards on every integer that it reads from a module
             for module in layer.modules():
@@ -89,7 +90,7 @@ class DecoderLayers:
             own: Callable[..., Any] = layer.forward
             signature = inspect.signature(own)
             if compiled:
-                own = many(torch.compile(own, dynamic=False, options=dict(COMPILE_OPTIONS)))
+                own = torch.compile(own, dynamic=False, options=dict(COMPILE_OPTIONS))
             self._steps.append(own)
             self._beside.append(vars(layer).get("beside"))
             layer.forward = self._make_forward(index, signature)
@@ -102,13 +103,30 @@ class DecoderLayers:
 
         Raises CheckpointError for a layer that returns more than hidden states.
         """
-        made = self._steps[index](call.hidden, **call.arguments)
+        with self.compiling():
+            made = self._steps[index](call.hidden, **call.arguments)
         hidden, beside = (made[0], made[1:]) if isinstance(made, tuple) else (made, None)
         if not isinstance(hidden, torch.Tensor) or beside != self._beside[index]:
             raise refuse(f"layer {index} returns more than hidden states, which is not handed on")
         if self._see is not None:
             self._see(index, call.hidden, hidden)
         return hidden
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Context in which layers may be compiled; within itself it does nothing.
+
+        Layers that are left in the middle would otherwise take each other's limits back.
+        """
+        if self._is_compiling or not self._is_compiled:
+            yield
+            return
+        self._is_compiling = True
+        try:
+            with self._limit:
+                yield
+        finally:
+            self._is_compiling = False
 
     @contextmanager
     def seen_by(self, see: See) -> Iterator[None]:

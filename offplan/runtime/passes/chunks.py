@@ -11,6 +11,7 @@ from offplan.runtime.model.caches import ALL
 from offplan.runtime.model.filled import Way
 from offplan.runtime.model.layers import Call
 from offplan.runtime.passes.forward import Forward
+from offplan.runtime.passes.parts import PartRunner
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,23 @@ class ChunkedTexts:
                 start += tokens.shape[1]
             self._chunks.append(chunks)
 
-    def run_layer(self, index: int) -> None:
-        """Take every chunk through one layer."""
-        for chunks in self._chunks:
-            for chunk in chunks:
+    def run_layer(self, index: int, parts: PartRunner) -> None:
+        """Take every chunk through one layer, one after the other or, in parts, all at once."""
+        every = [chunk for chunks in self._chunks for chunk in chunks]
+        if not parts.is_parted(index):
+            for chunk in every:
                 chunk.hidden = self._step(index, chunk)
+            return
+        with self._layers.compiling():
+            steps = [
+                (
+                    partial(self._run, index, chunk),
+                    partial(as_compiled_for, chunk.hidden.shape[-2], self._planned),
+                )
+                for chunk in every
+            ]
+            for chunk, hidden in zip(every, parts.run(index, steps), strict=True):
+                chunk.hidden = hidden
 
     def try_layer(self, index: int) -> None:
         """Do the same work, and leave the chunks as they are."""
@@ -78,9 +91,12 @@ class ChunkedTexts:
                 self._step(index, chunk)
 
     def _step(self, index: int, chunk: _Chunk) -> torch.Tensor:
-        self._forward.prepare(chunk.rows, chunk.new, Way.CHUNK, index)
         with as_compiled_for(chunk.hidden.shape[-2], self._planned):
-            return self._layers.step(index, Call(chunk.hidden, chunk.arguments[index]))
+            return self._run(index, chunk)
+
+    def _run(self, index: int, chunk: _Chunk) -> torch.Tensor:
+        self._forward.prepare(chunk.rows, chunk.new, Way.CHUNK, index)
+        return self._layers.step(index, Call(chunk.hidden, chunk.arguments[index]))
 
     def finish(self) -> torch.Tensor:
         """Return the logits of each sequence's last token, [sequences, vocabulary].

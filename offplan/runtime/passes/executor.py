@@ -9,7 +9,7 @@ import torch
 
 from offplan.placement import Phase
 from offplan.runtime.passes.link import Link
-from offplan.schedule import Copy, Operation, Schedule, Serve, Wait
+from offplan.schedule import Begin, ComputePart, Copy, Operation, Schedule, Serve, Wait
 
 
 class Executor:
@@ -29,9 +29,10 @@ class Executor:
         ``settle`` is told of each call of a prompt, before its layer's slot is filled again.
         """
         self._settle = settle
-        self._is_prompt = False
-        self._before: dict[int, list[Operation]] = {}
-        self._after: dict[int, list[Operation]] = {}
+        self.is_prompt = False
+        """Whether the pass that runs reads a prompt."""
+        self._before: dict[_Place, list[Operation]] = {}
+        self._after: dict[_Place, list[Operation]] = {}
         self._carry_out = partial(carry_out, link, serve)
         self._apply: Callable[[list[Operation]], None] = self._carry_out
 
@@ -40,13 +41,13 @@ class Executor:
 
         Each call is made between ``before`` and ``after``.
         """
-        self._is_prompt = schedule.phase is Phase.PREFILL
+        self.is_prompt = schedule.phase is Phase.PREFILL
         try:
             if start := self._split(schedule):
                 self._apply(start)
             return forward()
         finally:
-            self._before, self._after, self._is_prompt = {}, {}, False
+            self._before, self._after, self.is_prompt = {}, {}, False
 
     def capture(self, schedule: Schedule, forward: Callable[[], Any], pool: Any) -> "CapturedPass":
         """Capture ``forward`` as CUDA graph segments, cut wherever the schedule acts.
@@ -66,14 +67,24 @@ class Executor:
 
     def before(self, number: int) -> None:
         """Carry out what precedes a call of a layer, counted from 0 on in each pass."""
-        if operations := self._before.pop(number, None):
-            self._apply(operations)
+        self._act(self._before, (number, None))
+
+    def before_part(self, number: int, part: int) -> None:
+        """Carry out what precedes a part of a layer's experts, whose call is ``number``."""
+        self._act(self._before, (number, part))
+
+    def after_part(self, number: int, part: int) -> None:
+        """Carry out what follows a part."""
+        self._act(self._after, (number, part))
 
     def after(self, number: int) -> None:
         """Carry out what follows a call of a layer."""
-        if self._is_prompt:
+        if self.is_prompt:
             self._settle(number)
-        if operations := self._after.pop(number, None):
+        self._act(self._after, (number, None))
+
+    def _act(self, planned: dict["_Place", list[Operation]], place: "_Place") -> None:
+        if operations := planned.pop(place, None):
             self._apply(operations)
 
     def _split(self, schedule: Schedule) -> list[Operation]:
@@ -85,15 +96,25 @@ class Executor:
         """
         start: list[Operation] = []
         copies, number = start, 0
+        waits: list[Operation] = []
         for op in schedule.operations:
             if isinstance(op, Copy):
                 copies.append(op)
             elif isinstance(op, Wait | Serve):
-                self._before.setdefault(number, []).append(op)
+                waits.append(op)
             else:
-                copies = self._after.setdefault(number, [])
-                number += 1
+                place = number, op.part if isinstance(op, ComputePart) else None
+                if waits:
+                    self._before[place] = waits
+                    waits = []
+                if not isinstance(op, Begin):
+                    copies = self._after.setdefault(place, [])
+                    number += not isinstance(op, ComputePart)
         return start
+
+
+_Place = tuple[int, int | None]
+"""A call of a layer, or a part of its experts."""
 
 
 def carry_out(link: Link, serve: Callable[[Serve], None], operations: list[Operation]) -> None:

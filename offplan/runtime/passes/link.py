@@ -31,8 +31,9 @@ class CpuLink:
 
     def copy(self, op: Copy) -> None:
         """Fill the slot; on a GPU its current stream does it."""
-        source = self._slabs[op.span.layer][op.span.start : op.span.stop]
-        self._slots[op.slot][: op.span.nbytes].copy_(source, non_blocking=True)
+        slab, slot = self._slabs[op.span.layer], self._slots[op.slot]
+        for start, stop, at in op.span.runs:
+            slot[at : at + stop - start].copy_(slab[start:stop], non_blocking=True)
         self.bytes_moved += op.span.nbytes
 
     def wait(self, op: Wait) -> None:

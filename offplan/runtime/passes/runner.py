@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from math import prod
@@ -29,6 +29,7 @@ from offplan.runtime.passes.executor import Executor
 from offplan.runtime.passes.forward import Forward
 from offplan.runtime.passes.link import Link
 from offplan.runtime.passes.nan import NanFoundError, NanWatch
+from offplan.runtime.passes.parts import PartRunner
 from offplan.schedule import Schedule, build_pass, empty_ring
 
 MAX_CAPTURED_TOKENS = 4096
@@ -84,6 +85,7 @@ class ModelRunner:
         self.layers = DecoderLayers(layers, compiled=capture)
         self._cached = loaded.cached
         self._executor = Executor(link, loaded.store.serve, self._cached.settle)
+        self._parts = PartRunner(loaded.parts, self._executor)
         self.layers.call = self._step
         find = find_filled(model, module, context) if capture else filled_mask
         self.forward = Forward(
@@ -311,6 +313,7 @@ class ModelRunner:
             most = min(most, MAX_CAPTURED_TOKENS // self.chunk)
         return (
             self._capture
+            and not self._parts.has_layers  # whose choices the host waits for
             and self.chunk <= num_tokens <= most * self.chunk
             and batch * self.chunk <= MAX_CAPTURED_TOKENS
             and self._experts.can_capture(batch * self.chunk)
@@ -369,7 +372,12 @@ class ModelRunner:
 
     def _step(self, index: int, call: Call) -> torch.Tensor:
         self._executor.before(index)
-        hidden = self.layers.step(index, call)
+        if self._parts.is_parted(index):
+            (hidden,) = self._parts.run(
+                index, [(partial(self.layers.step, index, call), nullcontext)]
+            )
+        else:
+            hidden = self.layers.step(index, call)
         self._executor.after(index)
         return hidden
 
@@ -386,7 +394,7 @@ class ModelRunner:
         texts = ChunkedTexts(readings, self.forward, self.chunk)
         for index in range(len(self.layers)):
             self._executor.before(index)
-            texts.run_layer(index)
+            texts.run_layer(index, self._parts)
             self._executor.after(index)
         return texts
 

@@ -1,0 +1,73 @@
+"""What prompts take besides where layers stream their routed experts in parts."""
+
+from offplan.checkpoint.roles import Role, role_of
+from offplan.costs.compute import LAUNCH_S, PassCompute
+from offplan.costs.timeline import PartTimes, to_ps
+from offplan.held.stage import Stage
+from offplan.machine.profile import MachineProfile
+from offplan.placement import Phase, Placement, Span
+from offplan.plan import Workload
+
+PART_OPERATORS = 24
+"""Operators that a chunk launches for each part of a layer's experts, which run uncompiled.
+
+Source: ``runtime.model.parts.Arrived.add`` and transformers' ``grouped_mm``, read.
+"""
+PART_COPIES = 2
+"""Hidden states that a chunk keeps of each token at a layer's experts, beside those that wait in
+every layer: the residual behind attention, and the normed one. Shared experts may add theirs.
+
+Source: transformers' decoder layers, read; not yet measured.
+"""
+CHOICE_BYTES = 28
+"""Bytes of each choice of a token: expert, sorted expert and order in 8 each, a weight in 4.
+
+Source: ``runtime.model.parts.Arrived``.
+"""
+SCORE_BYTES = 8
+"""Bytes of a token's score of each expert, as the router gives it and in float32.
+
+Source: transformers' routers, read.
+"""
+
+
+def span_seconds(machine: MachineProfile, span: Span) -> float:
+    """Seconds of copying a span: a DMA for each of its runs."""
+    again = (len(span.runs) - 1) * machine.copy_latency.value
+    return machine.copy_seconds(span.nbytes) + again
+
+
+def part_times(placement: Placement, priced: PassCompute) -> dict[int, PartTimes]:
+    """Find what each part of a layer's experts takes in a prompt, by layer index.
+
+    Each has as many experts, and so takes as much of what all of them do.
+    """
+    if priced.shapes[0].phase is Phase.DECODE:
+        return {}
+    launching = launching_ps(len(priced.shapes))
+    return {
+        layer: PartTimes(routed, -(-routed // len(parts)) + launching, len(parts) * launching)
+        for layer, parts in placement.parts.items()
+        for routed in (priced.routed_ps[layer],)
+    }
+
+
+def launching_ps(num_chunks: int) -> int:
+    """Picoseconds that the chunks of a prompt take to launch a part: PART_OPERATORS each."""
+    return to_ps(num_chunks * PART_OPERATORS * LAUNCH_S)
+
+
+def parts_bytes(stage: Stage, workload: Workload) -> int:
+    """Bytes that all chunks of a prompt keep at the experts of a layer in parts.
+
+    For each token PART_COPIES of its hidden state, that of shared experts, the product of each of
+    its choices, the choices and the scores.
+    """
+    if stage.experts is None:
+        return 0
+    num_chosen = stage.experts.num_experts_per_token
+    has_shared = any(role_of(parameter) is Role.SHARED_EXPERTS for parameter in stage.parameters)
+    states = PART_COPIES * stage.architecture.num_streams + has_shared + num_chosen
+    each = states * stage.architecture.hidden_size * stage.element_bytes
+    each += CHOICE_BYTES * num_chosen + SCORE_BYTES * stage.experts.num_in_all
+    return workload.batch * workload.prompt_tokens * each

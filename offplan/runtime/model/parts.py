@@ -1,0 +1,161 @@
+"""Routed experts that a prompt multiplies some at a time, while the others are on their way.
+
+A chunk that has come to the experts of a layer is handed over, and goes on once every part of them
+has met its tokens. The product of each pair of a token and an expert is kept, unweighted, so that
+the sum over a token's experts has the order of a layer whose experts are all there.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from offplan.runtime.forms.experts import (
+    FEW_TOKENS,
+    PLAIN_WAY,
+    Expanded,
+    forward_stored,
+    holds_codes,
+)
+from offplan.runtime.forms.stored import KERNEL_DTYPES
+from offplan.runtime.transformers_private import ExpertsInterface
+
+Way = Callable[..., torch.Tensor]
+"""Multiplies tokens, [tokens, hidden], by experts that they choose, weighted: the same shape."""
+
+
+class Arrived:
+    """A chunk's tokens at the experts of a layer, and what their choices have given so far.
+
+    On the current stream; the host waits once, for how many choices each part has.
+    """
+
+    def __init__(
+        self,
+        experts: nn.Module,
+        hidden: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> None:
+        """Sort the choices: ``hidden`` is [tokens, hidden], the others are [tokens, choices]."""
+        self._experts, self._hidden, self._weights = experts, hidden, weights
+        self._num_chosen = chosen.shape[-1]
+        self._way, self._is_batched = _find_way(experts, hidden)
+        self._chosen = flat = chosen.reshape(-1)
+        # the very sort of transformers: an expert's rows have its order, which shows in last bits
+        self._expert_of, self._order = torch.sort(flat)
+        self._made = hidden.new_empty(len(flat), hidden.shape[-1])
+        """The product of each pair of a token and a choice, [tokens x choices, hidden]."""
+        self._bounds: list[int] = []
+
+    def add(self, part: int, num_parts: int, values: Mapping[str, torch.Tensor]) -> None:
+        """Multiply the tokens that chose experts of a part; ``values`` are its parameters."""
+        num_experts: int = vars(self._experts)["num_experts"] // num_parts
+        if not self._bounds:
+            firsts = torch.arange(num_parts + 1, device=self._order.device) * num_experts
+            self._bounds = torch.searchsorted(self._expert_of, firsts).tolist()
+        start, stop = self._bounds[part], self._bounds[part + 1]
+        if start == stop:
+            return
+        first, pairs = part * num_experts, self._order[start:stop]
+        some = _SomeExperts(self._experts, {**values, "num_experts": num_experts, "in_place": ()})
+        if self._is_batched:  # whose products depend on how many there are
+            chosen = (self._chosen - first).clamp(0, num_experts - 1)[:, None]
+            rows = self._hidden.repeat_interleave(self._num_chosen, 0)
+            made = self._way(some, rows, chosen, self._weights.new_ones(chosen.shape))[pairs]
+        else:
+            chosen = self._expert_of[start:stop] - first
+            again = torch.sort(chosen)[1]  # as each expert's rows will be put once more
+            pairs = torch.empty_like(pairs).scatter_(0, again, pairs)
+            rows, chosen = self._hidden[pairs // self._num_chosen], chosen[:, None]
+            made = self._way(some, rows, chosen, self._weights.new_ones(chosen.shape))
+        self._made.index_copy_(0, pairs, made)
+
+    def finish(self) -> torch.Tensor:
+        """Return the weighted sum of each token's choices, [tokens, hidden]."""
+        made = self._made.view(*self._weights.shape, -1) * self._weights.unsqueeze(-1)
+        return made.sum(1).to(self._hidden.dtype)
+
+
+class ExpertsInParts:
+    """The experts of a layer, which prompts read by the parameters of their parts."""
+
+    def __init__(self, experts: nn.Module, parts: list[dict[str, torch.Tensor]]) -> None:
+        """Have chunks be handed over at ``experts``; ``parts`` has their parameters by name."""
+        self._experts, self._parts = experts, parts
+        vars(experts).update(takes_parts=False, hand_over=None)
+        kind: Any = type(experts)
+        experts.__class__ = _stops_at(kind)
+
+    @property
+    def num_parts(self) -> int:
+        """Parts that chunks meet."""
+        return len(self._parts)
+
+    def take(self, hand_over: Callable[[Arrived], torch.Tensor] | None) -> None:
+        """Hand chunks that come to the experts over, which returns the sums; None for no longer."""
+        vars(self._experts).update(takes_parts=hand_over is not None, hand_over=hand_over)
+
+    def add(self, arrived: Arrived, part: int) -> None:
+        """Have a chunk meet a part, which must be in its slot."""
+        arrived.add(part, self.num_parts, self._parts[part])
+
+    def close(self) -> None:
+        """Let go of the memory that the parts are in."""
+        self._parts.clear()
+
+
+@cache
+def _stops_at(kind: Any) -> type[nn.Module]:
+    """Return the class of experts whose forward may hand over; compiled code tells the two apart.
+
+    Only passes that hand over have the compiled layer cut there.
+    """
+
+    def forward(
+        experts: Any,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> Any:
+        if experts.takes_parts:
+            return _hand_over(experts, hidden_states, top_k_index, top_k_weights)
+        return kind.forward(experts, hidden_states, top_k_index, top_k_weights)
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+@torch.compiler.disable
+def _hand_over(experts: nn.Module, *given: torch.Tensor) -> Any:
+    return vars(experts)["hand_over"](Arrived(experts, *given))
+
+
+class _SomeExperts:
+    """Experts of which only a part is there, counted from 0 on."""
+
+    def __init__(self, experts: nn.Module, values: Mapping[str, Any]) -> None:
+        vars(self).update(vars(experts))
+        vars(self).update(values)
+        self._experts = experts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._experts, name)
+
+
+def _find_way(experts: Any, hidden: torch.Tensor) -> tuple[Way, bool]:
+    """Find how a chunk's tokens are multiplied where all experts are there.
+
+    Returns it, and whether it is ``batched_mm``, which copies the experts of each pair.
+    """
+    interface = ExpertsInterface()
+    if not holds_codes(experts):
+        plain: Way | None = vars(experts).get(PLAIN_WAY)
+        way: Way = plain or interface[experts.config._experts_implementation]
+        return way, way is interface["batched_mm"]
+    if hidden.is_cuda and hidden.dtype in KERNEL_DTYPES:
+        return forward_stored, False
+    is_few = len(hidden) <= FEW_TOKENS
+    multiply = interface["batched_mm" if is_few else "grouped_mm"]
+    return lambda some, *given: multiply(Expanded(some, hidden.dtype), *given), is_few

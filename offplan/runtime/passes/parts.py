@@ -1,0 +1,80 @@
+"""Layers in parts: chunks wait at a layer's experts until each part of these has met them.
+
+A chunk runs in a greenlet, a coroutine on the same thread: it is left in the middle of its layer,
+and goes on there. torch's streams, modes and grad state are those of the thread, and stay.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from offplan.runtime.model.parts import Arrived, ExpertsInParts
+from offplan.runtime.passes.executor import Executor
+from offplan.runtime.refusal import refuse
+
+Step = Callable[[], torch.Tensor]
+"""Takes a chunk through a layer; returns its hidden states."""
+Around = Callable[[], AbstractContextManager[Any]]
+"""Makes the context that a chunk runs in."""
+
+
+class PartRunner:
+    """Runs layers whose experts stream in parts; other layers, and steps, it leaves alone."""
+
+    def __init__(self, layers: Mapping[int, ExpertsInParts], executor: Executor) -> None:
+        """Ask ``executor`` for the copies and waits of each part."""
+        self._layers, self._executor = layers, executor
+
+    def is_parted(self, index: int) -> bool:
+        """Whether the pass at hand runs a layer in parts."""
+        return index in self._layers and self._executor.is_prompt
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether prompts run any layer in parts."""
+        return bool(self._layers)
+
+    def run(self, index: int, steps: Sequence[tuple[Step, Around]]) -> list[torch.Tensor]:
+        """Take chunks through a layer, which all of them enter before any leaves it.
+
+        Raises CheckpointError for a layer that does not come to its experts exactly once.
+        """
+        from greenlet import getcurrent, greenlet  # where parts run, and nowhere else
+
+        experts, here = self._layers[index], getcurrent()
+        chunks = [greenlet(step, here) for step, _ in steps]
+
+        def go_on(number: int, *given: object) -> Any:
+            # contexts of several chunks would not nest: none is left open where a chunk waits
+            with steps[number][1]():
+                return chunks[number].switch(*given)
+
+        experts.take(here.switch)
+        try:
+            arrived: list[Arrived] = []
+            for number in range(len(chunks)):
+                came = go_on(number)
+                if not isinstance(came, Arrived):
+                    raise refuse(f"layer {index} does not call its experts, whose parts stream")
+                arrived.append(came)
+            del came
+            for part in range(experts.num_parts):
+                self._executor.before_part(index, part)
+                for each in arrived:
+                    experts.add(each, part)
+                self._executor.after_part(index, part)
+            made = []
+            for number in range(len(chunks)):
+                hidden = go_on(number, arrived[number].finish())
+                arrived[number] = None  # type: ignore[call-overload]  # or it would be kept
+                if not isinstance(hidden, torch.Tensor):
+                    raise refuse(f"layer {index} calls its experts twice, whose parts stream")
+                made.append(hidden)
+            return made
+        finally:
+            experts.take(None)
+            for chunk in chunks:
+                if chunk:  # begun and not ended: its memory is held until it ends
+                    chunk.throw()

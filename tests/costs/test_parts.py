@@ -1,0 +1,108 @@
+"""What prompts in parts are predicted to take: both pricers, the link and memory."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offplan.checkpoint.model import Model
+from offplan.costs.compute import ModelCompute
+from offplan.costs.parts import launching_ps, parts_bytes
+from offplan.costs.pass_times import pass_times
+from offplan.costs.predict import derive_stage, price_request
+from offplan.costs.work import decode_shape, prefill_shapes
+from offplan.machine.profile import MachineProfile
+from offplan.placement import Placement
+from offplan.plan import Backend, Budget, Offload, Rule, Workload
+from offplan.schedule import build_steady_request
+from tests.costs.builders import make_machine, moe_model, place_rules, rule
+from tests.costs.exact import run_request
+from tests.costs.strategies import models_with_experts, place_or_skip, rules_in_parts
+from tests.held import hold, predict
+
+WORKLOAD = Workload(batch=2, prompt_tokens=600, output_tokens=9, context=1024)
+
+
+def in_parts(num_parts: int) -> Rule:
+    experts = rule("experts", decode=Backend.UVA)
+    return Rule.model_validate({**dict(experts), "parts": num_parts})
+
+
+def check_pricers(
+    model: Model, placement: Placement, machine: MachineProfile, chunk: int
+) -> tuple[float, float]:
+    stage = hold(model)
+    compute = ModelCompute(stage, machine)
+    prompt = compute.price(*prefill_shapes(WORKLOAD, chunk))
+    request = placement, stage, machine, prompt, compute.price(decode_shape(WORKLOAD))
+    exact, alone = run_request(*request), price_request(*request)
+    assert (alone.prefill.step_ps, alone.decode.step_ps) == exact
+    assert alone.prefill.step_ps >= alone.prefill.bound_ps
+    return float(exact[0]), float(alone.prefill.link_ps)
+
+
+@given(
+    st.data(),
+    models_with_experts(),
+    st.integers(1, 4),
+    st.sampled_from([2e6, 1e8, 1e11]),
+    st.sampled_from([64, 200, 600]),
+)
+def test_both_pricers_give_what_the_schedule_gives(
+    data: st.DataObject, model: Model, prefetch_step: int, h2d: float, chunk: int
+) -> None:
+    placement = place_or_skip(model, data.draw(rules_in_parts(model)), prefetch_step)
+    check_pricers(model, placement, make_machine(h2d=h2d, uva=0.9 * h2d), chunk)
+
+
+@pytest.mark.parametrize("num_parts", [2, 4, 8])
+def test_a_prompt_over_a_slow_link_takes_the_link(num_parts: int) -> None:
+    """However many chunks there are, each byte crosses once; a launch a chunk and part remains."""
+    model, machine = moe_model(5), make_machine(h2d=1e6)
+    placement = place_rules(model, [in_parts(num_parts)], 1)
+    for chunk in (100, 600):
+        step_ps, link_ps = check_pricers(model, placement, machine, chunk)
+        assert link_ps <= step_ps <= 1.05 * link_ps
+        (moved,) = {
+            sum(span.nbytes for span in build_steady_request(placement, 5).prefill.copied_spans)
+        }
+        assert moved == placement.slab_bytes
+
+
+def test_parts_take_what_their_experts_take_and_a_launch() -> None:
+    stage, machine = hold(moe_model(3)), make_machine()
+    prompt = ModelCompute(stage, machine).price(*prefill_shapes(WORKLOAD, 200))
+    times = pass_times(place_rules(stage.model, [in_parts(4)], 1), stage, machine, prompt)
+    assert times.parts.keys() == {1, 2}
+    for layer, each in times.parts.items():
+        assert each.routed_ps == prompt.routed_ps[layer]
+        assert 0 < each.routed_ps < prompt.layer_ps[layer]
+        assert each.part_ps == -(-each.routed_ps // 4) + launching_ps(3)
+        assert times.begin_ps[layer] + each.routed_ps == prompt.layer_ps[layer]
+    assert prompt.routed_ps[0] == 0
+
+
+def test_more_parts_take_less_memory_and_chunks_at_experts_some() -> None:
+    model, machine, budget = moe_model(4), make_machine(), Budget(gpu_memory=2**30)
+
+    def memory(*rules: Rule) -> tuple[int, int]:
+        offload = Offload(prefill_chunk=200, rules=rules)
+        taken = predict(model, machine, WORKLOAD, budget, offload).gpu_memory
+        return taken.ring_bytes, taken.activation_bytes
+
+    rings = [memory(in_parts(n))[0] for n in (2, 4, 8)]
+    assert all(2 * after == before for before, after in pairwise(rings))
+    assert rings[0] == memory(rule("experts"))[0]  # two halves in place of a slot
+    more = memory(in_parts(2))[1] - memory(rule("experts"))[1]
+    assert more == parts_bytes(hold(model), WORKLOAD) > 0
+
+
+def test_terms_name_parts() -> None:
+    offload = Offload(prefill_chunk=200, rules=(in_parts(4),))
+    asked = hold(moe_model(4)), make_machine(), WORKLOAD, Budget(gpu_memory=2**30), offload
+    inputs = {term.path: [each.name for each in term.inputs] for term in derive_stage(*asked).terms}
+    assert "largest part" in inputs["gpu_memory.ring"]
+    assert "chunks at experts in parts" in inputs["gpu_memory.activations"]
+    assert "launching parts" in inputs["prefill.stall"]
+    assert "launching parts" not in inputs["decode.stall"]

@@ -1,0 +1,84 @@
+"""Prompts in parts: chosen where a prompt would read weights again, and refused by name."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from offplan.errors import ExportError, InputError
+from offplan.library.asking import ask as plan_ask
+from offplan.library.asking import pose
+from offplan.library.machines import load_machine
+from offplan.plan import Budget, Goal, Workload
+from offplan.planner.make import make_plan
+from offplan.planner.neighbours import find_neighbours
+from offplan.planner.question import Question
+from tests.costs.builders import DENSE, dense_model, make_machine, make_model
+from tests.planner.cases import budget_for
+
+WIDE = {
+    **{name: shape for name, shape in DENSE.items() if not name.startswith("mlp.")},
+    "mlp.experts.down_proj.weight": (1024, 1024),
+    "mlp.experts.gate_up_proj.weight": (2048, 1024),
+    "mlp.gate.weight": (8, 1024),
+}
+"""A layer whose experts are far more than what its tokens hold."""
+WORKLOAD = Workload(batch=1, prompt_tokens=2500, output_tokens=20, context=2600)
+MACHINE = make_machine(h2d=1e9, uva=0.9e9)
+
+
+def ask(share: float, parts: str, **said: object) -> Question:
+    model = make_model([WIDE] * 6)
+    goal = Goal.model_validate({"packing": False, "parts": parts, **said})
+    return pose(model, MACHINE, WORKLOAD, budget_for(model, MACHINE, share, WORKLOAD), goal)
+
+
+def test_no_plan_is_slower_for_parts_and_small_budgets_are_far_sooner() -> None:
+    times: list[float] = []
+    for share in np.linspace(0.08, 1.0, 10):
+        plans = [make_plan(ask(share, parts)).plan for parts in ("off", "auto")]
+        without, plan = plans
+        times.append(plan.prediction.objective_s)
+        assert plan.prediction.objective_s <= 1.0101 * without.prediction.objective_s
+        assert not any(rule.parts for rule in without.offload.rules)
+        assert plan.prediction.gpu_memory.total_bytes <= plan.budget.gpu_memory
+        if share < 0.2:  # not a slot for a whole layer
+            assert any(rule.parts for rule in plan.offload.rules)
+            assert plan.prediction.prefill.step_s < 0.6 * without.prediction.prefill.step_s
+    assert all(after <= 1.0101 * before for before, after in pairwise(times))
+
+
+def test_a_prompt_that_reads_again_and_again_reads_once() -> None:
+    reads = []
+    for parts in ("off", "auto"):
+        predicted = make_plan(ask(0.08, parts)).plan.prediction
+        reads.append(predicted.prefill.link_bytes / predicted.host_memory_bytes)
+    assert reads[0] > 2.5
+    assert reads[1] < 1.01
+
+
+def test_neighbours_step_through_parts() -> None:
+    question = ask(0.1, "auto")
+    plan = make_plan(question).plan
+    (parts,) = {rule.parts for rule in plan.offload.rules if rule.parts}
+    changes = [each.change for each in find_neighbours(question, plan)]
+    assert any(f"parts {parts} -> " in change for change in changes)
+    assert any(change.endswith("without parts") for change in changes)
+
+
+def test_questions_that_cannot_have_parts() -> None:
+    with pytest.raises(InputError, match="has no routed experts: leave --parts out"):
+        pose(dense_model(2), MACHINE, WORKLOAD, Budget(gpu_memory=2**30), Goal(parts="auto"))
+    with pytest.raises(ValueError, match="no engine streams a layer's experts in parts"):
+        Goal(parts="auto", engine="vllm")
+    machine = load_machine("rtx4090")
+    with pytest.raises(InputError, match="--parts auto with --for vllm"):
+        plan_ask(dense_model(2), machine, parts="auto", engine="vllm")
+
+
+def test_engines_refuse_parts_by_name() -> None:
+    from offplan.engines.engine import require_stored_weights
+
+    offload = make_plan(ask(0.1, "auto")).plan.offload
+    with pytest.raises(ExportError, match=r"in \d+ parts \(parts\), .* plan again with --for"):
+        require_stored_weights(offload, "vLLM")

@@ -1,0 +1,69 @@
+"""Prompts in parts on a GPU: layers compiled by their pieces, against resident ones."""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+from offplan.plan import Offload, Packing
+from tests.runtime.plans import group, in_parts, offload, open_session
+from tests.runtime.quantise import save_stored
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+
+CASES = [("qwen3_moe", form) for form in ("values", "packed", "fp8_block", "int4_zeros", "nvfp4")]
+CASES += [("deepseek_v3", "values"), ("deepseek_v3", "fp8_block"), ("gpt_oss", "mxfp4")]
+PACKING = Packing(group_size=2, num_in_group=2)
+PROMPTS = [torch.arange(40).view(1, 40) % 64, torch.arange(64).view(4, 16) % 64]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("parts")
+
+
+@functools.cache
+def saved(folder: Path, family: str, form: str) -> Path:
+    is_plain = form in ("values", "packed")
+    into = folder / f"{family}-{form}"
+    into.mkdir()
+    stored = "fp8_block" if is_plain else form
+    return save_stored(family, stored, into, torch.bfloat16, num_experts_per_tok=2)[is_plain]
+
+
+def run(folder: Path, decision: Offload, device: str = "cuda") -> list[torch.Tensor]:
+    """Logits of prompts, of each again, and of steps after them."""
+    logits = []
+    with open_session(folder, decision, device) as session, session.stream():
+        for prompt in PROMPTS:
+            for _ in range(2):
+                logits.append(session.prefill(prompt).float().cpu())
+            for _ in range(3):
+                tokens = logits[-1].argmax(-1, keepdim=True).to(device)
+                logits.append(session.decode(tokens).float().cpu())
+        assert torch._dynamo.config.recompile_limit < 64
+    return logits
+
+
+@pytest.mark.parametrize("chunk", [8, 64])
+@pytest.mark.parametrize(("family", "form"), CASES)
+def test_logits_are_those_of_resident_experts(
+    folder: Path, family: str, form: str, chunk: int
+) -> None:
+    """But for what compilers round where a layer is one piece."""
+    checkpoint = saved(folder, family, form)
+    packing = {"packing": PACKING if form == "packed" else None}
+    attention = group(1, 1, "self_attn", decode="uva")
+    runs = [
+        run(checkpoint, offload(*rules, prefill_chunk=chunk).model_copy(update=packing))
+        for rules in ([], [in_parts(4), attention])
+    ]
+    for got, expected in zip(*reversed(runs), strict=True):
+        scale = expected.abs().max()
+        assert (got - expected).abs().max() < 0.05 * scale
+    # a prompt that comes again gives the same
+    assert torch.equal(runs[1][0], runs[1][1])
