@@ -12,7 +12,7 @@ Source: vLLM 0.33.0, ``model_executor/offloader`` and ``v1/worker``.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.offloader import (
     PrefetchOffloader,
     UVAOffloader,
+    prefetch,
     set_offloader,
     should_pin_memory,
 )
@@ -33,17 +34,17 @@ from vllm.v1.worker.gpu_worker import Worker as GPUWorker
 from offplan.checkpoint.model import INPUT_EMBEDDINGS
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.tensors import CONFIG_NAME
-from offplan.engines.taken import Taken
+from offplan.engines.names import name_part
+from offplan.engines.taken import QUANTIZATION, Taken, TakenParameter
 from offplan.engines.vllm import WORKER_VERSIONS
 from offplan.engines.worker import find_taken
 from offplan.errors import DriftError, ExportError
+from offplan.forms.form import Part
 from offplan.library.planned import open_planned_model
 from offplan.plan import Backend, Plan, load_plan
 from offplan.ranks import Ranks
 
 ALL = 2**62
-NOTHING = "/"
-"""A segment that no parameter's name has; none at all would take every parameter."""
 TOLD = 5
 """Differences that an error tells in full."""
 PLACES = {Backend.PREFETCH: "copied through the ring", Backend.UVA: "read in place"}
@@ -69,6 +70,8 @@ class Worker(GPUWorker):
         # Compiled layers hold the waits for their copies, and vLLM keeps them on disk by what its
         # config says: another plan under the same name must not find them.
         config.additional_config["offplan_sha256"] = taken.fingerprint
+        if taken.packs_any:
+            config.quant_config.taken = taken
         offloader = PlanOffloader(taken, lambda: self.model_runner.get_model())
         set_offloader(offloader)
         super().load_model(load_dummy_weights=load_dummy_weights)
@@ -96,9 +99,10 @@ class Worker(GPUWorker):
 class PlanOffloader(PrefetchOffloader):
     """Leaves in host memory what a plan takes, and nothing else.
 
-    vLLM's prefetching offloader is told anew, before each layer, what to take of it: its ring, its
-    stream and its events, which captured graphs hold, are used as they are. What is read in place
-    vLLM's other offloader moves first.
+    vLLM's prefetching offloader takes of each layer what the plan does: its ring, its stream and
+    its events, which captured graphs hold, are used as they are. What is read in place vLLM's other
+    offloader moves. Packed weights have parts to take only once vLLM has packed them, each as soon
+    as it is loaded.
     """
 
     def __init__(self, taken: Taken, find_model: Callable[[], torch.nn.Module]) -> None:
@@ -106,6 +110,9 @@ class PlanOffloader(PrefetchOffloader):
         super().__init__(group_size=1, num_in_group=1, prefetch_step=max(1, taken.num_slots))
         self._taken, self._find_model = taken, find_model
         self._layers: list[torch.nn.Module] = []
+        self._homes: dict[torch.nn.Module, tuple[int, str]] = {}
+        self._copied: dict[int, Any] = {}
+        self._packs_head = False
         self._embedding: torch.nn.Module | None = None
 
     def wrap_modules(
@@ -114,28 +121,82 @@ class PlanOffloader(PrefetchOffloader):
         """Take what the plan takes of each decoder layer as it is built."""
         if self._layers:
             raise ExportError("the model has a second stack of layers, which no plan knows of")
-        self._layers = super().wrap_modules(self._take(modules_generator), prefix)
-        return self._layers
-
-    def _take(self, modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
-        for index, module in enumerate(modules):
+        for index, layer in enumerate(modules_generator):
             if index >= len(self._taken.layers):
                 raise DriftError(f"vLLM builds more layers than the plan's {index}")
-            _refuse(self._find_misfits(index, dict(module.named_parameters())))
-            wanted = self._taken.layers[index].items()
-            if read := {name for name, each in wanted if each.backend is Backend.UVA}:
-                UVAOffloader(ALL, read).wrap_modules(iter([module]))
-            # looked at once this layer was handed over, and before the next one is asked for
-            copied = {name for name, each in wanted if each.backend is Backend.PREFETCH}
-            self.offload_params = copied or {NOTHING}
-            yield module
+            self._layers.append(layer)
+            self._take(index, layer)
+        for number, each in enumerate(self.module_offloaders):
+            self._hook_module_forward(number, each.module)
+        return self._layers
 
-    def _find_misfits(self, index: int, held: Mapping[str, torch.Tensor]) -> Iterator[str]:
-        for name, parameter in self._taken.layers[index].items():
+    def _take(self, index: int, layer: torch.nn.Module) -> None:
+        """Take what is there of a layer that was built; ``take_packed`` is given the rest."""
+        wanted, built = self._taken.layers[index], dict(layer.named_parameters())
+        if self._taken.packed:
+            self._homes |= {m: (index, path) for path, m in layer.named_modules()}
+        _refuse(self._find_misfits(index, built, is_packed=False))
+        _read_in_place(p for n, p in built.items() if n in wanted and _is_read(wanted[n]))
+        device = next((p.device for p in built.values() if not p.is_meta), None)
+        if copied := [name for name, each in wanted.items() if not _is_read(each)]:
+            self.module_offloaders.append(
+                prefetch._ModuleOffloader(
+                    mode=self.mode,
+                    module=layer,
+                    copy_stream=self.copy_stream,
+                    whitelist_param_names=[name for name in built if name in copied],
+                    layer_idx=len(self.module_offloaders),
+                )
+            )
+            self._copied[index] = self.module_offloaders[-1]
+            if device is not None:  # the first parameter may have none before it is packed
+                self._copied[index].device = device
+
+    def take_packed(self, module: torch.nn.Module, names: Iterable[str]) -> None:
+        """Take what the plan takes of a weight's parts, as soon as vLLM has packed it.
+
+        ``names`` are those of the module's parameters. Raises DriftError for parts of other sizes,
+        which a weight has that needs more patches than the plan has room for.
+        """
+        if module not in self._homes:
+            self._packs_head = True  # nothing else is packed outside the layers, or taken there
+            return
+        index, path = self._homes[module]
+        layer, wanted = self._layers[index], self._taken.layers[index]
+        whole = {f"{path}.{name}": module.get_parameter(name) for name in names}
+        _refuse(
+            f"{each} (a weight that needs more patches than a plan has room for stays as it is "
+            f"stored by --leave-unpacked {index}.{path})"
+            for each in self._find_misfits(index, whole, only=whole)
+        )
+        taken = [name for name in whole if name in wanted]
+        _read_in_place(whole[name] for name in taken if _is_read(wanted[name]))
+        for name in taken:
+            if not _is_read(wanted[name]):
+                held = prefetch._CpuParamOffloader(module=layer, param_name=name)
+                self._copied[index]._param_offloaders[name] = held
+
+    def _find_misfits(
+        self,
+        index: int,
+        held: Mapping[str, torch.Tensor],
+        *,
+        is_packed: bool = True,
+        only: Container[str] | None = None,
+    ) -> Iterator[str]:
+        """Compare what a layer holds; parts of packed weights only once ``is_packed``."""
+        packed = self._taken.packed[index] if self._taken.packed else {}
+        plain = {n: each.nbytes for n, each in self._taken.layers[index].items() if n not in packed}
+        for name, nbytes in {**plain, **(packed if is_packed else {})}.items():
+            if only is not None and name not in only:
+                continue
             if name not in held:
                 yield f"layer {index} has no {name}"
-            elif (found := held[name].nbytes) != parameter.nbytes:
-                yield f"{name} of layer {index} takes {found} bytes, expected {parameter.nbytes}"
+            elif (found := held[name].nbytes) != nbytes:
+                yield f"{name} of layer {index} takes {found} bytes, expected {nbytes}"
+        for name in held:
+            if name.endswith(name_part("", Part.WEIGHT)) and name not in packed:
+                yield f"{name} of layer {index} is packed, expected it as it is stored"
 
     def post_init(self) -> None:
         """Move the embedding, then allocate the ring and start its first copies."""
@@ -192,6 +253,8 @@ class PlanOffloader(PrefetchOffloader):
         ring_bytes = self.buffer_pool.total_bytes if self.buffer_pool else 0
         if ring_bytes != self._taken.ring_bytes:
             yield f"the ring takes {ring_bytes} bytes, expected {self._taken.ring_bytes}"
+        if self._packs_head != self._taken.packs_head:
+            yield f"the output head is {'' if self._packs_head else 'not '}packed"
         if self._taken.embedding is not None:
             moved = self._embedding
             found = "not found" if moved is None else find_place(moved.weight, None, blocks)
@@ -241,7 +304,10 @@ def require_known_config(config: VllmConfig, plan: Plan, taken: Taken) -> None:
     moe_backend = config.kernel_config.moe_backend
     dtype = str(model.dtype).removeprefix("torch.")
     stored = getattr(model.hf_config, "quantization_config", None)
-    quantises = model.quantization_config is not None or (model.quantization and stored is None)
+    packs = taken.packs_any
+    by_plan = packs and model.quantization == QUANTIZATION
+    quantises = model.quantization and stored is None and not by_plan
+    quantises = quantises or model.quantization_config is not None
     refused = {
         "data or context parallelism": parallel.world_size_across_dp != ranks
         or parallel.decode_context_parallel_size > 1,
@@ -252,6 +318,7 @@ def require_known_config(config: VllmConfig, plan: Plan, taken: Taken) -> None:
         "sleep mode": model.enable_sleep_mode,
         "weight transfer": config.weight_transfer_config,
         "quantisation while loading, which replaces parameters": quantises,
+        f"no --quantization {QUANTIZATION}, by which the plan packs": packs and not by_plan,
         "offloading by vLLM's own flags beside the plan": offload.uva.cpu_offload_gb
         or offload.prefetch.offload_group_size,
         "host memory that is not page-locked": not should_pin_memory(),
@@ -281,6 +348,17 @@ def require_whole_graphs(config: VllmConfig, streams: bool) -> None:
             "graphs, or none; start it with --compilation-config "
             '\'{"cudagraph_mode": "FULL_DECODE_ONLY"}\' and VLLM_USE_BREAKABLE_CUDAGRAPH=0'
         )
+
+
+def _read_in_place(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Have vLLM's other offloader move parameters, which looks where a module's first one lies."""
+    beside = torch.nn.ParameterList(parameters)
+    if len(beside):
+        UVAOffloader(ALL).wrap_modules(iter([beside]))
+
+
+def _is_read(parameter: TakenParameter) -> bool:
+    return parameter.backend is Backend.UVA
 
 
 def find_place(parameter: Any, held: Any, blocks: list[range]) -> str:

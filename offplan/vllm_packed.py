@@ -37,7 +37,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.offloader import get_offloader
 
+from offplan.engines.names import name_part
+from offplan.engines.taken import QUANTIZATION, Taken
 from offplan.engines.vllm import WORKER_VERSIONS
 from offplan.errors import ExportError
 from offplan.forms.form import Part
@@ -45,7 +48,7 @@ from offplan.forms.packed import PACKED, can_pack
 from offplan.runtime.forms.packing import pack_in_runs
 from offplan.runtime.forms.reference import Parts, expand
 
-NAME = "offplan_packed"
+NAME = QUANTIZATION
 CAPABILITY = 80
 """Compute capability, times 10, from which on the kernels' bfloat16 products exist."""
 PARTS = (Part.WEIGHT, Part.EXPONENT, Part.BASE, Part.PATCHES, Part.PATCH_BLOCKS)
@@ -71,7 +74,13 @@ def register() -> None:
 
 
 class PackedConfig(QuantizationConfig):
-    """Which layers hold packed weights: all that vLLM multiplies, where their sizes allow it."""
+    """Which layers hold packed weights: all that vLLM multiplies, where their sizes allow it.
+
+    Where offplan's worker runs a plan, those that the plan packs and no other.
+    """
+
+    taken: Taken | None = None
+    """What a plan takes of the model, which says what it packs."""
 
     def get_name(self) -> str:
         """Return the name for ``--quantization``."""
@@ -103,6 +112,10 @@ class PackedConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return what holds and multiplies a layer's weights; None for what vLLM keeps plain."""
+        if self.taken is not None:
+            is_head = isinstance(layer, ParallelLMHead)
+            if not (self.taken.packs_head if is_head else self.taken.packs(prefix)):
+                return _hold_plain(layer)
         if isinstance(layer, RoutedExperts):
             return self._of_experts(layer, prefix)
         if isinstance(layer, LinearBase | ParallelLMHead):
@@ -150,9 +163,9 @@ class PackedLinear(OnlineLinearBase):
             super().create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)
             return
         _say_plain(self._prefix, shape)
-        is_head = isinstance(layer, VocabParallelEmbedding)
-        layer.quant_method = UnquantizedEmbeddingMethod() if is_head else UnquantizedLinearMethod()
-        layer.quant_method.create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)
+        layer.quant_method = plain = _hold_plain(layer)
+        assert plain is not None
+        plain.create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)
 
     def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
         """Leave a head plain that shares the embedding's weight, whose rows are looked up."""
@@ -226,6 +239,15 @@ class PackedExperts(OnlineMoEMethodBase):
         return weighted.sum(1).to(x.dtype)
 
 
+def _hold_plain(layer: torch.nn.Module) -> QuantizeMethodBase | None:
+    """Return what holds and multiplies a layer's weights as they are stored."""
+    if isinstance(layer, RoutedExperts):
+        return UnquantizedFusedMoEMethod(layer.moe_config)
+    if isinstance(layer, VocabParallelEmbedding):
+        return UnquantizedEmbeddingMethod()
+    return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+
+
 def _multiplier(
     layer: RoutedExperts, experts: torch.Tensor
 ) -> Callable[[str, torch.Tensor], torch.Tensor]:
@@ -266,16 +288,14 @@ def _hold(layer: torch.nn.Module, name: str, parts: Parts) -> None:
     del layer._parameters[name]
     for part in PARTS:
         packed = torch.nn.Parameter(parts[part], requires_grad=False)
-        layer.register_parameter(_name_part(name, part), packed)
+        layer.register_parameter(name_part(name, part), packed)
+    # an offloader that knows packed weights takes them before the next layer is loaded
+    if (take := getattr(get_offloader(), "take_packed", None)) is not None:
+        take(layer, [name_part(name, part) for part in PARTS])
 
 
 def _held(layer: torch.nn.Module, name: str) -> Parts:
-    return {part: getattr(layer, _name_part(name, part)) for part in PARTS}
-
-
-def _name_part(name: str, part: Part) -> str:
-    # vLLM takes a layer with a ``weight_packed`` for one whose values ``apply`` gives
-    return f"{name}_{'packed' if part is Part.WEIGHT else part.value}"
+    return {part: getattr(layer, name_part(name, part)) for part in PARTS}
 
 
 def _say_plain(name: str, shape: tuple[int, int]) -> None:

@@ -152,6 +152,7 @@ class Query:
         """Read the model, and ask what is asked; None where there is no machine to ask about."""
         from offplan.checkpoint.open import open_model
         from offplan.cli.planning import note_budget, read_workload, settle_context
+        from offplan.engines.runner import find_runner
         from offplan.library.asking import ask, read_routing
         from offplan.library.machines import check_threads, find_machine
 
@@ -175,7 +176,7 @@ class Query:
             workload,
             store=self.store,
             num_gpus=self.ranks.tensor,
-            packing=self.packing and self.engine is None,
+            packing=self.packing and find_runner(self.engine).holds_packed,
             on_stage=ProgressBar,
         )
         if machine is None:

@@ -188,14 +188,15 @@ def activation_parts(stage: Stage, workload: Workload, prefill_chunk: int) -> di
 def scratch_bytes(stage: Stage) -> int:
     """Bytes of the memory that dense layers make the values of their codes in, for many tokens.
 
-    It holds those of the largest weight. Code of transformers that reads a weight in another way
-    than nn.Linear is given its values in memory of their own.
+    It holds those of the largest weight, as the runner fuses weights. Code of transformers that
+    reads a weight in another way than nn.Linear is given its values in memory of their own.
     Source: ``runtime.forms.stored.share_scratch``.
     """
     if stage.dtype not in KERNEL_TYPES:
         return 0
     coded = (p for layer in stage.layers for p in layer.parameters if not p.form.is_raw)
     most = max((p.num_weights for p in coded if not p.is_expert), default=0)
+    most = max(most, stage.layout.fused_weights)
     return most * stage.element_bytes * (2 if stage.runner.is_stock else 1)
 
 

@@ -187,12 +187,12 @@ def join_flags(flags: Flags) -> list[str]:
     return [word for name, values in flags.items() for word in (f"--{name}", *values)]
 
 
-def require_stored_weights(offload: Offload, title: str) -> None:
-    """Raise ExportError unless weights are as they are stored, in host memory where not resident.
+def require_stored_weights(offload: Offload, engine: Engine) -> None:
+    """Raise ExportError for packed weights that the engine cannot hold, and for another store.
 
     It is also raised for a backend that no engine has, for experts kept one by one, and for parts.
-    ``title`` is the engine's.
     """
+    title = engine.title
     if offload.store == "peer" and offload.rules:
         raise ExportError(
             f"{title} offloads to host memory; the plan has a second GPU's memory as its "
@@ -216,7 +216,7 @@ def require_stored_weights(offload: Offload, title: str) -> None:
                     f"rule {number} has the backend {backend.name}, which {title} does not have: "
                     f"expected {known}; plan again with --for"
                 )
-    if offload.packing is not None:
+    if offload.packing is not None and not engine.is_worker:
         raise ExportError(
             f"{title} holds every weight as it is stored; the plan holds some packed: plan "
             "again with --for or --no-packing"

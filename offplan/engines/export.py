@@ -16,6 +16,7 @@ from offplan.engines.engine import (
     join_flags,
     note_more_memory,
     note_page_locked,
+    require_stored_weights,
 )
 from offplan.engines.registry import find_engine
 from offplan.engines.runner import EngineRunner, lower
@@ -93,8 +94,9 @@ def export_plan(
             f"model computes in {plan.model.dtype}"
         )
     chosen.require_served(model, plan.workload.context)
+    require_stored_weights(plan.offload, chosen)
     goal = plan.goal.model_copy(update={"engine": engine})
-    loaded = lower(model, goal, plan.workload)
+    loaded = lower(model, goal, plan.workload).pack(plan.offload.packing)
     demand = EngineRunner(engine, chosen, version).demand(plan.offload, loaded)
     host = plan.budget.host_memory
     if host is not None and demand.pinned_bytes > host:
@@ -102,7 +104,7 @@ def export_plan(
             f"{chosen.title} page-locks {format_bytes(demand.pinned_bytes)}, each parameter "
             f"rounded up to a power of two, of a budget of {format_budget(host)}"
         )
-    planned = lower(model, plan.goal, plan.workload)
+    planned = lower(model, plan.goal, plan.workload).pack(plan.offload.packing)
     more = demand.more_gpu_bytes + _held_beyond(plan, planned.stage, loaded.stage)
     total = plan.prediction.gpu_memory.total_bytes + more
     if more > 0 and total > plan.budget.gpu_memory * (1 + PRINTED_TO):

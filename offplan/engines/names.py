@@ -9,11 +9,14 @@ Source: vLLM 0.33, ``packed_modules_mapping`` and ``fused_moe``.
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 
 from offplan.checkpoint.model import Layer
 from offplan.checkpoint.parameter import Parameter
-from offplan.checkpoint.tensors import Tensors, split_expert
+from offplan.checkpoint.tensors import DTYPE_BITS, Tensors, split_expert
 from offplan.forms.form import Part
+from offplan.forms.packed import packed_parts
+from offplan.held.packing import is_packed
 from offplan.held.stage import Stage
 
 FUSED = {
@@ -45,6 +48,14 @@ class EngineParameter:
     tensors: Tensors
     """Those of the checkpoint's tensors that it holds."""
     nbytes: int
+    packs: str | None = None
+    """The module, relative to the layer, of which it is a part of the packed weight."""
+
+
+def name_part(name: str, part: Part) -> str:
+    """Name a part of a packed weight as ``offplan.vllm_packed`` holds it."""
+    # vLLM takes a layer with a ``weight_packed`` for one whose values ``apply`` gives
+    return f"{name}_{'packed' if part is Part.WEIGHT else part.value}"
 
 
 def engine_parameters(stage: Stage, renamed: Mapping[str, str]) -> Iterator[EngineParameter]:
@@ -57,16 +68,32 @@ def engine_parameters(stage: Stage, renamed: Mapping[str, str]) -> Iterator[Engi
         held: defaultdict[str, list[tuple[Parameter, Part]]] = defaultdict(list)
         for parameter in layer.parameters:
             for part in parameter.parts:
-                first = parameter.of(part)[0].name
+                weight = parameter.unpacked or parameter.of(part)
+                first = weight[0].name
                 stored = (split_expert(first) or (0, first))[1].removeprefix(f"{layer.prefix}.")
                 name = _name_expert(stored) if parameter.is_expert else _name(stored, fused)
-                held[_rename(name, renamed)].append((parameter, part))
+                name = _rename(name, renamed)
+                held[name_part(name, part) if is_packed(parameter) else name].append(
+                    (parameter, part)
+                )
         for name, parts in held.items():
             parameters = tuple(dict.fromkeys(parameter for parameter, _ in parts))
             tensors = tuple(tensor for parameter, part in parts for tensor in parameter.of(part))
             nbytes = sum(parameter.part_bytes[part] for parameter, part in parts)
             nbytes += sum(parameter.loaded_bytes - parameter.nbytes for parameter in parameters)
-            yield EngineParameter(layer.index, name, parameters, tensors, nbytes)
+            packs = None
+            if is_packed(parameters[0]):
+                packs, nbytes = name.rpartition(".")[0], _packed_bytes(*parts)
+            yield EngineParameter(layer.index, name, parameters, tensors, nbytes, packs)
+
+
+def _packed_bytes(*parts: tuple[Parameter, Part]) -> int:
+    """Bytes of a part of a packed weight, which is fused of several and then packed as one."""
+    first, part = parts[0]
+    *stack, _, num_in = first.shape
+    num_out = sum(parameter.shape[-2] for parameter, _ in parts)
+    dtype, sizes = packed_parts((*stack, num_out, num_in))[part]
+    return len(first.tensors) * prod(sizes) * DTYPE_BITS[dtype] // 8
 
 
 def _find_fused(layer: Layer) -> dict[str, str]:

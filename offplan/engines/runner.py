@@ -56,6 +56,11 @@ class EngineRunner:
         return self.engine.is_worker
 
     @property
+    def holds_packed(self) -> bool:
+        """Whether it holds packed weights: no flag says which, the worker does."""
+        return self.engine.is_worker
+
+    @property
     def max_bytes_unit(self) -> int:
         """A rule's ``max_bytes`` is a whole number of these."""
         return self.engine.max_bytes_unit
@@ -83,7 +88,10 @@ class EngineRunner:
             if each.nbytes
         }
         if not gpu_growth:
-            return Layout(host_growth=host_growth)
+            packed = (each for each in engine_parameters(stage, {}) if each.packs is not None)
+            of_dense = (each.parameters for each in packed if not each.parameters[0].is_expert)
+            most = max((sum(p.num_weights for p in fused) for fused in of_dense), default=0)
+            return Layout(host_growth=host_growth, fused_weights=most)
         tensors = [t for layer in stage.layers for p in layer.parameters for t in p.stored]
         grown = Layout(gpu_growth).gpu_bytes(tensors) - sum(tensor.nbytes for tensor in tensors)
         kept = self.engine.demand_resident(stage, self.version).more_gpu_bytes - grown
@@ -92,11 +100,11 @@ class EngineRunner:
     def demand(self, offload: Offload, held: Held) -> EngineDemand:
         """Return what makes the engine run a decision; raises ExportError if it cannot.
 
-        ``held`` is what the engine's ranks hold.
+        ``held`` is what the engine's ranks hold by the decision's packing.
         """
         engine, version = self.engine, self.version
-        require_stored_weights(offload, engine.title)
-        if not offload.rules and offload.embeddings == "device":
+        require_stored_weights(offload, engine)
+        if not offload.rules and offload.embeddings == "device" and offload.packing is None:
             resident = (engine.demand_resident(stage, version) for stage in held.stages)
             return max(resident, key=lambda demand: demand.more_gpu_bytes)
         if engine.demand_rule is None:
@@ -144,7 +152,7 @@ class EngineRunner:
 
     def note_memory(self, plan: Plan, held: Held) -> list[str]:
         """Say what memory the engine takes beyond a plan's, a sentence each."""
-        demand = self.demand(plan.offload, held)
+        demand = self.demand(plan.offload, held.pack(plan.offload.packing))
         notes = note_more_memory(self.engine, demand.more_gpu_bytes)
         if demand.pinned_bytes > plan.stored_bytes:
             notes.append(note_page_locked(self.engine, demand))

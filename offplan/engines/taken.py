@@ -2,18 +2,20 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from offplan import __version__
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.engines.engine import EngineDemand, Version, join_stages, page_locked_bytes
-from offplan.engines.names import EngineParameter, engine_parameters
+from offplan.engines.names import EngineParameter, engine_parameters, name_part
 from offplan.engines.ranks import pad_rows
 from offplan.engines.vllm import VLLM, find_breakable, find_names, require_forms, slot_bytes
 from offplan.errors import ExportError
-from offplan.forms.form import Kind
+from offplan.forms.form import Kind, Part
+from offplan.forms.packed import can_pack
 from offplan.held.held import Held
+from offplan.held.packing import is_packed
 from offplan.held.stage import Stage
 from offplan.placement import Placement, place
 from offplan.plan import Backend, Offload
@@ -22,6 +24,8 @@ from offplan.units import format_bytes
 
 WORKER = "offplan.vllm.Worker"
 """The class that vLLM is told to start."""
+QUANTIZATION = "offplan_packed"
+"""The name by which vLLM holds packed weights."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,11 @@ class Taken:
     embedding: TensorInfo | None
     """The rank's rows of the input embedding, padded, where it lies in host memory and is read by
     row."""
+    packed: tuple[Mapping[str, int], ...] = ()
+    """Layer by layer the bytes of each part of packed weights, wherever it lies; () where the plan
+    packs nothing."""
+    packs_head: bool = False
+    """Whether the output head is packed."""
 
     @property
     def streams(self) -> bool:
@@ -61,6 +70,22 @@ class Taken:
         return any(parameter.is_expert for parameter in self.of(Backend.UVA))
 
     @property
+    def packs_any(self) -> bool:
+        """Whether anything is packed."""
+        return bool(self.packed) or self.packs_head
+
+    def packs(self, module: str) -> bool:
+        """Whether a module of a layer, by its whole name in vLLM, holds packed weights."""
+        names = module.split(".")
+        at = next((number for number, name in enumerate(names) if name.isdecimal()), None)
+        if at is None or not self.packed:
+            return False
+        own = (*names[at + 1 :], *(["routed_experts"] if names[-1] == "experts" else []))
+        index = int(names[at])
+        held = self.packed[index] if index < len(self.packed) else {}
+        return any(name.rpartition(".")[0] == ".".join(own) for name in held)
+
+    @property
     def fingerprint(self) -> str:
         """SHA-256 of what is taken."""
         return hashlib.sha256(f"{__version__} {self!r}".encode()).hexdigest()
@@ -69,10 +94,12 @@ class Taken:
         """Say what lies on the host and how it is read."""
         copied, read = ([p.nbytes for p in self.of(b)] for b in (Backend.PREFETCH, Backend.UVA))
         embedding = ", and the input embedding by row" if self.embedding else ""
+        packed = sum(sum(layer.values()) for layer in self.packed)
+        held = f"; {format_bytes(packed)} of the layers are packed" if packed else ""
         return (
             f"{len(copied)} parameters ({format_bytes(sum(copied))}) are copied through a ring of "
             f"{format_bytes(self.ring_bytes)}, {len(read)} ({format_bytes(sum(read))}) are read in "
-            f"place{embedding}"
+            f"place{embedding}{held}"
         )
 
     def of(self, backend: Backend) -> Iterator[TakenParameter]:
@@ -91,6 +118,8 @@ def demand_of_worker(offload: Offload, held: Held, version: Version) -> EngineDe
     _require_one_backend(offload)
     stages = [StageTaken.find(offload, stage, version) for stage in held.stages]
     flags: dict[str, tuple[str, ...]] = {"worker-cls": (WORKER,)}
+    if offload.packing is not None:
+        flags["quantization"] = (QUANTIZATION,)
     environment: dict[str, str] = {}
     if any(stage.taken.streams for stage in stages):
         flags["compilation-config"] = (json.dumps({"cudagraph_mode": "FULL_DECODE_ONLY"}),)
@@ -125,12 +154,18 @@ class StageTaken:
             for entry in placement.entries
             for tensor in entry.unit.tensors
         }
+        if offload.packing is not None:
+            _require_packable(stage)
         layers: list[dict[str, TakenParameter]] = [{} for _ in stage.layers]
+        packed: list[dict[str, int]] = [{} for _ in stage.layers]
         moved: list[tuple[EngineParameter, Backend]] = []
         for each in engine_parameters(stage, find_names(stage)):
             backend = _find_backend(each, backends, offload)
+            if each.packs is not None:
+                packed[each.layer][each.name] = each.nbytes
             if backend is not None:
-                is_expert = each.parameters[0].is_expert
+                # of experts that are packed no kernel of vLLM's is chosen
+                is_expert = each.parameters[0].is_expert and each.packs is None
                 layers[each.layer][each.name] = TakenParameter(backend, each.nbytes, is_expert)
                 moved.append((each, backend))
         streamed = [each for each, backend in moved if backend is Backend.PREFETCH]
@@ -142,6 +177,8 @@ class StageTaken:
             num_slots=placement.num_slots,
             ring_bytes=placement.num_slots * slot_bytes(streamed),
             embedding=embedding,
+            packed=tuple(packed) if any(packed) else (),
+            packs_head=stage.head is not None and is_packed(stage.head),
         )
         more_ring = taken.ring_bytes - placement.ring_bytes
         demand = EngineDemand(
@@ -159,6 +196,29 @@ def _require_one_backend(offload: Offload) -> None:
                 f"rule {number} is {rule.prefill.name} in prefill and {rule.decode.name} in "
                 "decode: vLLM computes both phases with the same tensors, so expected one backend "
                 "in both; plan again with --for vllm-worker"
+            )
+
+
+def _require_packable(stage: Stage) -> None:
+    """Raise ExportError where vLLM would not pack exactly what the plan does."""
+    if stage.model.towers:
+        raise ExportError(
+            f"{stage.model.source} has towers beside its text, and packed weights in vLLM were not "
+            "tried with such a model: plan again with --no-packing"
+        )
+    found = [*engine_parameters(stage, find_names(stage))]
+    names = {(each.layer, each.name) for each in found}
+    for each in found:
+        if each.packs is None or not each.name.endswith(name_part("", Part.WEIGHT)):
+            continue
+        whole = each.name.removesuffix(name_part("", Part.WEIGHT))
+        shapes = [parameter.shape for parameter in each.parameters]
+        fused = sum(shape[-2] for shape in shapes), shapes[0][-1]
+        if (each.layer, whole) in names or not can_pack(fused):
+            raise ExportError(
+                f"vLLM holds {whole} of layer {each.layer} as one matrix, and the plan packs part "
+                "of it alone, or more than one packed matrix has: plan again with --no-packing, or "
+                f"with --leave-unpacked {each.parameters[0].segment}"
             )
 
 

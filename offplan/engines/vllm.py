@@ -50,10 +50,10 @@ EXPERTS_ONCE: Version = (0, 33, 0)
 
 FORMS = {
     Backend.PREFETCH: {
-        *(Kind.RAW, Kind.FP8_BLOCK, Kind.FP8_CHANNEL, Kind.FP8_TENSOR),
+        *(Kind.RAW, Kind.FP8_BLOCK, Kind.FP8_CHANNEL, Kind.FP8_TENSOR, Kind.PACKED),
         Kind.MXFP4,  # of experts alone, by MARLIN's kernels
     },
-    Backend.UVA: {Kind.RAW},
+    Backend.UVA: {Kind.RAW, Kind.PACKED},
 }
 """Stored forms that stay on the host. Loading lays others out anew, on the GPU, and a parameter
 that is read in place is then no longer in host memory. Source: ``device_loading_context``."""

@@ -21,14 +21,15 @@ def find_taken(
 
     ``model`` is whole, ``ranks`` are those that vLLM divides it among. Raises ExportError, naming
     it, for what such a worker cannot do: other ranks than the plan's, phases that read a parameter
-    in different ways, part of what vLLM fuses, other stored forms, packing, another store, and more
-    memory than the budget.
+    in different ways, part of what vLLM fuses, other stored forms, another store, and more memory
+    than the budget.
     """
     _require_ranks(plan, ranks)
     engine = f"vllm-worker=={format_version(version)}"
     export_plan(plan, model, engine)  # which refuses what cannot be done
     held = lower(model, plan.goal.model_copy(update={"engine": engine}), plan.workload)
-    return StageTaken.find(plan.offload, held.stages[stage], version).taken
+    packed = held.pack(plan.offload.packing)
+    return StageTaken.find(plan.offload, packed.stages[stage], version).taken
 
 
 def _require_ranks(plan: Plan, ranks: Ranks) -> None:

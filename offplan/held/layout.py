@@ -21,6 +21,9 @@ class Layout:
     padding_bytes: int = 0
     """Bytes of padding besides, which the engine leaves out once any of these tensors moves."""
 
+    fused_weights: int = 0
+    """Weights of the largest packed matrix that an engine fuses: their values are made at once."""
+
     def gpu_bytes(self, tensors: Iterable[TensorInfo]) -> int:
         """Bytes that tensors of the layers take at least on the GPU."""
         return int(sum(each.nbytes * self.gpu_growth.get(each.name, 1) for each in tensors))

@@ -79,6 +79,10 @@ class Runner(Protocol):
         """Whether the input embedding may lie on the host."""
 
     @property
+    def holds_packed(self) -> bool:
+        """Whether it holds weights packed without loss."""
+
+    @property
     def max_bytes_unit(self) -> int:
         """A rule's ``max_bytes`` is a whole number of these."""
 
@@ -112,6 +116,7 @@ class OwnRuntime:
     is_stock = False
     takes_one_rule = False
     places_embedding = True
+    holds_packed = True
     max_bytes_unit = 1
 
     @property
@@ -142,6 +147,7 @@ class StockRuntime(OwnRuntime):
     """offplan's own runtime where it runs transformers' own passes: it moves weights, no more."""
 
     is_stock = True
+    holds_packed = False
 
     def note_memory(self, plan: Plan, held: "Held") -> list[str]:
         """Say by which passes the model runs, and what is not priced of them."""

@@ -45,7 +45,7 @@ def find_neighbours(question: Question, plan: Plan) -> tuple[Neighbour, ...]:
             prediction = predict(
                 held, question.planned_machine, plan.workload, plan.budget, offload
             )
-            demand = question.held.runner.demand(offload, question.held)
+            demand = question.held.runner.demand(offload, held)
         except (ValidationError, PlanError, ExportError):
             continue
         moved = plan.model_copy(update={"offload": offload, "prediction": prediction})

@@ -24,6 +24,7 @@ from offplan.plan import (
     RoutingRef,
     Workload,
 )
+from offplan.ranks import ONE_RANK
 from offplan.unpacked import Unpacked
 
 
@@ -88,8 +89,8 @@ class Question:
     @property
     def may_pack(self) -> bool:
         """Whether weights may be packed: in GPU memory there are kernels that multiply them."""
-        is_own = self.goal.engine is None and not self.goal.stock
-        return self.goal.packing and is_own and not self.machine.is_cpu
+        may = self.held.runner.holds_packed and self.held.ranks == ONE_RANK
+        return self.goal.packing and may and not self.machine.is_cpu
 
     @property
     def unpacked(self) -> Unpacked:

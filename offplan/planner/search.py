@@ -11,7 +11,7 @@ only add plans or make them faster, do not make the best plan found slower.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +21,8 @@ from offplan.costs.predict import predict
 from offplan.costs.work import makes_values
 from offplan.held.held import Held
 from offplan.held.packing import pack_everything, packable
-from offplan.plan import Budget, Offload, Rule
+from offplan.held.runner import Demand
+from offplan.plan import Budget, Offload, Packing, Rule
 from offplan.planner.aims import NEVER, Aim
 from offplan.planner.estimates import Rules, estimate, list_rules
 from offplan.planner.firsts import Firsts, Rows, list_firsts
@@ -155,17 +156,26 @@ class Searcher:
     def can_export(self) -> Callable[[Offload, Budget], bool]:
         """Whether the runner can run a plan, and what it takes fits."""
         question = self.space.question
-        check = self.space.runner.checker(question.held)
-        if check is None:
+        if self.space.runner.checker(question.held) is None:
             return lambda _, __: True
 
+        @cache
+        def check_by(packing: Packing | None) -> tuple[Held, Callable[[Offload], Demand | None]]:
+            # a rival may be of another packing
+            is_own = packing == self.space.packing
+            held = self.space.held if is_own else question.held.pack(packing)
+            check = held.runner.checker(held)
+            assert check is not None
+            return held, check
+
         def fits(offload: Offload, budget: Budget) -> bool:
+            held, check = check_by(offload.packing)
             demand, host = check(offload), budget.host_memory
             if demand is None or (host is not None and demand.pinned_bytes > host):
                 return False
             if demand.more_gpu_bytes <= 0 and question.goal.pipeline_parallel == 1 and host is None:
                 return True
-            taken = predict(question.held, self.space.machine, question.workload, budget, offload)
+            taken = predict(held, self.space.machine, question.workload, budget, offload)
             fits_host = host is None or taken.host_memory_bytes <= host
             more = max(0, demand.more_gpu_bytes)
             return fits_host and taken.gpu_memory.total_bytes + more <= budget.gpu_memory

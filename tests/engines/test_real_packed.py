@@ -14,14 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from offplan.errors import ExportError
-from offplan.forms.packed import PACKED
-from offplan.runtime.forms.reference import expand
-from tests.engines import real_vllm
+from tests.engines.real_packed import MODELS, load, register, save, values_of
 
 pytestmark = [
     pytest.mark.engines,
@@ -29,31 +25,6 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-SIZES = {
-    "vocab_size": 320,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
-OF_EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
-LATENT = {
-    **{"q_lora_rank": None, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64},
-    **{"v_head_dim": 32, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
-    **{"n_group": 1, "topk_group": 1, "head_dim": 64, "num_key_value_heads": 4},
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen3": {"tie_word_embeddings": True},
-    "qwen3_moe": OF_EXPERTS | {"num_experts": 4, "norm_topk_prob": True},
-    "deepseek_v2": OF_EXPERTS | LATENT,
-    "deepseek_v3": OF_EXPERTS | LATENT | {"topk_method": "noaux_tc"},
-}
-
 DENSE = {"gate_up_proj", "down_proj", "o_proj", "lm_head"}
 OF_LATENTS = DENSE | {"q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "routed_experts"}
 PACKED_MODULES = {
@@ -65,53 +36,10 @@ PACKED_MODULES = {
 }
 
 
-def save(family: str, folder: Path, **changes: Any) -> dict[str, torch.Tensor]:
-    """Save a tiny bfloat16 checkpoint of a family; return its tensors."""
-    torch.manual_seed(0)
-    sizes = SIZES | MODELS[family] | changes
-    config = CONFIG_MAPPING[family](**sizes)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    path = folder / "config.json"
-    told = {key: value for key, value in sizes.items() if value is not None}
-    path.write_text(json.dumps(json.loads(path.read_text()) | told))
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-
-def load(folder: Path, *more: str, quantised: bool = True) -> Any:
-    words = ["serve", str(folder), "--max-model-len", "64", "--dtype", "bfloat16", *more]
-    words += ["--quantization", "offplan_packed"] if quantised else []
-    return real_vllm.load(real_vllm.parse_command(words), folder)
-
-
 @pytest.fixture(autouse=True)
 def packed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module, registered with vLLM; what only a GPU computes is a stand-in."""
-    from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
-
-    import offplan.vllm_packed as module
-
-    def activate(_: Any, out: torch.Tensor, x: torch.Tensor, **__: Any) -> torch.Tensor:
-        gate, up = x.chunk(2, -1)
-        return out.copy_(torch.nn.functional.silu(gate) * up)
-
-    monkeypatch.setattr(module, "apply_moe_activation", activate)
-    monkeypatch.setattr(UnquantizedFusedMoEMethod, "_setup_kernel", lambda *_, **__: None)
-    module.register()
-    return module
-
-
-def values_of(packed: Any, model: Any) -> dict[str, torch.Tensor]:
-    """Return the values of all that is multiplied, by the names of vLLM's modules."""
-    found = {}
-    for path, module in model.named_modules():
-        for name in ("weight", "w13_weight", "w2_weight"):
-            if hasattr(module, f"{name}_packed"):
-                parts = packed._held(module, name)
-                found[f"{path}.{name}"] = expand(PACKED, parts, torch.bfloat16)
-            elif name in module._parameters:
-                found[f"{path}.{name}"] = module._parameters[name].data
-    return found
+    """The module, registered with vLLM."""
+    return register(monkeypatch)
 
 
 def list_packed(model: Any) -> set[str]:
@@ -155,12 +83,12 @@ def load_ranks(folder: Path, more: list[str]) -> list[dict[str, torch.Tensor]]:
         "import json, sys\nfrom pathlib import Path\nimport torch\n"
         "from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod\n"
         "from offplan import vllm_packed\n"
-        "from tests.engines import real_vllm, test_real_packed\n"
+        "from tests.engines import real_packed, real_vllm\n"
         "words, folder, rank = json.loads(sys.argv[1])\n"
         "UnquantizedFusedMoEMethod._setup_kernel = lambda *_, **__: None\n"
         "vllm_packed.register()\n"
         "model = real_vllm.load(real_vllm.parse_command(words), Path(folder), rank)\n"
-        "values = test_real_packed.values_of(vllm_packed, model)\n"
+        "values = real_packed.values_of(vllm_packed, model)\n"
         "torch.save(values, Path(folder) / f'{rank}.pt')\n"
     )
     (folder / "store").unlink(missing_ok=True)

@@ -2,12 +2,14 @@
 
 import json
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
 import yaml
 
 from offplan.checkpoint.model import Model
+from offplan.checkpoint.open import open_model
 from offplan.checkpoint.parameter import Parameter
 from offplan.engines.export import export_plan
 from offplan.engines.formats import render_export
@@ -15,6 +17,8 @@ from offplan.engines.taken import Taken
 from offplan.engines.worker import find_taken
 from offplan.errors import ExportError
 from offplan.forms.form import Form, Kind
+from offplan.forms.packed import packed_parts
+from offplan.held.packing import pack_everything
 from offplan.plan import Backend, Goal, Packing, Plan
 from tests.engines.builders import (
     deepseek,
@@ -27,6 +31,7 @@ from tests.engines.builders import (
 )
 
 NEWEST = (0, 33, 0)
+MODELS = Path(__file__).parents[1] / "models"
 KIB = 1024
 
 
@@ -129,18 +134,91 @@ def test_refused(message: str, plan: Plan) -> None:
         take(plan, qwen3())
 
 
-@pytest.mark.parametrize(
-    ("message", "change"),
-    [
-        ("a second GPU's memory", {"store": "peer"}),
-        ("holds some packed", {"packing": Packing(group_size=1, num_in_group=1)}),
-    ],
-)
-def test_stores_and_packing_are_refused(message: str, change: dict[str, object]) -> None:
+def test_a_peer_as_the_store_is_refused() -> None:
     plan = make_plan(prefetch("mlp"))
-    plan = plan.model_copy(update={"offload": plan.offload.model_copy(update=change)})
+    on_peer = plan.offload.model_copy(update={"store": "peer"})
+    with pytest.raises(ExportError, match="a second GPU's memory"):
+        take(plan.model_copy(update={"offload": on_peer}), qwen3())
+
+
+def read_qwen3(folder: Path) -> Model:
+    """A model of three layers whose matrices can be packed."""
+    data = json.loads((MODELS / "qwen3-8b" / "config.json").read_text())
+    data |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    data |= {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "vocab_size": 320,
+        "num_hidden_layers": 3,
+    }
+    data["layer_types"] = data["layer_types"][:3]
+    (folder / "config.json").write_text(json.dumps(data))
+    return open_model(str(folder / "config.json"))
+
+
+def pack(plan: Plan, packing: Packing | None) -> Plan:
+    return plan.model_copy(update={"offload": plan.offload.model_copy(update={"packing": packing})})
+
+
+def test_packed_parts_move_one_by_one(tmp_path: Path) -> None:
+    """A matrix that vLLM fuses has room for the patches of one: less than those of its three."""
+    model = read_qwen3(tmp_path)
+    plan = pack(make_plan(prefetch("self_attn", group_size=2)), pack_everything(model))
+    taken = take(plan, model)
+    sizes = packed_parts((256, 128))
+    expected = {
+        f"self_attn.qkv_proj.weight_{name}": prod(sizes[part][1]) * (4 if "patch" in name else 1)
+        for name, part in zip(
+            ("packed", "exponent", "base", "patches", "patch_blocks"), sizes, strict=True
+        )
+    }
+    found = {n: p.nbytes for n, p in taken.layers[1].items() if "qkv_proj" in n}
+    assert found == expected
+    assert taken.packed[0].items() >= expected.items(), "what stays is verified too"
+    assert "self_attn.q_norm.weight" in taken.layers[1]
+    assert taken.packs_head
+    assert taken.packs("model.layers.1.mlp.gate_up_proj")
+    assert not taken.packs("model.layers.1.mlp.gate")
+    assert not taken.packs("model.layers.7.mlp.gate_up_proj")
+    assert "of the layers are packed" in taken.describe()
+    export = export_plan(plan, model, "vllm-worker", file=tmp_path / "plan.yaml")
+    assert export.options["quantization"] == ("offplan_packed",)
+    plain = take(pack(plan, None), model)
+    assert not plain.packs_any
+    assert plain.fingerprint != taken.fingerprint
+
+
+def test_packing_in_part_is_what_the_plan_says(tmp_path: Path) -> None:
+    model = read_qwen3(tmp_path)
+    some = Packing(group_size=2, num_in_group=1, leave_unpacked=("mlp.down_proj",))
+    taken = take(pack(make_plan(), some), model)
+    assert [any(layer) for layer in taken.packed] == [False, True, False]
+    assert taken.packs("model.layers.1.self_attn.o_proj")
+    assert not taken.packs("model.layers.1.mlp.down_proj")
+    assert not taken.packs_head
+
+
+def test_packing_part_of_what_vllm_fuses_is_refused(tmp_path: Path) -> None:
+    some = Packing(group_size=1, num_in_group=1, leave_unpacked=("mlp.up_proj",))
+    message = "gate_up_proj.weight of layer 0 as one matrix.* --leave-unpacked mlp.gate_proj"
     with pytest.raises(ExportError, match=message):
-        take(plan, qwen3())
+        take(pack(make_plan(), some), read_qwen3(tmp_path))
+
+
+def test_kept_experts_and_the_hosts_cores_are_refused_by_name() -> None:
+    rules = {
+        "keeps 2 experts .*cached_experts.* again with --for": uva("experts").model_copy(
+            update={"cached_experts": 2}
+        ),
+        "has the backend host.* again with --for": uva("mlp").model_copy(
+            update={"decode": Backend.HOST}
+        ),
+    }
+    for message, rule in rules.items():
+        plan = make_plan(uva("mlp"))
+        offload = plan.offload.model_copy(update={"rules": (rule,)})
+        with pytest.raises(ExportError, match=message):
+            take(plan.model_copy(update={"offload": offload}), deepseek())
 
 
 @pytest.mark.parametrize(

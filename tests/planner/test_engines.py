@@ -55,6 +55,24 @@ def test_a_plan_for_an_engine_can_be_exported(
     assert f"only plans that {engine} can run were searched" in explain_plan(result)
 
 
+def test_the_worker_is_planned_for_with_packed_weights(tmp_path: Path) -> None:
+    """It is faster than with weights as they are stored, and fits; flags hold none packed."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps({**LATENT, **sizes}))
+    model, machine = open_model(str(tmp_path / "config.json")), make_machine(h2d=1e9, uva=9e8)
+    asked = ask(model, machine, 0.5, goal=Goal(engine="vllm-worker"))
+    result = make_plan(asked)
+    assert result.plan.offload.packing is not None
+    export = export_plan(result.plan, model, "vllm-worker")
+    assert export.options["quantization"] == ("offplan_packed",)
+    taken = result.plan.prediction.gpu_memory.total_bytes + max(0, export.demand.more_gpu_bytes)
+    assert taken <= asked.budget.gpu_memory
+    plain = replace(asked, goal=Goal(engine="vllm-worker", packing=False))
+    assert result.best_s < make_plan(plain).best_s
+    for goal in (Goal(engine="vllm"), Goal(engine="sglang")):
+        assert not ask(model, machine, 0.5, goal=goal).may_pack
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["vllm", "vllm-worker", "sglang"])
 @pytest.mark.parametrize(("share", "h2d"), [(0.5, 1e9), (0.8, 1e9), (0.8, 50e9)])

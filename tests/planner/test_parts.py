@@ -78,7 +78,8 @@ def test_questions_that_cannot_have_parts() -> None:
 
 def test_engines_refuse_parts_by_name() -> None:
     from offplan.engines.engine import require_stored_weights
+    from offplan.engines.vllm import VLLM
 
     offload = make_plan(ask(0.1, "auto")).plan.offload
     with pytest.raises(ExportError, match=r"in \d+ parts \(parts\), .* plan again with --for"):
-        require_stored_weights(offload, "vLLM")
+        require_stored_weights(offload, VLLM)
