@@ -56,6 +56,7 @@ def passes(called: list[int]) -> stock.StockPasses:
     calls = {"prefill": called, "decode": called}
     sizes = {"prompt_bytes": [1.0, 2.0, 0.5], "step_bytes": [3.0, 4.0], "caches": [[8, None, 0]]}
     facts = {"is_estimated": False, "pinned": ["x"], "calls": calls, "operators": calls}
+    facts |= {"prompt_moved": [[1.0, 2.0, 0.5]], "step_moved": [[3.0, 4.0]]}
     return stock._decode(json.dumps(sizes | facts).encode())
 
 

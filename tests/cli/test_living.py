@@ -160,7 +160,8 @@ def test_show_needs_the_file_alone(cli: CLI, folder: Path) -> None:
 def test_show_of_a_goal(cli: CLI, folder: Path) -> None:
     goal = "goal: {objective: throughput, max_tpot: 50 ms, engine: vllm}"
     write_plan(
-        ("goal: {objective: latency}", goal), ("decode: {step: 2.426 ms", "decode: {step: 0")
+        ("goal: {objective: latency, cached_experts: auto}", goal),
+        ("decode: {step: 2.426 ms", "decode: {step: 0"),
     )
     out = cli("show", "plan.yaml").out
     assert "the most tokens a second with --max-tpot 50 ms, as vllm can run it" in out

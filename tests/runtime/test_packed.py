@@ -276,7 +276,7 @@ def test_a_head_that_is_the_embedding_is_not_packed(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
     model = open_model(str(tmp_path))
     assert pack_everything(model) == LAYERS
-    with pytest.raises(PlanError, match=r"output head, and that of .* cannot be packed"):
+    with pytest.raises(PlanError, match=r"output head, and the head of .* cannot be packed"):
         place(model, packed(packing=LAYERS.model_copy(update={"output_head": True})))
 
 
