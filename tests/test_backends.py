@@ -168,6 +168,7 @@ def name_backends(decision: Offload) -> set[str]:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("bytes_per_s", "is_chosen"), [(50e9, True), (0.9e9, None), (1e6, False)])
 @pytest.mark.parametrize("kept", [0.0, 0.25])
+@pytest.mark.slow
 def test_the_planner_chooses_it_where_it_is_fastest(
     monkeypatch: pytest.MonkeyPatch,
     name: str,

@@ -66,6 +66,7 @@ def test_lines_in_a_pipe_have_no_blanks_behind_them(cli: CLI, command: tuple[obj
     assert [line for line in lines if line != line.rstrip()] == []
 
 
+@pytest.mark.slow
 def test_tables_in_a_pipe_are_not_wrapped(cli: CLI, tmp_path: Path) -> None:
     lines = cli("check", PLAN).out.splitlines()
     assert [line.split()[1] for line in lines[1:4]] == ["model", "profile", "prediction"]

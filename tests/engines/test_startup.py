@@ -242,6 +242,7 @@ def asked(
     return {each.subject: each for each in check_start(plan, model, engine, startup)}
 
 
+@pytest.mark.slow
 def test_a_server_says_its_flags() -> None:
     findings = asked(
         PREFETCH, {"/server_info": vllm_info(), "/version": {"version": "0.27.1"}}, "vllm"

@@ -97,11 +97,13 @@ def test_that_a_model_runs_is_kept_and_obstacles_are_not(
         assert why_not_run(hold(model)) == told
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_says_the_same(both_ways: Path) -> None:
     stage = open_stage(both_ways)
     assert runnable._ask_process(stage) == find_obstacle(stage)
 
 
+@pytest.mark.slow
 def test_a_process_is_asked_of_a_quantised_model_that_was_planned(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(STORED_CODES))

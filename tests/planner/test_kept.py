@@ -167,6 +167,7 @@ def test_the_search_prices_them_as_the_schedule_does(
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("repeat", [None, 0.0, 0.9])
+@pytest.mark.slow
 def test_more_memory_is_never_slower_and_none_is_slower_than_without(
     model: Model, repeat: float | None
 ) -> None:

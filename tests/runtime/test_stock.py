@@ -91,6 +91,7 @@ def test_tokens_are_those_of_the_values(family: str, form: str, tmp_path: Path) 
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_codes_whose_shape_is_not_known_are_refused_before_loading(tmp_path: Path) -> None:
     require("deepseek_v4")
     stored, _ = save_stored("deepseek_v4", "nf4", tmp_path)
@@ -157,6 +158,7 @@ def test_a_prompt_in_chunks_is_the_whole_one(falcon: Path) -> None:
         assert session.link_bytes - before >= 3 * sum(slab.nbytes for slab in slabs)
 
 
+@pytest.mark.slow
 def test_what_is_counted_is_what_is_taken(tmp_path: Path) -> None:
     # beside passes without values: real ones, their storages counted as they come and go
     for family in ("falcon", "nemotron_h", "gemma2"):
