@@ -193,7 +193,7 @@ Parts = Annotated[
 HostCores = Annotated[
     bool,
     typer.Option(
-        "--host-cores", help="Let the host's cores multiply weights in decode (not yet on a GPU)."
+        "--host-cores", help="Let the host's cores multiply weights in decode (not yet timed)."
     ),
 ]
 HostThreads = Annotated[
