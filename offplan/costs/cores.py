@@ -1,9 +1,9 @@
 """What products take that the host's cores compute where the weights lie.
 
 A layer waits for each: the hand-over's round trip, and the bytes at the rate of the cores. Beside
-copies to the GPU the cores read more slowly; offplan assumes that copies do not
-slow down. None of it
-has been measured on a GPU's host yet.
+copies to the GPU the cores read more slowly; offplan assumes that copies do not slow down.
+Source: 14 cores beside copies on an H200's host; the copies kept 54 of 55 GB/s. What a layer waits
+for the cores has not been timed.
 """
 
 from collections.abc import Iterable, Sequence

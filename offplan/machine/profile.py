@@ -301,8 +301,7 @@ class MachineProfile(Record):
         """Return the profile with the link that each GPU has while so many of the host copy.
 
         It is the slowest one's of as many that copied at once, or of the next larger number that
-        was measured; where none was, offplan assumes that each
-        GPU has the whole link.
+        was measured; where none was, offplan assumes that each GPU has the whole link.
         """
         together = [number for number in self.concurrent_rates if number >= num_gpus]
         if num_gpus == 1 or not together:

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 SHARES = tuple(number / 16 for number in range(1, 17))
 """Values of ``host_share`` tried; 0 is an option without the host's cores."""
-
-
 NUM_PARTS = (2, 4, 8, 16, 32)
 """Values of ``parts`` tried: each chunk launches each part, and more parts spare little."""
 

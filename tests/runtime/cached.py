@@ -1,6 +1,7 @@
 """Sessions that keep experts one by one, and what a list of the trace says of them."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from offplan.plan import Rule
 from offplan.routing.use_order import UseOrder
 from offplan.runtime.forms.expert_table import NOTED_TOKENS
 from offplan.runtime.session import Session
+from tests.runtime.plans import offload, open_session
 
 
 def keeping(num: int, more: int | None = None, prefill: str = "prefetch", every: int = 2) -> Rule:
@@ -131,3 +133,10 @@ def check_slots(session: Session, orders: dict[int, UseOrder]) -> None:
             )
             stored = session.loaded.store.offloaded[path]
             assert torch.equal(slots[places].cpu(), stored[torch.from_numpy(first)].cpu())
+
+
+@functools.cache
+def run_resident(folder: Path, chunk: int) -> list[torch.Tensor]:
+    """Logits of ``run_hostile`` where all weights are on the GPU, read in chunks of so many."""
+    with open_session(folder, offload(prefill_chunk=chunk)) as session:
+        return run_hostile(session)

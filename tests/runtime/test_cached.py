@@ -15,7 +15,16 @@ from offplan.runtime.model import cached
 from offplan.runtime.model.layers import DecoderLayers
 from offplan.runtime.passes import runner
 from offplan.runtime.rows import Rows
-from tests.runtime.cached import Abort, Trace, abort_in, check_slots, keeping, prompts, run_hostile
+from tests.runtime.cached import (
+    Abort,
+    Trace,
+    abort_in,
+    check_slots,
+    keeping,
+    prompts,
+    run_hostile,
+    run_resident,
+)
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import offload, open_session
 from tests.runtime.quantise import FORMS, save_stored
@@ -35,12 +44,6 @@ def saved(name: str, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cached")
-
-
-@functools.cache
-def run_resident(folder: Path, chunk: int) -> list[torch.Tensor]:
-    with open_session(folder, offload(prefill_chunk=chunk)) as session:
-        return run_hostile(session)
 
 
 @pytest.mark.parametrize("num", range(1, NUM_EXPERTS + 1))

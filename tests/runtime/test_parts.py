@@ -13,7 +13,7 @@ from offplan.plan import Offload, Packing
 from offplan.runtime.model.layers import DecoderLayers
 from offplan.runtime.passes import runner
 from tests.held import place
-from tests.runtime.cached import Abort, abort_in, run_hostile
+from tests.runtime.cached import Abort, abort_in, run_hostile, run_resident
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import group, in_parts, offload, open_session
 from tests.runtime.quantise import FORMS, save_stored
@@ -36,12 +36,6 @@ def saved(name: str, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("parts")
-
-
-@functools.cache
-def run_resident(folder: Path, chunk: int) -> list[torch.Tensor]:
-    with open_session(folder, offload(prefill_chunk=chunk)) as session:
-        return run_hostile(session)
 
 
 def assert_same(checkpoint: Path, decision: Offload, late: bool = False) -> None:

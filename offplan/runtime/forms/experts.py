@@ -1,6 +1,6 @@
 """Routed experts whose weights are stored as codes, for transformers' experts interface."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -122,6 +122,19 @@ class Expanded:
         for name, stored in experts.stored_experts.items():
             values = stored.expand(experts, dtype)
             setattr(self, name, values.mT if experts.is_transposed else values)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._experts, name)
+
+
+class ReadElsewhere:
+    """Experts whose parameters are read from where a pass has them, all or some of the experts."""
+
+    def __init__(self, experts: Any, values: Mapping[str, Any]) -> None:
+        """``values`` takes the place of what ``experts`` has by the same names."""
+        vars(self).update(vars(experts))
+        vars(self).update(values)
+        self._experts = experts
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._experts, name)

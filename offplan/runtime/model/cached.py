@@ -7,7 +7,7 @@ from torch import nn
 
 from offplan.runtime.forms import tasks
 from offplan.runtime.forms.expert_table import NOBODY, Table, copy_missed, use
-from offplan.runtime.forms.experts import forward_stored
+from offplan.runtime.forms.experts import ReadElsewhere, forward_stored
 from offplan.runtime.transformers_private import ExpertsInterface
 
 CACHED_NAME = "offplan_cached"
@@ -105,7 +105,7 @@ def forward_cached(
         top_k_weights = top_k_weights.masked_fill(by_cores != NOBODY, 0)
     copy_missed(table, sources, slots)
     values = {name: _join(sources[name], slots[name], chosen, slot_of_pair) for name in slots}
-    joined = _Joined(experts, values)
+    joined = ReadElsewhere(experts, values)
     made = forward_stored(joined, hidden_states, top_k_index, top_k_weights)
     return made if task is None else tasks.end(task, made)
 
@@ -133,18 +133,6 @@ def _join(
     joined[chosen[~has_slot]] = source[chosen[~has_slot]]
     joined[chosen[has_slot]] = slots[slot_of_pair[has_slot].long()]
     return joined
-
-
-class _Joined:
-    """Experts whose parts are read from where a step has them."""
-
-    def __init__(self, experts: Any, values: dict[str, torch.Tensor]) -> None:
-        vars(self).update(vars(experts))
-        vars(self).update(values)
-        self._experts = experts
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._experts, name)
 
 
 ExpertsInterface.register(CACHED_NAME, forward_cached)

@@ -16,6 +16,7 @@ from offplan.runtime.forms.experts import (
     FEW_TOKENS,
     PLAIN_WAY,
     Expanded,
+    ReadElsewhere,
     forward_stored,
     holds_codes,
 )
@@ -60,7 +61,8 @@ class Arrived:
         if start == stop:
             return
         first, pairs = part * num_experts, self._order[start:stop]
-        some = _SomeExperts(self._experts, {**values, "num_experts": num_experts, "in_place": ()})
+        here = {**values, "num_experts": num_experts, "in_place": ()}  # counted from 0 on
+        some = ReadElsewhere(self._experts, here)
         if self._is_batched:  # whose products depend on how many there are
             chosen = (self._chosen - first).clamp(0, num_experts - 1)[:, None]
             rows = self._hidden.repeat_interleave(self._num_chosen, 0)
@@ -130,18 +132,6 @@ def _stops_at(kind: Any) -> type[nn.Module]:
 @torch.compiler.disable
 def _hand_over(experts: nn.Module, *given: torch.Tensor) -> Any:
     return vars(experts)["hand_over"](Arrived(experts, *given))
-
-
-class _SomeExperts:
-    """Experts of which only a part is there, counted from 0 on."""
-
-    def __init__(self, experts: nn.Module, values: Mapping[str, Any]) -> None:
-        vars(self).update(vars(experts))
-        vars(self).update(values)
-        self._experts = experts
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._experts, name)
 
 
 def _find_way(experts: Any, hidden: torch.Tensor) -> tuple[Way, bool]:
