@@ -66,8 +66,10 @@ def measure_cores(
     chosen = choose_cores(allowed, nearest=nearest, num_threads=num_threads, quota=quota)
     team, kernels = library.team(len(chosen), chosen), library.kernels()
     try:
-        os.sched_setaffinity(0, chosen[:1])  # the caller is one of the team
         with _lend_products(stage, device, kernels) as (products, what):
+            # the caller is one of the team; pinned before, it would have torch's threads, which
+            # make the weights, share its core
+            os.sched_setaffinity(0, chosen[:1])
             num_bytes = sum(each.num_bytes for each in products)
             work = partial(_compute_all, team, products)
             how = f"{what}, threads: {len(chosen)}"
@@ -78,6 +80,7 @@ def measure_cores(
             }
             if on_gpu:
                 found |= _measure_beside(work, num_bytes, how, alone.seconds)
+            os.sched_setaffinity(0, allowed)
     finally:
         os.sched_setaffinity(0, allowed)
         team.close()
