@@ -10,9 +10,10 @@ class AtOnce:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    def write(self, address: int, value: int) -> None:
+    def write(self, *words: tuple[int, int]) -> None:
         self.seen.append("write")
-        ctypes.c_uint32.from_address(address).value = value
+        for address, value in words:
+            ctypes.c_uint32.from_address(address).value = value
 
     def wait(self, address: int, least: int) -> None:
         self.seen.append("wait")

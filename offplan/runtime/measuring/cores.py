@@ -85,7 +85,7 @@ def measure_cores(
         os.sched_setaffinity(0, allowed)
         team.close()
     if on_gpu:  # by threads of its own, which are pinned to cores that the caller may use
-        found |= _measure_round_trip(device, len(chosen))
+        found |= _measure_round_trip(device)
     return found
 
 
@@ -124,12 +124,15 @@ def _measure_beside(
     }
 
 
-def _measure_round_trip(device: torch.device, num_threads: int) -> dict[str, object]:
-    """Time captured exchanges of products that are too small to take time themselves."""
-    weight = (torch.randn(64, 128) * 0.02).to(torch.bfloat16)
+def _measure_round_trip(device: torch.device) -> dict[str, object]:
+    """Time captured exchanges of products that are too small to take time themselves.
+
+    One thread computes them: the rate of products has what a team takes to gather.
+    """
+    weight = (torch.randn(16, 128) * 0.02).to(torch.bfloat16)
     matrix = cores.describe(RAW, {Part.WEIGHT: weight})
     x = torch.randn(1, 128, device=device).to(torch.bfloat16)
-    handover = Handover(device, num_threads=num_threads)
+    handover = Handover(device, num_threads=1)
     try:
         handover.multiply(matrix, x)
         torch.cuda.synchronize()
@@ -142,7 +145,7 @@ def _measure_round_trip(device: torch.device, num_threads: int) -> dict[str, obj
         del graph
     finally:
         handover.close()
-    how = f"{_ROUND_TRIPS} captured products of 64 rows, one after the other"
+    how = f"{_ROUND_TRIPS} captured products of 16 rows by one thread, one after the other"
     return {"cores_round_trip": figure(timing.seconds / _ROUND_TRIPS, how, timing.spread)}
 
 

