@@ -57,7 +57,10 @@ DEVIATION = 0.02
 GRACE_S = 20
 """Seconds that a way has for closing down once its result is there."""
 LOG_LINES = 25
-TOLD = ("offplan:", "Offloader", "attention backend", "FlashAttention", "torch.compile took")
+TOLD = (
+    *("offplan:", "Offloader", "attention backend", "FlashAttention", "torch.compile took"),
+    *("Loading weights took", "Model loading took"),
+)
 """What lines of vLLM's log have that are kept."""
 
 Generate = Callable[[int], list[int]]
@@ -79,13 +82,20 @@ def say_way(way: str, plan: Path, flags_plan: Path | None, folder: Path, more: s
     return words + shlex.split(more)
 
 
-@contextmanager
-def open_vllm(words: list[str], prompt: list[int]) -> Iterator[Generate]:
-    from vllm import LLM, EngineArgs, SamplingParams
+def start_vllm(words: list[str]) -> Any:
+    """Start vLLM by the words after ``vllm serve``; return its ``LLM``."""
+    from vllm import LLM, EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    engine = LLM.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(words)))
+    return LLM.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(words)))
+
+
+@contextmanager
+def open_vllm(words: list[str], prompt: list[int]) -> Iterator[Generate]:
+    from vllm import SamplingParams
+
+    engine = start_vllm(words)
 
     def run(num_tokens: int) -> list[int]:
         likeliest = SamplingParams(
@@ -167,29 +177,47 @@ def run_alone(way: str, args: argparse.Namespace, ends: float) -> dict[str, Any]
     """Run one way in a process of its own; a failure is part of the result."""
     print(f"{way}, {ends - time.time():.0f} s left", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        result, log = Path(folder) / "result.json", Path(folder) / "log"
+        result = Path(folder) / "result.json"
         command = [sys.executable, "-m", "benchmarks.vllm_worker", *sys.argv[1:]]
         command += ["--run", way, "--result", str(result), "--began", str(time.time())]
-        with log.open("w") as output:
-            # a session of its own, with which the engine's processes are ended, too
-            process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            while process.poll() is None and time.time() < ends and not result.exists():
-                time.sleep(0.2)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_S if result.exists() else 0)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        lines = log.read_text(errors="replace").splitlines()
+        lines = run_until(command, result, Path(folder) / "log", ends)
         if args.logs:
             args.logs.mkdir(parents=True, exist_ok=True)
             (args.logs / f"{way}.log").write_text("\n".join(lines))
-        said = [line.rpartition("] ")[2] for line in lines if any(each in line for each in TOLD)]
         if not result.exists():
-            return {"way": way, "failed": lines[-LOG_LINES:], "said": said}
-        return {"way": way, **json.loads(result.read_text()), "said": said}
+            return {"way": way, "failed": lines[-LOG_LINES:], "said": keep_told(lines)}
+        return {"way": way, **json.loads(result.read_text()), "said": keep_told(lines)}
+
+
+def run_until(
+    command: list[str],
+    result: Path,
+    log: Path,
+    ends: float,
+    watch: Callable[[], object] = lambda: None,
+) -> list[str]:
+    """Run a command, ``watch`` beside it, until its result is there; return the lines of its log.
+
+    What it started is ended with it, and all of it where the time is over.
+    """
+    with log.open("w") as output:
+        # a session of its own, with which the engine's processes are ended, too
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        while process.poll() is None and time.time() < ends and not result.exists():
+            watch()
+            time.sleep(0.02)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S if result.exists() else 0)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return log.read_text(errors="replace").splitlines()
+
+
+def keep_told(lines: list[str]) -> list[str]:
+    return [line.rpartition("] ")[2] for line in lines if any(each in line for each in TOLD)]
 
 
 def compare(ways: list[dict[str, Any]]) -> None:
@@ -198,7 +226,7 @@ def compare(ways: list[dict[str, Any]]) -> None:
     for way in ran:
         pairs = enumerate(zip(ran[0]["tokens"], way["tokens"], strict=True))
         way["first_difference"] = next((i for i, (a, b) in pairs if a != b), None)
-        if (gaps := way.pop("gaps")) and (at := way["first_difference"]) is not None:
+        if (gaps := way.pop("gaps", [])) and (at := way["first_difference"]) is not None:
             way["gap_there"], way["gap_median"] = gaps[at], statistics.median(gaps)
 
 

@@ -1,0 +1,201 @@
+"""vLLM with weights packed without loss beside its own bfloat16, as JSON, a file for each way.
+
+    python -m benchmarks.vllm_packed FOLDER --results RESULTS [--plan PLAN ...] [--way NAME ...]
+
+FOLDER is a bfloat16 checkpoint (``benchmarks.vllm_worker --synthesize`` writes one of random
+values). Ways are ``resident``, ``packed`` (``--quantization offplan_packed``), and each plan by the
+name of its file (made ``--for vllm-worker``), which runs with the plan's own context and batch.
+``NAME-compiled`` is the same with layers compiled, which starts later. The default is
+all of them, the compiled ones last. Needs a CUDA device and vLLM.
+
+Each way runs in a process of its own and leaves ``RESULTS/WAY.json`` as soon as anything is
+measured, more of it after each measurement. A way that is there whole is not run again. A step is
+the least time of generating ``--steps`` tokens more than one, over those; all sequences of a batch
+have prompts of the first of ``--prompts``. A first token's time is the least of ``--repeats``, one
+sequence. GPU memory is what the card says is in use, beyond what was when the way began: its peak
+until the weights are loaded, what is in use then, and after the measurements.
+"""
+
+import argparse
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.vllm_worker import (
+    LOG_LINES,
+    compare,
+    describe,
+    keep_told,
+    run_until,
+    say_way,
+    start_vllm,
+)
+from offplan.engines.taken import QUANTIZATION
+from offplan.plan import load_plan
+
+WAYS = ("resident", "packed")
+COMPILED = "-compiled"
+CACHE_BYTES = 8 * 2**30
+MARGIN_TOKENS = 128
+"""Tokens of context beyond the longest prompt."""
+LOADED = re.compile(r"Model loading took ([\d.]+) GiB memory and ([\d.]+) seconds")
+GRAPHS = "FULL_DECODE_ONLY"
+
+
+def find_words(way: str, args: argparse.Namespace) -> tuple[list[str], list[int], list[int]]:
+    """The words after ``vllm serve`` for a way, and the batches and prompts to time."""
+    base = way.removesuffix(COMPILED)
+    plan = next((each for each in args.plan if each.stem == base), None)
+    if plan is None:
+        batches, prompts = args.batches, args.prompts
+        words = ["--model", str(args.folder), "--dtype", "bfloat16"]
+        words += ["--max-model-len", str(max(prompts) + MARGIN_TOKENS)]
+        words += ["--max-num-seqs", str(max(batches)), "--max-num-batched-tokens"]
+        words += [str(max(prompts)), "--kv-cache-memory-bytes", str(args.cache_bytes)]
+        words += ["--skip-tokenizer-init", "--no-enable-prefix-caching"]
+        words += ["--quantization", QUANTIZATION] if base == "packed" else []
+    else:
+        workload = load_plan(plan).workload
+        batches, prompts = [workload.batch], [workload.prompt_tokens]
+        words = say_way("worker", plan, None, args.folder, "")
+    compilation: dict[str, Any] = {"cudagraph_mode": GRAPHS, "cudagraph_capture_sizes": batches}
+    if not way.endswith(COMPILED):
+        compilation["mode"] = 0
+    return [*words, "--compilation-config", json.dumps(compilation)], batches, prompts
+
+
+def run_way(args: argparse.Namespace) -> None:
+    """Run one way in this process, which has not used CUDA yet, and write what it measures."""
+    before = torch.cuda.device_memory_used(0)
+    words, batches, prompts = find_words(args.run, args)
+    found: dict[str, Any] = {"way": args.run, "options": words}
+
+    def keep(**more: Any) -> None:
+        found.update(more, gpu_bytes=torch.cuda.device_memory_used(0) - before)
+        args.partial.write_text(json.dumps(found))
+
+    engine = start_vllm(words)
+    keep(start_s=time.time() - args.began)
+
+    from vllm import SamplingParams
+
+    noise = torch.Generator().manual_seed(0)
+    texts = torch.randint(0, 1000, (max(batches), max(prompts)), generator=noise).tolist()
+
+    def generate(num_tokens: int, batch: int, size: int, **more: Any) -> Any:
+        given = [{"prompt_token_ids": text[:size]} for text in texts[:batch]]
+        likeliest = SamplingParams(
+            temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, **more
+        )
+        return [made.outputs[0] for made in engine.generate(given, likeliest, use_tqdm=False)]
+
+    def least(*asked: int) -> float:
+        seconds = []
+        for _ in range(args.repeats):
+            began = time.perf_counter()
+            generate(*asked)
+            seconds.append(time.perf_counter() - began)
+        return min(seconds)
+
+    (made,) = generate(args.tokens, 1, prompts[0])
+    keep(tokens=[*made.token_ids])
+    first_tokens_s: dict[int, float] = {}
+    steps_s: dict[int, float] = {}
+    for batch in batches:
+        first = least(1, batch, prompts[0])
+        steps_s[batch] = (least(1 + args.steps, batch, prompts[0]) - first) / args.steps
+        if batch == 1:
+            first_tokens_s[prompts[0]] = first
+        keep(steps_s=steps_s, first_tokens_s=first_tokens_s)
+    for size in prompts[1:]:
+        generate(1, 1, size)
+        first_tokens_s[size] = least(1, 1, size)
+        keep(first_tokens_s=first_tokens_s)
+    (made,) = generate(args.tokens, 1, prompts[0], logprobs=2)
+    likely = [sorted((p.logprob for p in each.values()), reverse=True) for each in made.logprobs]
+    keep(gaps=[best[0] - best[1] for best in likely])
+    args.partial.rename(args.result)
+
+
+def run_alone(way: str, args: argparse.Namespace, ends: float) -> dict[str, Any]:
+    """Run one way in a process of its own, and watch what loading takes of the card's memory."""
+    print(f"{way}, {ends - time.time():.0f} s left", file=sys.stderr, flush=True)
+    result, log = args.results / f"{way}.json", args.results / f"{way}.log"
+    partial = args.results / f"{way}.part.json"
+    partial.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "benchmarks.vllm_packed", *sys.argv[1:], "--run", way]
+    command += ["--result", str(result), "--partial", str(partial), "--began", str(time.time())]
+    before, peak, loaded = torch.cuda.device_memory_used(0), 0, 0
+
+    def watch() -> None:
+        nonlocal peak, loaded
+        if not loaded:
+            used = torch.cuda.device_memory_used(0) - before
+            peak = max(peak, used)
+            if LOADED.search(log.read_text(errors="replace")):
+                loaded = used
+
+    lines = run_until(command, result, log, min(ends, time.time() + args.most), watch)
+    found: dict[str, Any] = {"way": way}
+    written = result if result.exists() else partial
+    if written.exists():
+        found |= json.loads(written.read_text())
+    if not result.exists():
+        found["failed"] = lines[-LOG_LINES:]
+    found |= {"peak_loading_bytes": peak, "loaded_bytes": loaded, "said": keep_told(lines)}
+    if told := LOADED.search("\n".join(lines)):
+        found |= {"weights_gib": float(told[1]), "load_s": float(told[2])}
+    base = way.removesuffix(COMPILED)
+    for plan in args.plan:
+        if plan.stem == base:
+            said = load_plan(plan).prediction
+            found["predicted"] = {
+                "step_s": said.decode.step_s,
+                "first_token_s": said.prefill.step_s,
+                "gpu_bytes": said.gpu_memory.total_bytes,
+            }
+    written.write_text(json.dumps(found))
+    return found
+
+
+def main() -> None:
+    """Run what has no result yet, then print one JSON document of all."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--plan", type=Path, nargs="*", default=[])
+    parser.add_argument("--way", nargs="+")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--prompts", type=int, nargs="+", default=[512, 8192])
+    parser.add_argument("--cache-bytes", type=int, default=CACHE_BYTES, help="of the KV cache")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens to compare")
+    parser.add_argument("--steps", type=int, default=64, help="decode steps to time")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--limit", type=float, default=400, help="seconds for everything")
+    parser.add_argument("--most", type=float, default=150, help="seconds for one way")
+    for name, kind in {"run": str, "result": Path, "partial": Path, "began": float}.items():
+        parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.run is not None:
+        run_way(args)
+        return
+    args.results.mkdir(parents=True, exist_ok=True)
+    ends = time.time() + args.limit
+    names = (WAYS[0], WAYS[1], *(plan.stem for plan in args.plan))
+    chosen = args.way or [*names, *(f"{way}{COMPILED}" for way in reversed(WAYS))]
+    ways = []
+    for way in chosen:
+        kept = args.results / f"{way}.json"
+        ways.append(json.loads(kept.read_text()) if kept.exists() else run_alone(way, args, ends))
+    compare(ways)
+    document = {"folder": str(args.folder), "ways": ways, "machine": describe()}
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()
