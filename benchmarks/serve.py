@@ -2,12 +2,20 @@
 
     python -m benchmarks.serve [CONFIG_JSON] [--layers 12] [--clients 10] [--tokens 256]
 
-Without a config it takes Qwen3-8B's sizes. Each way of keeping the weights is loaded once and timed
-five times: steps of the session alone, as ``offplan bench`` times them; texts without a server,
-in this thread and in another; and
-streams over HTTP, whose clients run in a process of their own, for one client and for several.
-``share`` is the part of a step that the server adds to the session's. Needs the extra ``serve``;
-runs on the CPU as well, with a small config.
+Without a config it takes Qwen3-8B's sizes. Each way of keeping the weights is loaded once, and
+timed in steps of the session that queue one behind the other, as ``offplan bench`` times them, in
+``generate``'s, in texts without a server, and in streams over HTTP, whose clients run in a process
+of their own: one client, and several. ``share`` is the part of a served step that the server adds.
+For one client it is counted from the session's own step, for several from that of their texts.
+
+The host's part of a step is printed for texts with and without the server: the time that it takes
+to queue one, from a token's arrival until the next step is queued, and the time that it then waits
+for the device. While it waits, the device is never kept waiting for the host. ``exchanges`` are the
+operations of a step between host and device outside of captured graphs, copies of slabs among them.
+
+Needs the extra ``serve``; runs on the CPU as well, with a small config. One client is quick:
+
+    python -m benchmarks.serve --clients 1 --tokens 200
 """
 
 import argparse
@@ -18,19 +26,27 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, models
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedTokenizerFast
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.plan import Offload, Rule, load_plan
-from offplan.runtime.device import find_device
+from offplan.runtime.device import find_device, settle
+from offplan.runtime.generate import Arrival, Measured, generate
 from offplan.runtime.joined import Continued, JoinedTexts
+from offplan.runtime.measuring.moments import mark, seconds_between
 from offplan.runtime.rows import Rows
 from offplan.runtime.rules import TokenRules
 from offplan.runtime.session import Session
@@ -57,6 +73,12 @@ QWEN3_8B = {
     "torch_dtype": "bfloat16",
 }
 NUM_PROMPT = 64
+NUM_FIRST = 5
+"""Tokens of a text whose times count for nothing: the prompt, and the steps right behind it."""
+NUM_WATCHED = 8
+"""Steps whose exchanges with the device are counted."""
+NO_WAIT_S = 20e-6
+"""Seconds within which the host is given a token that was there before it asked."""
 _PREDICTED = load_plan(Path(__file__).parent.parent / "plans" / "tiny-moe.yaml").prediction
 """Any prediction: the server's metrics want one."""
 _CLIENTS = """
@@ -89,32 +111,45 @@ def find_ways(num_layers: int) -> dict[str, tuple[Rule, ...]]:
 
 
 def make_tokenizer(vocabulary: int) -> Any:
-    """Make a tokenizer of so many tokens: bytes, and words that are made up."""
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    words = [*sorted(letters), *(f"\u0120w{number}" for number in range(vocabulary))]
-    backend = Tokenizer(models.BPE({word: at for at, word in enumerate(words[:vocabulary])}, []))
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
+    """Make a tokenizer of so many tokens, each of them a word.
+
+    A part of a character has no chunk of its own in a stream, and tokens are counted by chunks.
+    """
+    words = {f"w{number}": number for number in range(vocabulary)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(words, [])))
 
 
 def time_steps(session: Session, num_tokens: int) -> float:
     """Return the mean time of a step of one sequence, in seconds, as ``bench`` measures it."""
-    session.warm_up(1, NUM_PROMPT)
-    ends = []
     with session.stream():
         tokens = session.prefill(torch.arange(NUM_PROMPT)[None]).argmax(-1, keepdim=True)
-        for _ in range(num_tokens):
+        for number in range(num_tokens):
+            if number == NUM_FIRST:
+                began = mark(session.device)
             tokens = session.decode(tokens).argmax(-1, keepdim=True)
-            tokens.cpu()
-            ends.append(time.perf_counter())
-    return find_mean([ends])
+        ended = mark(session.device)
+    settle(session.device)
+    return seconds_between(began, ended) / (num_tokens - NUM_FIRST)
 
 
-def time_texts(rows: Rows, tokenizer: Any, num_texts: int, num_tokens: int) -> float:
-    """Return the mean time of a step of texts without a server, in seconds."""
+def time_generation(session: Session, num_tokens: int) -> float:
+    """Return the mean time of a step of ``generate``, in seconds."""
+    measured = Measured()
+    for _ in generate(session, torch.arange(NUM_PROMPT)[None], num_tokens, measured):
+        pass
+    return statistics.mean(measured.step_s[NUM_FIRST:])
+
+
+def join_texts(rows: Rows, tokenizer: Any, num_texts: int, num_tokens: int) -> JoinedTexts:
+    """Begin so many texts."""
     prompts = [[(7 * n + each) % 250 for each in range(NUM_PROMPT)] for n in range(num_texts)]
     texts = JoinedTexts(rows)
     texts.join([Continued(Text(tokenizer, each, num_tokens=num_tokens)) for each in prompts])
+    return texts
+
+
+def time_texts(texts: JoinedTexts) -> float:
+    """Return the mean time of a step of texts without a server, in seconds."""
     ends = []
     while len(texts):
         for _ in texts.step():
@@ -123,12 +158,103 @@ def time_texts(rows: Rows, tokenizer: Any, num_texts: int, num_tokens: int) -> f
     return find_mean([ends])
 
 
-def find_mean(ends: list[list[float]]) -> float:
+def find_mean(ends: Sequence[Sequence[float]]) -> float:
     """Return the mean time from one token to the next, without the first ones, in seconds.
 
     No median: what a client reads at once may be several tokens.
     """
-    return statistics.mean((each[-1] - each[4]) / (len(each) - 5) for each in ends)
+    return statistics.mean(
+        (each[-1] - each[NUM_FIRST]) / (len(each) - 1 - NUM_FIRST) for each in ends
+    )
+
+
+class Exchanges(TorchDispatchMode):
+    """Counts the operations of this thread that touch host and device, by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted = Counter[str]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        parts = tree_leaves((args, kwargs, made))
+        devices = {each.device.type for each in parts if isinstance(each, torch.Tensor)}
+        reads = "item" in str(func) or "local_scalar" in str(func)
+        if len(devices) > 1 or (reads and devices != {"cpu"}):
+            self.counted[str(func)] += 1
+        return made
+
+
+def count_of_generate(session: Session) -> dict[str, float]:
+    """Count what a step of ``generate`` exchanges with the device."""
+    tokens = generate(session, torch.arange(NUM_PROMPT)[None], NUM_FIRST + NUM_WATCHED + 1)
+    return _count(lambda: next(tokens))
+
+
+def count_of_texts(rows: Rows, tokenizer: Any) -> dict[str, float]:
+    """Count what a step of a text exchanges with the device, as the server makes it."""
+    texts = join_texts(rows, tokenizer, 1, NUM_FIRST + NUM_WATCHED + 1)
+    found = _count(lambda: [*texts.step()])
+    while len(texts):
+        for _ in texts.step():
+            pass
+    return found
+
+
+def _count(step: Callable[[], object]) -> dict[str, float]:
+    for _ in range(NUM_FIRST):
+        step()
+    with Exchanges() as watch:
+        for _ in range(NUM_WATCHED):
+            step()
+    return {name: number / NUM_WATCHED for name, number in watch.counted.items()}
+
+
+class HostTimes:
+    """When the host queued each step of texts, and when it waited for their tokens."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[str, float, float]] = []
+
+    @contextmanager
+    def watch(self) -> Iterator["HostTimes"]:
+        """Note what the one thread does meanwhile that continues texts."""
+        with (
+            patch.object(Rows, "extend", self._note("queue", Rows.extend)),
+            patch.object(Arrival, "wait", self._note("wait", Arrival.wait)),
+        ):
+            yield self
+
+    def _note(self, name: str, call: Any) -> Any:
+        def run(*given: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*given)
+            finally:
+                self._noted.append((name, began, time.perf_counter()))
+
+        return run
+
+    def sum_up(self) -> dict[str, float]:
+        """Return medians in seconds, and the part of tokens that were there before being asked for.
+
+        No means: between some steps there is a prompt.
+        """
+        noted = self._noted[2 * NUM_FIRST :]
+        waits = [ended - began for name, began, ended in noted if name == "wait"]
+        gaps = [
+            queued - arrived
+            for (first, _, arrived), (then, _, queued) in pairwise(noted)
+            if (first, then) == ("wait", "queue")
+        ]
+        return {
+            "queueing_s": statistics.median(e - b for name, b, e in noted if name == "queue"),
+            "from_token_to_queued_s": statistics.median(gaps),
+            "waiting_for_device_s": statistics.median(waits),
+            "part_not_waited_for": sum(each < NO_WAIT_S for each in waits) / len(waits),
+        }
 
 
 def time_clients(port: int, num_clients: int, num_tokens: int) -> tuple[float, float]:
@@ -141,7 +267,9 @@ def time_clients(port: int, num_clients: int, num_tokens: int) -> tuple[float, f
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     times: list[list[float]] = json.loads(done.stdout)
-    begun, ended = max(each[4] for each in times), min(each[-1] for each in times)
+    found = [len(each) for each in times]
+    assert found == [num_tokens] * num_clients, f"{found} chunks, not one for each token"
+    begun, ended = max(each[NUM_FIRST] for each in times), min(each[-1] for each in times)
     made = sum(begun <= at <= ended for each in times for at in each)
     return find_mean(times), made / (ended - begun)
 
@@ -179,29 +307,38 @@ def time_way(
     device = find_device(None)
     with Session(model, decision, context=context, device=device, folder=folder) as session:
         tokenizer = make_tokenizer(session.loaded.module.config.get_text_config().vocab_size)
-        found: dict[str, Any] = {"session_step_s": time_steps(session, given.tokens)}
+        session.warm_up(1, NUM_PROMPT)
+        found: dict[str, Any] = {
+            "session_step_s": time_steps(session, given.tokens),
+            "generate_step_s": time_generation(session, given.tokens),
+        }
+        exchanges = {"generate": count_of_generate(session)}
         rows = Rows(session, given.clients)
         rows.warm_up(NUM_PROMPT)
-        for number in (1, given.clients):
-            found[f"texts_step_s_{number}"] = time_texts(rows, tokenizer, number, given.tokens)
-        with ThreadPoolExecutor(1) as beside:
-            ran = beside.submit(time_texts, rows, tokenizer, 1, given.tokens)
-            found["texts_in_a_thread_step_s_1"] = ran.result()
+        numbers = sorted({1, given.clients})
+        for number in numbers:
+            texts = join_texts(rows, tokenizer, number, given.tokens)
+            with HostTimes().watch() as host:
+                step_s = time_texts(texts)
+            found[f"texts_{number}"] = {"step_s": step_s, "host": host.sum_up()}
+        exchanges["texts"] = count_of_texts(rows, tokenizer)
         serving, port, thread = serve(model, session, tokenizer, rows)
         try:
-            for number in (1, given.clients):
-                step_s, tokens_per_s = time_clients(port, number, given.tokens)
-                alone = found["session_step_s" if number == 1 else f"texts_step_s_{number}"]
+            for number in numbers:
+                with HostTimes().watch() as host:
+                    step_s, tokens_per_s = time_clients(port, number, given.tokens)
+                alone_s = found[f"texts_{number}"]["step_s"]
+                alone_s = found["session_step_s"] if number == 1 else alone_s
                 found[f"served_{number}"] = {
                     "step_s": step_s,
+                    "share": 1 - alone_s / step_s,
                     "tokens_per_s": tokens_per_s,
-                    "alone_tokens_per_s": number / alone,
-                    "share": 1 - alone / step_s,
+                    "host": host.sum_up(),
                 }
         finally:
             serving.end()
             thread.join()
-        found["texts_again_step_s_1"] = time_texts(rows, tokenizer, 1, given.tokens)
+        found["exchanges"] = exchanges
         found["gpu_bytes"] = session.gpu_bytes
     return found | {"took_s": time.perf_counter() - began}
 
