@@ -219,10 +219,12 @@ class JoinedTexts:
                 if each.num_logprobs is not None:
                     scores[each] = _score(logits[row], tokens[row], each.num_logprobs)
             arrival = Arrival(mark_nan(tokens, logits), self._find_host()[: len(tokens)])
-            known = self._tokens.clone()  # the rows keep the one before
-            for row in texts:
-                known[row] = tokens[row]
-            self._tokens = known
+            if not self._rows.in_use <= texts.keys():  # others wait for a step with their last one
+                kept = self._tokens.clone()  # the rows keep the one before
+                for row in texts:
+                    kept[row] = tokens[row]
+                tokens = kept
+            self._tokens = tokens
         self._chosen.append(_Chosen(texts, arrival, scores, began_s))
         for each in texts.values():
             if each._num_chosen == each.text.num_tokens:

@@ -1,16 +1,19 @@
 """Tokens drawn as transformers draws them, and prompts of unlike lengths in one batch."""
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from offplan.errors import InputError
 from offplan.runtime.generate import Measured, generate
-from offplan.runtime.joined import generate_texts
+from offplan.runtime.joined import Continued, JoinedTexts, generate_texts
 from offplan.runtime.rows import Rows
 from offplan.runtime.rules import TokenRules
 from offplan.runtime.sampling import Sampling
@@ -22,6 +25,8 @@ from tests.runtime.plans import group, offload, open_session
 NUM_TOKENS = 8
 PROMPTS = [[3, 14, 15, 9, 26, 5, 35], [58, 9, 7], [2, 38, 4, 6], [58, 9, 7]]
 DRAWN = Sampling(temperature=0.7, top_k=20, top_p=0.9, seed=5)
+EXCHANGES = ("copy", "lift", "item", "scalar_dense", "nonzero", "dtype_layout", "pin", "equal")
+"""Parts of the names of operations by which host and device exchange something on a GPU."""
 
 
 class Words:
@@ -106,6 +111,53 @@ def test_what_is_drawn_does_not_depend_on_what_is_beside_it(tmp_path: Path) -> N
         assert together[1] != together[3]  # the same prompt, with random numbers of its own
         for count in (2, 3):
             assert generate_together(session, PROMPTS[:count], DRAWN) == together[:count]
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted = Counter[str]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.counted[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_operations(step: Callable[[], object]) -> Counter[str]:
+    """Count the operations of three steps, behind those that are not like the rest."""
+    for _ in range(5):
+        step()
+    with Operations() as watch:
+        for _ in range(3):
+            step()
+    return watch.counted
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_step_of_texts_queues_what_a_step_of_a_batch_does(tmp_path: Path, num_rows: int) -> None:
+    prompt, num_tokens = [3, 14, 15], 12
+    with open_session(save_tiny("qwen3", tmp_path), offload(group(2, 1))) as session:
+        batch = generate(session, torch.tensor([prompt] * num_rows), num_tokens)
+        alone = count_operations(lambda: next(batch))
+        texts = JoinedTexts(Rows(session, num_rows))
+        each = [Text(Words(), prompt, num_tokens=num_tokens) for _ in range(num_rows)]
+        texts.join([Continued(text) for text in each])
+        joined = count_operations(lambda: [*texts.step()])
+    exchanged = [
+        {name: n for name, n in counted.items() if any(part in name for part in EXCHANGES)}
+        for counted in (alone, joined)
+    ]
+    assert exchanged[0] == exchanged[1]
+    assert exchanged[0], "the tokens are copied to the host"
+    if num_rows == 1:  # several rows are written at positions of their own
+        views = {"aten.slice.Tensor", "aten.select.int", "aten.expand.default"}
+        more = {name for name, number in joined.items() if number > alone[name]}
+        # the same mask, by its name in inference mode
+        assert more <= {*views, "aten.where.ScalarSelf"}
 
 
 @pytest.mark.parametrize(
