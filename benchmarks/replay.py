@@ -7,10 +7,11 @@
 Weights are random; what routers choose is taken from a trace, within the captured step as well. The
 first form plans for a machine and keeps as many experts of all layers in the same memory; the
 second keeps so many and compares with the same rule that keeps none; the third is given both plans.
-With ``--host-share 0.6`` the host's cores multiply that part of the kept experts that steps miss.
-Both run in turn, in one process, by traces of each ``--reuse``. Prints JSON: experts hit as a list
-of the trace says and as the kernels counted, by layer, the times of steps, and what the cost model
-predicts of both for the machine. Ends with an error where these counts differ.
+With ``--host-share 0.4 0.6`` more plans follow, in which the host's cores multiply these parts of
+the experts that steps miss. All run in turn, in one process, by traces of each ``--reuse``. Prints
+JSON: experts hit as a list of the trace says and as the kernels counted, by layer, the times of
+steps, and what the cost model predicts of each plan for the machine. Ends with an error where these
+counts differ.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from torch import nn
 from benchmarks.make_routing import profile_trace
 from benchmarks.run_plan import describe_machine
 from benchmarks.traces import REUSES, make_trace
+from offplan.backends import Backend
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.costs.kept_experts import predict_use
@@ -113,7 +115,8 @@ class ReplaySession(Session):
 
     def _watch_routing(self) -> Any:
         layers = decoder_layers(self.loaded.module)
-        return Replay(layers, self._trace.to(self.device), self._prompt_tokens)
+        trace = self._trace.to(self.device, copy=True)  # which ``change`` writes over
+        return Replay(layers, trace, self._prompt_tokens)
 
 
 def draw(model: Model, batch: int, num_tokens: int, reuse: str) -> np.ndarray[Any, Any]:
@@ -205,13 +208,13 @@ def _mark(is_cuda: bool) -> Any:
     return event
 
 
-def keep_experts(plan: Plan, model: Model, host_share: float | None) -> Offload:
+def keep_experts(plan: Plan, model: Model) -> Offload:
     """Keep as many experts of all layers as the plan's budget has room for."""
     assert model.experts is not None
     num_layers = sum(layer.kind == "moe" for layer in model.layers)
 
     def keep(number: int) -> Offload:
-        rule = make_rule(*divmod(number, num_layers), host_share)
+        rule = make_rule(*divmod(number, num_layers))
         return plan.offload.model_copy(update={"rules": (rule,), "prefetch_step": 1})
 
     def exceeds(number: int) -> bool:
@@ -225,16 +228,15 @@ def keep_experts(plan: Plan, model: Model, host_share: float | None) -> Offload:
     return keep(numbers[num_fitting - 1])
 
 
-def make_rule(cached: int | None, more: int | None = None, host_share: float | None = None) -> Rule:
-    """Take the experts of all layers, and keep so many of each; divide those missed by a share."""
+def make_rule(cached: int | None, more: int | None = None) -> Rule:
+    """Take the experts of all layers, and keep so many of each."""
     return Rule.model_validate(
         {
             "cpu_offload_params": ["experts"],
             "group_size": 1,
             "num_in_group": 1,
             "prefill": "prefetch",
-            "decode": "uva" if host_share is None else "host",
-            "host_share": host_share,
+            "decode": "uva",
             "cached_experts": cached,
             "cached_experts_more": more or None,
         }
@@ -263,13 +265,30 @@ def predict_runs(
     return {"step_s": made.decode.step_s, "hits": None if use is None else use.found.hits}
 
 
+def divide(offload: Offload, share: float) -> Offload:
+    """Have the host's cores multiply a share of the experts that steps of a plan miss."""
+    changes = {"decode": Backend.HOST, "host_share": share}
+    rules = tuple(
+        rule if rule.cached_experts is None else rule.model_copy(update=changes)
+        for rule in offload.rules
+    )
+    return offload.model_copy(update={"rules": rules})
+
+
 def find_offloads(options: argparse.Namespace, model: Model) -> dict[str, Offload]:
-    """Return what the two plans offload, by name."""
+    """Return what the plans offload, by name."""
+    found = find_pair(options, model)
+    shares = {f"share {share:g}": divide(found["kept"], share) for share in options.host_share}
+    return found | shares
+
+
+def find_pair(options: argparse.Namespace, model: Model) -> dict[str, Offload]:
+    """Return what the plan that keeps no experts offloads, and the plan that keeps some."""
     if options.plans:
         plans = zip(("today", "kept"), options.plans, strict=True)
         return {name: load_plan(path).offload for name, path in plans}
     if options.cached:
-        kept = make_rule(options.cached, options.more, options.host_share)
+        kept = make_rule(options.cached, options.more)
         rules = {"today": make_rule(None), "kept": kept}
         chunk = options.prompt
         return {
@@ -279,11 +298,11 @@ def find_offloads(options: argparse.Namespace, model: Model) -> dict[str, Offloa
     machine, memory = load_machine(options.machine), parse_bytes(options.gpu_memory)
     question = ask(model, machine, workload, gpu_memory=memory, packing=not options.unpacked)
     plan = make_plan(question).plan
-    return {"today": plan.offload, "kept": keep_experts(plan, model, options.host_share)}
+    return {"today": plan.offload, "kept": keep_experts(plan, model)}
 
 
 def compare(options: argparse.Namespace, model: Model) -> dict[str, Any]:
-    """Run both plans in turn by each trace; returns what each took and counted, by the reuse."""
+    """Run the plans in turn by each trace; returns what each took and counted, by the reuse."""
     assert model.experts is not None
     offloads = find_offloads(options, model)
     length = options.prompt + options.steps + 8
@@ -365,7 +384,7 @@ def sum_up(
         },
         "choices": int(listed[:, -1].sum()),
         "runs": found,
-        "speedup": step_s["today"] / step_s["kept"],
+        "speedup": {name: step_s["today"] / took for name, took in step_s.items()},
     }
 
 
@@ -425,7 +444,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gpu-memory", default="12 GiB")
     parser.add_argument("--cached", type=int)
     parser.add_argument("--more", type=int)
-    parser.add_argument("--host-share", type=float, help="what the cores take of those missed")
+    parser.add_argument("--host-share", type=float, nargs="+", default=[])
     parser.add_argument("--plans", type=Path, nargs=2)
     parser.add_argument("--reuse", choices=REUSES, nargs="+", default=["published"])
     parser.add_argument("--batch", type=int, default=1)
