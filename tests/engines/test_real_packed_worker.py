@@ -17,14 +17,16 @@ from offplan.backends import Backend
 from offplan.checkpoint.open import open_model
 from offplan.engines.engine import join_flags
 from offplan.engines.runner import find_runner
+from offplan.engines.startup import read_log
 from offplan.engines.taken import StageTaken
 from offplan.engines.vllm import FACTS, VLLM
 from offplan.errors import DriftError, ExportError, PlanError
 from offplan.held.held import Held, hold_whole
 from offplan.held.packing import pack_everything
-from offplan.plan import Packing, Rule
+from offplan.plan import Packing, Plan, Rule
 from offplan.ranks import Ranks
 from offplan.unpacked import Unpacked
+from offplan.upkeep.engine_start import check_start
 from tests.engines import real_vllm
 from tests.engines.builders import make_plan, prefetch, uva
 from tests.engines.real_packed import (
@@ -145,6 +147,37 @@ def test_each_of_two_ranks_holds_its_shards_where_the_plan_has_them(
     one, other = (layers[3]["self_attn.o_proj.weight"] for layers, _ in held)
     assert one.shape == other.shape == (128, one.shape[1])
     assert not torch.equal(one, other)
+
+
+def test_the_log_of_two_ranks_is_held_against_the_plan(tmp_path: Path) -> None:
+    """What the worker itself writes, by vLLM's own loggers, once it has loaded its shard."""
+    save("llama", tmp_path, num_hidden_layers=4, vocab_size=384)
+    rules = prefetch("mlp", group_size=2), uva("self_attn", group_size=1)
+    packing = pack_everything(open_model(str(tmp_path)))
+    plan = write_plan(tmp_path, packing, *rules, ranks=Ranks(2))
+    code = (
+        "worker = real_packed.stand_in(monkeypatch)\n"
+        "real_packed.start_worker(worker, folder, rank)\n"
+        "result = None\n"
+    )
+    run_ranks(code, tmp_path)
+    model, start = open_model(str(tmp_path)), "Initializing a V1 LLM engine (v0.33.0)\n"
+    logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
+    # which vLLM's runner of a GPU says
+    loaded = "(Worker_TP0 pid=1) INFO Model loading took 0.01 GiB memory and 0.1 seconds\n"
+
+    def judge(plan: Plan, *texts: str) -> set[str]:
+        startup = read_log("vllm", "".join([start, loaded, *texts]))
+        found = check_start(plan, model, "vllm-worker", startup)
+        return {each.subject for each in found if each.verdict != "holds"}
+
+    assert judge(plan, *logs) == set()
+    assert judge(plan) == {"plan"}
+    plain = plan.offload.model_copy(update={"packing": None})
+    assert judge(plan.model_copy(update={"offload": plain}), *logs) == {"plan"}
+    startup = read_log("vllm", "".join(logs))
+    assert len(startup.in_force) == 2
+    assert "KiB of the layers, and the output head, are packed" in startup.in_force[0]
 
 
 @pytest.mark.parametrize("ranks", [Ranks(1, 2), Ranks(2, 2)], ids=lambda ranks: ranks.label)
