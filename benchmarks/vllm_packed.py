@@ -5,15 +5,18 @@
 FOLDER is a bfloat16 checkpoint (``benchmarks.vllm_worker --synthesize`` writes one of random
 values). Ways are ``resident``, ``packed`` (``--quantization offplan_packed``), and each plan by the
 name of its file (made ``--for vllm-worker``), which runs with the plan's own context and batch.
-``NAME-compiled`` is the same with layers compiled, which starts later. The default is
-all of them, the compiled ones last. Needs a CUDA device and vLLM.
+``NAME-compiled`` is the same with layers compiled, which starts later. The default is all of them,
+and of vLLM alone the compiled ones, last. Needs a CUDA device and vLLM.
 
-Each way runs in a process of its own and leaves ``RESULTS/WAY.json`` as soon as anything is
-measured, more of it after each measurement. A way that is there whole is not run again. A step is
-the least time of generating ``--steps`` tokens more than one, over those; all sequences of a batch
-have prompts of the first of ``--prompts``. A first token's time is the least of ``--repeats``, one
-sequence. GPU memory is what the card says is in use, beyond what was when the way began: its peak
-until the weights are loaded, what is in use then, and after the measurements.
+Each way runs in a process of its own and leaves ``RESULTS/WAY.part.json`` as soon as anything is
+measured, more of it after each measurement, and ``WAY.json`` once it is whole. A way that is there
+whole is not run again. A step is the least time of generating ``--steps`` tokens more than one,
+less the least time of one, over those; all sequences of a batch have prompts of the first of
+``--prompts``. A first token's time is the least of ``--repeats``, one sequence. GPU memory is what
+the card says is in use, beyond what was when the way began: its peak until the weights are loaded,
+what is in use then, and after the measurements. Greedy tokens are compared with the first way's
+where both had prompts of one size; the gap is that of the two likeliest tokens' log-probabilities,
+in the way's own run, where the tokens first differ.
 """
 
 import argparse
@@ -28,6 +31,7 @@ import torch
 
 from benchmarks.vllm_worker import (
     LOG_LINES,
+    WHOLE_GRAPHS,
     compare,
     describe,
     keep_told,
@@ -44,13 +48,11 @@ CACHE_BYTES = 8 * 2**30
 MARGIN_TOKENS = 128
 """Tokens of context beyond the longest prompt."""
 LOADED = re.compile(r"Model loading took ([\d.]+) GiB memory and ([\d.]+) seconds")
-GRAPHS = "FULL_DECODE_ONLY"
 
 
 def find_words(way: str, args: argparse.Namespace) -> tuple[list[str], list[int], list[int]]:
     """The words after ``vllm serve`` for a way, and the batches and prompts to time."""
-    base = way.removesuffix(COMPILED)
-    plan = next((each for each in args.plan if each.stem == base), None)
+    plan, base = find_plan(way, args), way.removesuffix(COMPILED)
     if plan is None:
         batches, prompts = args.batches, args.prompts
         words = ["--model", str(args.folder), "--dtype", "bfloat16"]
@@ -63,10 +65,15 @@ def find_words(way: str, args: argparse.Namespace) -> tuple[list[str], list[int]
         workload = load_plan(plan).workload
         batches, prompts = [workload.batch], [workload.prompt_tokens]
         words = say_way("worker", plan, None, args.folder, "")
-    compilation: dict[str, Any] = {"cudagraph_mode": GRAPHS, "cudagraph_capture_sizes": batches}
+    compilation = {**json.loads(WHOLE_GRAPHS), "cudagraph_capture_sizes": batches}
     if not way.endswith(COMPILED):
         compilation["mode"] = 0
     return [*words, "--compilation-config", json.dumps(compilation)], batches, prompts
+
+
+def find_plan(way: str, args: argparse.Namespace) -> Path | None:
+    """The plan that a way runs; None where it is vLLM alone."""
+    return next((each for each in args.plan if each.stem == way.removesuffix(COMPILED)), None)
 
 
 def run_way(args: argparse.Namespace) -> None:
@@ -103,7 +110,7 @@ def run_way(args: argparse.Namespace) -> None:
         return min(seconds)
 
     (made,) = generate(args.tokens, 1, prompts[0])
-    keep(tokens=[*made.token_ids])
+    keep(tokens=[*made.token_ids], prompt_tokens=prompts[0])
     first_tokens_s: dict[int, float] = {}
     steps_s: dict[int, float] = {}
     for batch in batches:
@@ -150,15 +157,13 @@ def run_alone(way: str, args: argparse.Namespace, ends: float) -> dict[str, Any]
     found |= {"peak_loading_bytes": peak, "loaded_bytes": loaded, "said": keep_told(lines)}
     if told := LOADED.search("\n".join(lines)):
         found |= {"weights_gib": float(told[1]), "load_s": float(told[2])}
-    base = way.removesuffix(COMPILED)
-    for plan in args.plan:
-        if plan.stem == base:
-            said = load_plan(plan).prediction
-            found["predicted"] = {
-                "step_s": said.decode.step_s,
-                "first_token_s": said.prefill.step_s,
-                "gpu_bytes": said.gpu_memory.total_bytes,
-            }
+    if (plan := find_plan(way, args)) is not None:
+        said = load_plan(plan).prediction
+        found["predicted"] = {
+            "step_s": said.decode.step_s,
+            "first_token_s": said.prefill.step_s,
+            "gpu_bytes": said.gpu_memory.total_bytes,
+        }
     written.write_text(json.dumps(found))
     return found
 
@@ -186,13 +191,14 @@ def main() -> None:
         return
     args.results.mkdir(parents=True, exist_ok=True)
     ends = time.time() + args.limit
-    names = (WAYS[0], WAYS[1], *(plan.stem for plan in args.plan))
+    names = [*WAYS, *(plan.stem for plan in args.plan)]
     chosen = args.way or [*names, *(f"{way}{COMPILED}" for way in reversed(WAYS))]
     ways = []
     for way in chosen:
         kept = args.results / f"{way}.json"
         ways.append(json.loads(kept.read_text()) if kept.exists() else run_alone(way, args, ends))
-    compare(ways)
+    sizes = [way["prompt_tokens"] for way in ways if "tokens" in way]
+    compare([way for way in ways if way.get("prompt_tokens") in sizes[:1]])
     document = {"folder": str(args.folder), "ways": ways, "machine": describe()}
     print(json.dumps(document))
 

@@ -35,7 +35,7 @@ from offplan.checkpoint.model import INPUT_EMBEDDINGS
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.tensors import CONFIG_NAME
 from offplan.engines.names import name_part
-from offplan.engines.taken import QUANTIZATION, Taken, TakenParameter
+from offplan.engines.taken import IN_FORCE, QUANTIZATION, Taken, TakenParameter
 from offplan.engines.vllm import WORKER_VERSIONS
 from offplan.engines.worker import find_taken
 from offplan.errors import DriftError, ExportError
@@ -78,7 +78,7 @@ class Worker(GPUWorker):
         offloader.verify()
         # or the room of an embedding that was moved would stay torch's, part of it in use
         torch.cuda.empty_cache()
-        logger.info("offplan: the plan is in force: %s", taken.describe())
+        logger.info("%s%s", IN_FORCE, taken.describe())
 
     def determine_available_memory(self) -> int:
         """Compile and run the model once; what that took goes back before a KV cache lies in it."""
@@ -166,7 +166,7 @@ class PlanOffloader(PrefetchOffloader):
         whole = {f"{path}.{name}": module.get_parameter(name) for name in names}
         _refuse(
             f"{each} (a weight that needs more patches than a plan has room for stays as it is "
-            f"stored by --leave-unpacked {index}.{path})"
+            f"stored by --leave-unpacked {self._taken.first_layer + index}.{path})"
             for each in self._find_misfits(index, whole, only=whole)
         )
         taken = [name for name in whole if name in wanted]
@@ -305,8 +305,9 @@ def require_known_config(config: VllmConfig, plan: Plan, taken: Taken) -> None:
     dtype = str(model.dtype).removeprefix("torch.")
     stored = getattr(model.hf_config, "quantization_config", None)
     packs = taken.packs_any
-    by_plan = packs and model.quantization == QUANTIZATION
-    quantises = model.quantization and stored is None and not by_plan
+    by_option = model.quantization == QUANTIZATION
+    by_plan = packs and by_option
+    quantises = model.quantization and (stored is None or by_option) and not by_plan
     quantises = quantises or model.quantization_config is not None
     refused = {
         "data or context parallelism": parallel.world_size_across_dp != ranks

@@ -14,17 +14,22 @@ Source: vLLM 0.33.0, ``model_executor/layers/quantization``; its online quantisa
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from vllm import __version__ as vllm_version
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.fused_moe.activation import (
     ApplyMoEActivationConfig,
     apply_moe_activation,
 )
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization import (
+    get_quantization_config,
+    register_quantization_config,
+)
 from vllm.model_executor.layers.quantization.base_config import (
     QuantizationConfig,
     QuantizeMethodBase,
@@ -51,6 +56,10 @@ from offplan.runtime.forms.reference import Parts, expand
 NAME = QUANTIZATION
 CAPABILITY = 80
 """Compute capability, times 10, from which on the kernels' bfloat16 products exist."""
+OTHER_EXPERTS = SimpleNamespace(weight_loader=lambda **_: False)
+"""Stands for a weight that is packed where experts of other ranks are loaded: it takes none."""
+CODES = "gpt_oss_mxfp4"
+"""vLLM's own method for gpt-oss, whose experts are stored as MXFP4."""
 PARTS = (Part.WEIGHT, Part.EXPONENT, Part.BASE, Part.PATCHES, Part.PATCH_BLOCKS)
 
 # vLLM writes only what loggers below its own say
@@ -82,9 +91,15 @@ class PackedConfig(QuantizationConfig):
     taken: Taken | None = None
     """What a plan takes of the model, which says what it packs."""
 
+    def __init__(self, beside: QuantizationConfig | None = None) -> None:
+        """``beside`` holds routed experts as their checkpoint stores them; None where it is
+        plain."""
+        super().__init__()
+        self._beside = beside
+
     def get_name(self) -> str:
-        """Return the name for ``--quantization``."""
-        return NAME
+        """Return the name for ``--quantization``, or that by which vLLM loads experts of codes."""
+        return NAME if self._beside is None else CODES
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """Return bfloat16: packing takes the bits of bfloat16 apart."""
@@ -101,10 +116,19 @@ class PackedConfig(QuantizationConfig):
         return []
 
     @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Return the name where it was asked for: vLLM takes a checkpoint's own method else."""
+        return NAME if user_quant == NAME else None
+
+    @classmethod
     def from_config(cls, config: dict[str, Any]) -> "PackedConfig":
-        """Refuse a checkpoint that is quantised already; raises ExportError."""
+        """Refuse a checkpoint that is quantised already, but for gpt-oss; raises ExportError."""
         if not config:
             return cls()
+        if config.get("quant_method") == CODES:
+            return cls(get_quantization_config(CODES).from_config(config))
         raise ExportError(
             f"--quantization {NAME} packs plain bfloat16 weights: found a checkpoint that is "
             f"quantised already ({config.get('quant_method', 'by its config')}); leave the flag out"
@@ -122,18 +146,25 @@ class PackedConfig(QuantizationConfig):
             return PackedLinear(prefix)
         return None
 
-    def _of_experts(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
+    def _of_experts(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase | None:
+        if self._beside is not None:
+            _say_plain(prefix, "the checkpoint has its experts as MXFP4")
+            return self._beside.get_quant_method(layer, prefix)
         moe = layer.moe_config
-        if moe.moe_parallel_config.use_ep:
+        if moe.moe_parallel_config.dp_size > 1:
             raise ExportError(
-                f"--quantization {NAME} does not divide whole experts among ranks: leave out "
-                "--enable-expert-parallel; --tensor-parallel-size divides each expert"
+                f"--quantization {NAME} does not multiply routed experts under data parallelism: "
+                "leave out --data-parallel-size; --tensor-parallel-size divides each expert"
             )
         hidden, inner = moe.hidden_dim, moe.intermediate_size_per_partition
-        if not can_pack((moe.w13_num_shards * inner, hidden)) or not can_pack((hidden, inner)):
-            _say_plain(prefix, (moe.w13_num_shards * inner, hidden))
+        if moe.has_bias:
+            # of gpt-oss, which vLLM writes into its parameters past their loaders
+            _say_plain(prefix, "its experts have biases")
             return UnquantizedFusedMoEMethod(moe)
-        return PackedExperts(moe)
+        if not can_pack((moe.w13_num_shards * inner, hidden)) or not can_pack((hidden, inner)):
+            _say_sizes(prefix, (moe.w13_num_shards * inner, hidden))
+            return UnquantizedFusedMoEMethod(moe)
+        return PackedExperts(moe, prefix)
 
 
 class PackedLinear(OnlineLinearBase):
@@ -144,7 +175,7 @@ class PackedLinear(OnlineLinearBase):
     def __init__(self, prefix: str) -> None:
         """``prefix`` is the layer's name."""
         super().__init__()
-        self._prefix = prefix
+        self._loads = _Loads(prefix)
 
     def create_weights(
         self,
@@ -162,7 +193,7 @@ class PackedLinear(OnlineLinearBase):
         if can_pack(shape) and params_dtype == torch.bfloat16:
             super().create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)
             return
-        _say_plain(self._prefix, shape)
+        _say_sizes(self._loads.prefix, shape)
         layer.quant_method = plain = _hold_plain(layer)
         assert plain is not None
         plain.create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)
@@ -176,6 +207,7 @@ class PackedLinear(OnlineLinearBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pack the weight, and let go of its values."""
         if "weight" in layer._parameters:
+            self._loads.require(layer, "weight")
             _hold(layer, "weight", pack_in_runs(layer.weight.data))
 
     def apply(
@@ -191,7 +223,12 @@ class PackedLinear(OnlineLinearBase):
 
 
 class PackedExperts(OnlineMoEMethodBase):
-    """A layer's routed experts by packed weights: whole, or a rank's shard of each."""
+    """A layer's routed experts by packed weights: a rank's own, whole or its shard of each."""
+
+    def __init__(self, moe: Any, prefix: str) -> None:
+        """``prefix`` is the layer's name."""
+        super().__init__(moe)
+        self._loads = _Loads(prefix)
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> Any:
         """Return that of plain weights: what their activation is computed with."""
@@ -204,9 +241,13 @@ class PackedExperts(OnlineMoEMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pack the experts' weights, and let go of their values."""
-        for name in ("w13_weight", "w2_weight"):
-            if name in layer._parameters:
-                _hold(layer, name, _stack([*map(pack_in_runs, getattr(layer, name).data)]))
+        names = [name for name in ("w13_weight", "w2_weight") if name in layer._parameters]
+        self._loads.require(layer, *names)
+        for name in names:
+            _hold(layer, name, _stack([*map(pack_in_runs, getattr(layer, name).data)]))
+            if layer.expert_map is not None:
+                # vLLM goes on with the experts of other ranks, and looks the weight up by its name
+                setattr(layer, name, OTHER_EXPERTS)
 
     def apply(
         self,
@@ -219,13 +260,17 @@ class PackedExperts(OnlineMoEMethodBase):
     ) -> torch.Tensor:
         """Send tokens, [tokens, hidden], through their experts, [tokens, k]: [tokens, hidden].
 
-        vLLM multiplies shared experts apart.
+        vLLM multiplies shared experts apart, and adds what ranks make of their own experts.
         """
         num_tokens, num_chosen = topk_ids.shape
         if layer.apply_router_weight_on_input:
             x = x * topk_weights.to(x.dtype)  # of families that choose one expert a token
             topk_weights = torch.ones_like(topk_weights)
         experts = topk_ids.reshape(-1)
+        if layer.expert_map is not None:
+            own = layer.expert_map[experts.long()]
+            # behind all of this rank, where no kernel looks
+            experts = torch.where(own < 0, layer.local_num_experts, own)
         multiply = _multiplier(layer, experts)
         made = multiply("w13", x)
         inner = made.shape[1] // (2 if layer.activation.is_gated else 1)
@@ -236,6 +281,9 @@ class PackedExperts(OnlineMoEMethodBase):
         apply_moe_activation(layer.activation, activated, made, activation_config=config)
         made = multiply("w2", activated)
         weighted = made.view(num_tokens, num_chosen, -1) * topk_weights.unsqueeze(-1)
+        if layer.expert_map is not None:  # what no kernel wrote may be anything
+            is_own = (experts < layer.local_num_experts).view(num_tokens, num_chosen, 1)
+            weighted = torch.where(is_own, weighted, 0)
         return weighted.sum(1).to(x.dtype)
 
 
@@ -253,7 +301,8 @@ def _multiplier(
 ) -> Callable[[str, torch.Tensor], torch.Tensor]:
     """Return what multiplies rows, each for as many pairs, by the expert of each pair, [pairs].
 
-    It is given the name of a weight, ``w13`` or ``w2``, and adds the bias where there is one.
+    It is given the name of a weight, ``w13`` or ``w2``. Pairs of an expert beyond the last one
+    are not multiplied.
     """
     if experts.is_cuda:
         from offplan.runtime.forms import operators  # needs triton
@@ -264,12 +313,10 @@ def _multiplier(
     def multiply(name: str, x: torch.Tensor) -> torch.Tensor:
         parts = _held(layer, f"{name}_weight")
         if x.is_cuda:
-            made = operators.multiply(PACKED, parts, x, order, starts)
-        else:
-            rows = x.repeat_interleave(len(experts) // len(x), 0)
-            made = torch.einsum("pi,poi->po", rows, expand(PACKED, parts, x.dtype)[experts])
-        bias = getattr(layer, f"{name}_bias", None)
-        return made if bias is None else made + bias[experts]
+            return operators.multiply(PACKED, parts, x, order, starts)
+        rows = x.repeat_interleave(len(experts) // len(x), 0)
+        values = expand(PACKED, parts, x.dtype)[experts.clamp(max=layer.local_num_experts - 1)]
+        return torch.einsum("pi,poi->po", rows, values)
 
     return multiply
 
@@ -298,11 +345,43 @@ def _held(layer: torch.nn.Module, name: str) -> Parts:
     return {part: getattr(layer, name_part(name, part)) for part in PARTS}
 
 
-def _say_plain(name: str, shape: tuple[int, int]) -> None:
+class _Loads:
+    """Whether vLLM's loader filled the weights of a layer, of which it would pack anything else.
+
+    A model may write its weights past the loaders of parameters, or their file lacks them.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        """``prefix`` is the layer's name; vLLM is building the model."""
+        self.prefix = prefix
+        self._is_made_up = get_current_vllm_config().load_config.load_format == "dummy"
+
+    def require(self, layer: torch.nn.Module, *names: str) -> None:
+        """Raise ExportError where weights of the layer are missing; vLLM pads heads alone.
+
+        ``names`` are those of its parameters that are to be packed.
+        """
+        loaded = get_layerwise_info(layer).load_numel
+        expected = sum(layer.get_parameter(name).numel() for name in names)
+        is_filled = loaded if isinstance(layer, ParallelLMHead) else loaded >= expected
+        if not is_filled and not self._is_made_up:
+            raise ExportError(
+                f"vLLM loaded {loaded} of {expected} weights of {self.prefix} by the loaders of "
+                f"its parameters, and packs no others: leave out --quantization {NAME}, or plan "
+                "again with --no-packing"
+            )
+
+
+def _say_plain(name: str, why: str) -> None:
     """List a layer that stays as it is stored."""
-    logger.info(
-        "offplan: %s stays as it is stored: %d rows of %d bfloat16 weights cannot be packed, which "
-        "takes rows by 64 and weights of a row by 8",
+    logger.info("offplan: %s stays as it is stored: %s", name, why)
+
+
+def _say_sizes(name: str, shape: tuple[int, int]) -> None:
+    """List a layer that stays as it is stored for its sizes."""
+    rows, size = shape
+    _say_plain(
         name,
-        *shape,
+        f"{rows} rows of {size} bfloat16 weights cannot be packed, which takes rows by 64 and "
+        "weights of a row by 8",
     )

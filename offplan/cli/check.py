@@ -22,7 +22,9 @@ def check(
     ] = False,
     engine: Annotated[
         str | None,
-        options.engine(help="Check that this engine does what was exported to it: vllm or sglang."),
+        options.engine(
+            help="Check that this engine does what was exported to it: vllm, vllm-worker, sglang."
+        ),
     ] = None,
     log: Annotated[
         Path | None, typer.Option(metavar="FILE", help="What the engine wrote when it started.")

@@ -202,12 +202,12 @@ def require_stored_weights(offload: Offload, engine: Engine) -> None:
         if rule.cached_experts is not None:
             raise ExportError(
                 f"rule {number} keeps {rule.cached_experts} experts of a layer on the GPU "
-                f"(cached_experts), which no flag of {title} says: plan again with --for"
+                f"(cached_experts), which {title} does not do: plan again with --for"
             )
         if rule.parts is not None:
             raise ExportError(
-                f"rule {number} streams a layer's experts in {rule.parts} parts (parts), which no "
-                f"flag of {title} says: plan again with --for"
+                f"rule {number} streams a layer's experts in {rule.parts} parts (parts), which "
+                f"{title} does not do: plan again with --for"
             )
         for backend in (rule.prefill, rule.decode):
             if backend not in BACKENDS:

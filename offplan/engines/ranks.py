@@ -95,6 +95,7 @@ class Divider:
             runner=self.runner,
             ranks=self.ranks,
             number=number,
+            first_layer=run.start,
             derived_bytes=absorbed_bytes(self.model, layers),
         )
 

@@ -1,11 +1,12 @@
 """Engines as runners of plans, and what their ranks hold of a model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 
 from offplan.checkpoint.model import Model
+from offplan.checkpoint.parameter import Parameter
 from offplan.engines.engine import (
     BACKENDS,
     Engine,
@@ -22,7 +23,7 @@ from offplan.engines.mxfp4 import lay_out_experts
 from offplan.engines.names import engine_parameters
 from offplan.engines.ranks import Divider
 from offplan.engines.registry import find_engine
-from offplan.engines.taken import demand_of_worker
+from offplan.engines.taken import choose_packed, demand_of_worker
 from offplan.errors import ExportError
 from offplan.held.held import Held, hold_stock, hold_whole
 from offplan.held.layout import Layout
@@ -59,6 +60,10 @@ class EngineRunner:
     def holds_packed(self) -> bool:
         """Whether it holds packed weights: no flag says which, the worker does."""
         return self.engine.is_worker
+
+    def choose_packed(self, stage: Stage, weights: Sequence[Parameter]) -> set[int]:
+        """Leave out what vLLM fuses with what cannot be packed, and heads that it builds plain."""
+        return choose_packed(stage, weights)
 
     @property
     def max_bytes_unit(self) -> int:

@@ -1,7 +1,7 @@
 """What an engine says of its offloading when it starts: in its log, or asked as a server.
 
-Source: vLLM 0.25.0 to 0.33.0, ``offloader`` and ``gpu_model_runner``; SGLang 0.5.23,
-``utils/offloader`` and ``model_runner``.
+Source: ``offplan.vllm``; vLLM 0.25.0 to 0.33.0, ``offloader`` and ``gpu_model_runner``; SGLang
+0.5.23, ``utils/offloader`` and ``model_runner``.
 """
 
 import json
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offplan.engines.engine import Flags
+from offplan.engines.taken import IN_FORCE
 
 GIB = 2**30
 MOST_GIB = 2**30
@@ -32,6 +33,8 @@ class Startup:
     """Options that it says to have, of those that offload: a switch that is on has no values, and
     one that is off ``OFF``."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    in_force: tuple[str, ...] = ()
+    """What each rank of offplan's worker says that it holds, compared with the plan by then."""
     stages: Mapping[int, "Startup"] = field(default_factory=dict)
     """What the ranks of each stage of a pipeline say, by its number; none where there is one."""
 
@@ -59,6 +62,7 @@ _VLLM_PREFETCH = re.compile(
     r"Total GPU memory saved: (\d+(?:\.\d+)?) GB, "
     r".*?\(group_size=(\d+), num_in_group=(\d+), prefetch_step=(\d+),"
 )
+_WORKER = re.compile(re.escape(IN_FORCE) + r"(.*\S)")
 _SGLANG_LOADED = re.compile(r"Load weight end\..*? mem usage=(\d+(?:\.\d+)?) GB")
 _SGLANG_LAYER = re.compile(r"\[offloader\] offload module_index=(\d+) ")
 
@@ -88,6 +92,8 @@ def _read_vllm_log(text: str) -> Startup:
     version = _VLLM_VERSION.search(text)
     named = None if version is None else version[1]
     loaded_bytes = _last_gib(_VLLM_LOADED, text)
+    if told := tuple(found[1] for found in _WORKER.finditer(text)):
+        return Startup(named, loaded_bytes, in_force=told)
     if (ring := _last(_VLLM_PREFETCH, text)) is not None:
         names = ("offload-group-size", "offload-num-in-group", "offload-prefetch-step")
         flags = {name: (value,) for name, value in zip(names, ring.groups()[2:], strict=True)}

@@ -2,15 +2,23 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from offplan import __version__
+from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.engines.engine import EngineDemand, Version, join_stages, page_locked_bytes
 from offplan.engines.names import EngineParameter, engine_parameters, name_part
 from offplan.engines.ranks import pad_rows
-from offplan.engines.vllm import VLLM, find_breakable, find_names, require_forms, slot_bytes
+from offplan.engines.vllm import (
+    PLAIN_HEADS,
+    VLLM,
+    find_breakable,
+    find_names,
+    require_forms,
+    slot_bytes,
+)
 from offplan.errors import ExportError
 from offplan.forms.form import Kind, Part
 from offplan.forms.packed import can_pack
@@ -24,6 +32,8 @@ from offplan.units import format_bytes
 
 WORKER = "offplan.vllm.Worker"
 """The class that vLLM is told to start."""
+IN_FORCE = "offplan: the plan is in force: "
+"""What begins the line of each rank of the worker once it has compared all with the plan."""
 QUANTIZATION = "offplan_packed"
 """The name by which vLLM holds packed weights."""
 
@@ -58,6 +68,8 @@ class Taken:
     packs nothing."""
     packs_head: bool = False
     """Whether the output head is packed."""
+    first_layer: int = 0
+    """The number that vLLM gives the stage's first layer."""
 
     @property
     def streams(self) -> bool:
@@ -80,10 +92,12 @@ class Taken:
         at = next((number for number, name in enumerate(names) if name.isdecimal()), None)
         if at is None or not self.packed:
             return False
-        own = (*names[at + 1 :], *(["routed_experts"] if names[-1] == "experts" else []))
-        index = int(names[at])
-        held = self.packed[index] if index < len(self.packed) else {}
-        return any(name.rpartition(".")[0] == ".".join(own) for name in held)
+        own, has_experts = ".".join(names[at + 1 :]), names[-1] == "experts"
+        index = int(names[at]) - self.first_layer
+        held = self.packed[index] if 0 <= index < len(self.packed) else {}
+        owners = (name.rpartition(".")[0] for name in held)
+        # some models name the parent of their experts otherwise than its attribute
+        return any(o == own or (has_experts and o.endswith(".routed_experts")) for o in owners)
 
     @property
     def fingerprint(self) -> str:
@@ -95,7 +109,8 @@ class Taken:
         copied, read = ([p.nbytes for p in self.of(b)] for b in (Backend.PREFETCH, Backend.UVA))
         embedding = ", and the input embedding by row" if self.embedding else ""
         packed = sum(sum(layer.values()) for layer in self.packed)
-        held = f"; {format_bytes(packed)} of the layers are packed" if packed else ""
+        head = ", and the output head," if self.packs_head else ""
+        held = f"; {format_bytes(packed)} of the layers{head} are packed" if packed else ""
         return (
             f"{len(copied)} parameters ({format_bytes(sum(copied))}) are copied through a ring of "
             f"{format_bytes(self.ring_bytes)}, {len(read)} ({format_bytes(sum(read))}) are read in "
@@ -178,7 +193,8 @@ class StageTaken:
             ring_bytes=placement.num_slots * slot_bytes(streamed),
             embedding=embedding,
             packed=tuple(packed) if any(packed) else (),
-            packs_head=stage.head is not None and is_packed(stage.head),
+            packs_head=any(map(is_packed, stage.outside)),
+            first_layer=stage.first_layer,
         )
         more_ring = taken.ring_bytes - placement.ring_bytes
         demand = EngineDemand(
@@ -199,6 +215,30 @@ def _require_one_backend(offload: Offload) -> None:
             )
 
 
+def choose_packed(stage: Stage, weights: Sequence[Parameter]) -> set[int]:
+    """Return the identities of those of a stage's weights that vLLM can hold packed.
+
+    vLLM packs what it fuses as one matrix, and some heads not at all.
+    """
+    found = set(map(id, weights))
+    for each in engine_parameters(stage, {}):
+        fused = each.parameters
+        is_matrix = all(len(parameter.shape) == 2 for parameter in fused)
+        if len(fused) == 1 or not is_matrix or fused[0].is_expert:
+            continue
+        if not found.issuperset(map(id, fused)) or not can_pack(_fuse(fused)):
+            found.difference_update(map(id, fused))
+    if stage.head is not None and not PLAIN_HEADS.isdisjoint(stage.architecture.class_names):
+        found.discard(id(stage.head))
+    return found
+
+
+def _fuse(parameters: Sequence[Parameter]) -> tuple[int, int]:
+    """Return the shape of the matrix, [out, in], that vLLM fuses of several."""
+    shapes = [parameter.shape for parameter in parameters]
+    return sum(shape[-2] for shape in shapes), shapes[0][-1]
+
+
 def _require_packable(stage: Stage) -> None:
     """Raise ExportError where vLLM would not pack exactly what the plan does."""
     if stage.model.towers:
@@ -212,9 +252,7 @@ def _require_packable(stage: Stage) -> None:
         if each.packs is None or not each.name.endswith(name_part("", Part.WEIGHT)):
             continue
         whole = each.name.removesuffix(name_part("", Part.WEIGHT))
-        shapes = [parameter.shape for parameter in each.parameters]
-        fused = sum(shape[-2] for shape in shapes), shapes[0][-1]
-        if (each.layer, whole) in names or not can_pack(fused):
+        if (each.layer, whole) in names or not can_pack(_fuse(each.parameters)):
             raise ExportError(
                 f"vLLM holds {whole} of layer {each.layer} as one matrix, and the plan packs part "
                 "of it alone, or more than one packed matrix has: plan again with --no-packing, or "

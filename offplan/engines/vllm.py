@@ -34,6 +34,8 @@ from offplan.plan import Backend, Plan, Rule
 
 FACTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_bytes())
 
+PLAIN_HEADS = frozenset(FACTS["plain_heads"])
+"""Architectures whose output head stays as it is stored."""
 WORKER_VERSIONS: dict[str, Version] = {"0.33.0": (0, 33, 0)}
 """Versions that offplan's worker and packed weights were tried with; both refuse any other."""
 HEEDS_OFFLOADING: Version = (0, 28, 0)

@@ -3,13 +3,12 @@
 from dataclasses import dataclass, replace
 
 from offplan.checkpoint.model import KVCache, Layer, Model
-from offplan.errors import PlanError
 from offplan.held.packing import pack_stage
 from offplan.held.runner import OWN_RUNTIME, STOCK_RUNTIME, Runner
 from offplan.held.stage import Stage
 from offplan.held.stock import StockPasses, find_passes
 from offplan.plan import Packing, Workload
-from offplan.ranks import ONE_RANK, Ranks
+from offplan.ranks import Ranks
 from offplan.routing.profile import RoutingProfile
 
 
@@ -52,15 +51,10 @@ class Held:
         return replace(self, stages=tuple(replace(each, routing=routing) for each in self.stages))
 
     def pack(self, packing: Packing | None) -> "Held":
-        """Return the same with the weights packed that a plan says.
+        """Return the same with the weights packed that a plan says, of each rank its own shares.
 
-        Raises PlanError, also where ranks divide the model.
+        Raises PlanError as ``pack_stage`` does.
         """
-        if packing is not None and self.ranks != ONE_RANK:
-            raise PlanError(
-                f"packing takes weights of one GPU, and {self.ranks.label} divides the model: plan "
-                "again with --no-packing"
-            )
         return replace(self, stages=tuple(pack_stage(stage, packing) for stage in self.stages))
 
 

@@ -13,6 +13,7 @@ from offplan.forms.form import RAW, Kind, Part
 from offplan.forms.packed import PACKED, can_pack, packed_parts
 from offplan.held.stage import Stage
 from offplan.plan import Packing
+from offplan.ranks import ONE_RANK
 from offplan.segments import describe_unmatched
 from offplan.unpacked import OUTPUT_HEAD, Unpacked
 
@@ -20,12 +21,14 @@ NOTHING = Unpacked()
 """No weight is left out."""
 
 
-def pack_everything(model: Model, *, head: bool = True, unpacked: Unpacked = NOTHING) -> Packing:
+def pack_everything(
+    held: Model | Stage, *, head: bool = True, unpacked: Unpacked = NOTHING
+) -> Packing:
     """Return the packing that takes all that can be packed but what is left ``unpacked``.
 
-    It takes the head only if ``head`` is true.
+    ``held`` is a model, or the last stage of ranks. Its head is packed only if ``head`` is true.
     """
-    packs_head = head and not unpacked.takes_head and _why_not_pack_head(model) is None
+    packs_head = head and not unpacked.takes_head and _why_not_pack_head(held) is None
     names = tuple(name for name in unpacked.names if name != OUTPUT_HEAD)
     return Packing(group_size=1, num_in_group=1, output_head=packs_head, leave_unpacked=names)
 
@@ -87,7 +90,8 @@ def name_weights(model: Model, weights: Collection[str]) -> tuple[str, ...]:
 def pack_stage(stage: Stage, packing: Packing | None) -> Stage:
     """Return a stage with the weights packed that a plan says.
 
-    Sizes are certain: each packed matrix takes its reserve of patches, whatever its values. Raises
+    Sizes are certain: each packed matrix takes its reserve of patches, whatever its values. The
+    pattern of layers starts anew in each stage of a pipeline, as that of a rule does. Raises
     PlanError for packing that takes nothing, or some of a layer's experts alone, or a head that
     cannot be packed, and for a name that it leaves out and that is not there.
     """
@@ -103,7 +107,7 @@ def pack_stage(stage: Stage, packing: Packing | None) -> Stage:
     unmatched = describe_unmatched(packing.cpu_offload_params, model.parameter_names)
     if unmatched is not None:
         raise PlanError(f"packing {unmatched}")
-    packs = _taken(model, packing)
+    packs = _taken(stage, packing)
 
     def hold(layer: Layer) -> Layer:
         held = tuple(_pack(p) if id(p) in packs else p for p in layer.parameters)
@@ -112,9 +116,11 @@ def pack_stage(stage: Stage, packing: Packing | None) -> Stage:
     layers = tuple(map(hold, stage.layers))
     taken = [is_packed(p) for layer in layers for p in layer.parameters]
     if not any(taken):
+        where = f" on {stage.ranks.label}" if stage.ranks != ONE_RANK else ""
         raise PlanError(
-            f"packing takes nothing: {source} has no bfloat16 matrices in the layers that it "
-            "matches and that can be packed; leave out `packing`, or plan again with --no-packing"
+            f"packing takes nothing: {source} has{where} no bfloat16 matrices in the layers that "
+            "it matches and that can be packed; leave out `packing`, or plan again with "
+            "--no-packing"
         )
     for layer in layers:
         if len({is_packed(p) for p in layer.parameters if _is_matrix(p) and p.is_expert}) > 1:
@@ -124,12 +130,12 @@ def pack_stage(stage: Stage, packing: Packing | None) -> Stage:
             )
     outside = stage.outside
     if packing.output_head and not unpacked.takes_head:
-        if why_not := _why_not_pack_head(model):
+        if why_not := _why_not_pack_head(stage):
             raise PlanError(
                 f"packing takes the output head, and the head of {source} cannot be packed: "
                 f"{why_not}; leave out `output_head`"
             )
-        outside = tuple(_pack(p) if p is stage.head else p for p in outside)
+        outside = tuple(_pack(p) if _is_head(p, model) else p for p in outside)
     return replace(stage, layers=layers, outside=outside, packing=packing)
 
 
@@ -149,23 +155,25 @@ def is_packed(parameter: Parameter) -> bool:
     return parameter.form.kind is Kind.PACKED
 
 
-def packable(model: Model, unpacked: Unpacked = NOTHING) -> list[Parameter]:
+def packable(held: Model | Stage, unpacked: Unpacked = NOTHING) -> list[Parameter]:
     """List the weights of the layers that can be packed, told from headers and config alone.
 
-    Those that are left ``unpacked`` are not among them. The routed experts of a layer are
-    multiplied in one way: where one of their weights stays, all do.
+    Of several ranks they are one's shares. Those that are left ``unpacked`` are not among them. The
+    routed experts of a layer are multiplied in one way: where one of their weights stays, all do.
     """
-    architecture = model.architecture
-    if model.dtype != "bfloat16" or architecture.quantisation is not None:
+    architecture, first = held.architecture, 0 if isinstance(held, Model) else held.first_layer
+    if held.dtype != "bfloat16" or architecture.quantisation is not None:
         return []
     if architecture.matrices_in_out:
         return []
+    fit = [p for layer in held.layers for p in layer.parameters if _fits(p, architecture)]
+    held_so = set(map(id, fit)) if isinstance(held, Model) else held.runner.choose_packed(held, fit)
     found: list[Parameter] = []
-    for layer in model.layers:
+    for layer in held.layers:
         fitting = [
             p
             for p in layer.parameters
-            if _fits(p, architecture) and not unpacked.takes(layer.index, p.name)
+            if id(p) in held_so and not unpacked.takes(first + layer.index, p.name)
         ]
         num_experts = sum(_is_matrix(p) and p.is_expert for p in layer.parameters)
         all_fit = sum(p.is_expert for p in fitting) == num_experts
@@ -173,30 +181,43 @@ def packable(model: Model, unpacked: Unpacked = NOTHING) -> list[Parameter]:
     return found
 
 
-def _taken(model: Model, packing: Packing) -> set[int]:
+def _taken(held: Model | Stage, packing: Packing) -> set[int]:
     """Return the identities of the layers' weights that a packing takes."""
-    packs = {id(parameter) for parameter in packable(model, Unpacked(packing.leave_unpacked))}
+    packs = {id(parameter) for parameter in packable(held, Unpacked(packing.leave_unpacked))}
     return {
         id(p)
-        for layer in model.layers
+        for layer in held.layers
         if packing.selects_layer(layer.index)
         for p in layer.parameters
         if id(p) in packs and packing.matches(p.name)
     }
 
 
-def _why_not_pack_head(model: Model) -> str | None:
-    """Say why the output head of a model whose layers can be packed cannot, None where it can."""
+def _why_not_pack_head(held: Model | Stage) -> str | None:
+    """Say why the output head of a model whose layers can be packed cannot, None where it can.
+
+    Of several ranks each one's rows must allow it, padded as they are, and the whole head, too.
+    """
+    model = held if isinstance(held, Model) else held.model
     head = model.head
     if head is None or not model.stores_head or head.name in model.tied:
         return "it is the input embedding, which is read by row"
-    if not _is_raw_matrix(head) or not can_pack(head.shape):
-        found = f"{head.name} of {head.tensors[0].dtype}, {list(head.shape)}"
-        return (
-            f"found {found}, expected BF16 of rows in multiples of 64, of inputs of 8, and fewer "
-            "than 2^30 weights"
-        )
+    shares = [] if isinstance(held, Model) else [p for p in held.outside if _is_head(p, model)]
+    if not isinstance(held, Model) and len(held.runner.choose_packed(held, shares)) < len(shares):
+        return f"{held.runner.name} builds it as it is stored"
+    for each in (head, *shares):
+        if not _is_raw_matrix(each) or not can_pack(each.shape):
+            found = f"{each.name} of {each.tensors[0].dtype}, {list(each.shape)}"
+            return (
+                f"found {found}, expected BF16 of rows in multiples of 64, of inputs of 8, and "
+                "fewer than 2^30 weights"
+            )
     return None
+
+
+def _is_head(parameter: Parameter, model: Model) -> bool:
+    """Whether a parameter is the head, which vLLM builds in each stage of some pipelines."""
+    return model.head is not None and parameter.name == model.head.name
 
 
 def _fits(parameter: Parameter, architecture: Architecture) -> bool:

@@ -13,6 +13,7 @@ from offplan.held.layout import AS_STORED, Layout
 from offplan.plan import Offload, Plan
 
 if TYPE_CHECKING:
+    from offplan.checkpoint.parameter import Parameter
     from offplan.held.held import Held
     from offplan.held.stage import Stage
 
@@ -82,6 +83,12 @@ class Runner(Protocol):
     def holds_packed(self) -> bool:
         """Whether it holds weights packed without loss."""
 
+    def choose_packed(self, stage: "Stage", weights: Sequence["Parameter"]) -> set[int]:
+        """Return the identities of those of a stage's weights that it can hold packed.
+
+        ``weights`` are matrices whose own types and sizes allow it.
+        """
+
     @property
     def max_bytes_unit(self) -> int:
         """A rule's ``max_bytes`` is a whole number of these."""
@@ -118,6 +125,10 @@ class OwnRuntime:
     places_embedding = True
     holds_packed = True
     max_bytes_unit = 1
+
+    def choose_packed(self, stage: "Stage", weights: Sequence["Parameter"]) -> set[int]:
+        """Return all of them."""
+        return set(map(id, weights))
 
     @property
     def backends(self) -> Sequence[Backend]:

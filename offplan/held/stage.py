@@ -39,6 +39,8 @@ class Stage:
     """The processes that the model is divided among."""
     number: int = 0
     """Which of the pipeline's stages it is, from 0 on."""
+    first_layer: int = 0
+    """The number that its first layer has in the whole model."""
     derived_bytes: int = 0
     """Bytes on the GPU that are made of weights when they are loaded, beside the weights."""
     packing: Packing | None = None

@@ -64,8 +64,10 @@ def _find_fewest(plain: Space, packed: Space, budget: Budget, aim: Aim) -> Found
 
     The output head is packed as where all is: it takes most for what it costs.
     """
-    if any(parameter.is_expert for parameter in packable(plain.question.model)):
+    if any(parameter.is_expert for parameter in packable(plain.stage)):
         return None  # the search packs experts in all layers or in none
+    if plain.question.goal.pipeline_parallel > 1:
+        return None  # whose other stages would have to fit as well
     layers = list_patterns(len(plain.kind_of)).layers
     saved = np.array(
         [a.nbytes - b.nbytes for a, b in zip(plain.stage.layers, packed.stage.layers, strict=True)]

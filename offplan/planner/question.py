@@ -24,7 +24,6 @@ from offplan.plan import (
     RoutingRef,
     Workload,
 )
-from offplan.ranks import ONE_RANK
 from offplan.unpacked import Unpacked
 
 
@@ -89,8 +88,7 @@ class Question:
     @property
     def may_pack(self) -> bool:
         """Whether weights may be packed: in GPU memory there are kernels that multiply them."""
-        may = self.held.runner.holds_packed and self.held.ranks == ONE_RANK
-        return self.goal.packing and may and not self.machine.is_cpu
+        return self.goal.packing and self.held.runner.holds_packed and not self.machine.is_cpu
 
     @property
     def unpacked(self) -> Unpacked:

@@ -94,11 +94,12 @@ class Searcher:
     def packed(self) -> "Searcher | None":
         """Searches the same question with all packed that can be; None where nothing may be."""
         question = self.space.question
-        if not question.may_pack or not packable(question.model, question.unpacked):
+        stage, last = question.held.stage, question.held.stages[-1]
+        if not question.may_pack or not packable(stage, question.unpacked):
             return None
         # values of a head are made for many sequences, and take more than packing it saves
         head = not makes_values(question.workload.batch, question.model.element_bytes)
-        packing = pack_everything(question.model, head=head, unpacked=question.unpacked)
+        packing = pack_everything(last, head=head, unpacked=question.unpacked)
         return Searcher(Space(question, packing))
 
     @property

@@ -96,8 +96,7 @@ class Stages:
     @cached_property
     def _prices(self) -> list[tuple[int, StagePrices]]:
         """How many stages there are of each that differs in what it costs, and its prices."""
-        question = self.largest.question
-        held = question.held
+        question, held = self.largest.question, self.largest.held
         others = [stage for number, stage in enumerate(held.stages) if number != held.planned]
         keys = [
             (tuple(layer.key for layer in each.layers), each.outside_key, each.head is None)

@@ -11,7 +11,7 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.weights import has_weights
 from offplan.engines.export import export_plan
 from offplan.errors import ExportError
-from offplan.held.held import Held, hold
+from offplan.held.held import Held
 from offplan.held.packing import is_packed
 from offplan.library.analysis import Analysis
 from offplan.machine.profile import MachineProfile
@@ -173,7 +173,7 @@ def describe_plainly(plan: Plan, held: Held) -> str:
     offload = plan.offload
     packed = []
     if offload.packing is not None:
-        packed.append(_describe_packing_plainly(offload.packing, held.model))
+        packed.append(_describe_packing_plainly(offload.packing, held))
     if not offload.rules and offload.embeddings == "device":
         return "The plan: " + "; ".join(["everything stays on the GPU", *packed]) + "."
     where = "in host memory" if offload.store == "host" else "on the second GPU"
@@ -183,11 +183,13 @@ def describe_plainly(plan: Plan, held: Held) -> str:
     return "The plan: " + "; ".join([*sentences, *packed]) + "."
 
 
-def _describe_packing_plainly(packing: Packing, model: Model) -> str:
+def _describe_packing_plainly(packing: Packing, held: Held) -> str:
     """Say which weights a plan holds packed, and how much smaller they are so."""
-    stage = hold(model, packing)
-    packed = [[p for p in layer.parameters if is_packed(p)] for layer in stage.layers]
-    weights = [p for p in stage.parameters if is_packed(p)]
+    stages = (held if held.stage.packing == packing else held.pack(packing)).stages
+    packed = [
+        [p for p in layer.parameters if is_packed(p)] for stage in stages for layer in stage.layers
+    ]
+    weights = [p for stage in stages for p in stage.parameters if is_packed(p)]
     stored = sum(tensor.nbytes for p in weights for tensor in p.unpacked)
     share = sum(p.nbytes for p in weights) / stored
     what = ", ".join(packing.cpu_offload_params) or "weights"

@@ -13,6 +13,7 @@ from offplan.engines.export import Export, export_plan
 from offplan.engines.registry import find_engine
 from offplan.engines.runner import lower
 from offplan.engines.startup import OFF, Startup, read_log, read_server
+from offplan.engines.taken import StageTaken
 from offplan.errors import InputError
 from offplan.held.stage import Stage
 from offplan.plan import Plan, Rule
@@ -43,13 +44,13 @@ def read_start(engine: str, log: Path | None, url: str | None) -> Startup:
     Raises InputError for what is no such log, and for a server that does not say.
     """
     chosen, _ = find_engine(engine)
-    if chosen.is_worker:
+    if chosen.is_worker and log is None:
         raise InputError(
-            f"{chosen.title} lets it start only where the plan is in force, and says so in the "
-            "log: there is nothing to check"
+            f"{chosen.title} writes what is in force into its log, and no server is asked for it: "
+            "name the log (--log)"
         )
     if log is not None:
-        startup = read_log(chosen.name, read_text(log, "log", MOST_LOG_BYTES, InputError))
+        startup = read_log(chosen.family, read_text(log, "log", MOST_LOG_BYTES, InputError))
         if startup.loaded_bytes is None:
             raise InputError(
                 f"{log} does not say what loading the weights took: it is no log of {chosen.title} "
@@ -76,7 +77,7 @@ def check_start(plan: Plan, model: Model, engine: str, startup: Startup) -> tupl
         text = f"the server says its flags, not what they did: {chosen.title}'s log does (--log)"
         return (*findings, Finding("offload", "unknown", text))
     goal = plan.goal.model_copy(update={"engine": engine})
-    stages = lower(model, goal, plan.workload).stages
+    stages = lower(model, goal, plan.workload).pack(plan.offload.packing).stages
     if startup.stages and max(startup.stages) >= len(stages):
         text = f"a stage {max(startup.stages)} of a pipeline writes; the plan has {len(stages)}"
         findings.append(Finding("stages", "drift", text))
@@ -85,7 +86,8 @@ def check_start(plan: Plan, model: Model, engine: str, startup: Startup) -> tupl
     demands = export.demand.stages or (export.demand,) * len(stages)
     for number, (stage, of_stage) in enumerate(zip(stages, demands, strict=True)):
         told = startup.stages.get(number, Startup())
-        for each in _check_stage(plan, stage, replace(export, demand=of_stage), told):
+        demand = replace(of_stage, flags=export.demand.flags)
+        for each in _check_stage(plan, stage, replace(export, demand=demand), told):
             findings.append(replace(each, subject=f"{each.subject}, stage {number}"))
     return tuple(findings)
 
@@ -158,15 +160,30 @@ def _check_stage(plan: Plan, stage: Stage, export: Export, startup: Startup) -> 
     if startup == Startup():
         yield Finding("offload", "unknown", "what the plan moves names no rank of this stage")
         return
+    if export.engine.is_worker and export.demand.flags:
+        yield from _check_worker(plan, stage, export, startup)
+        return
     # vLLM has only the first rank of a host say its ring
     is_later = stage.number > 0
     has_ring = "offload-group-size" in export.demand.flags
     if not (is_later and has_ring and startup.num_layers is None):
         yield from _check_offload(plan.offload.rules, stage, export, startup)
-    if startup.loaded_bytes is None:
-        yield Finding("GPU memory", "unknown", "its ranks do not say what loading the weights took")
+    yield _check_memory(stage, export, startup)
+
+
+def _check_worker(plan: Plan, stage: Stage, export: Export, startup: Startup) -> Iterator[Finding]:
+    """Check that each rank of a stage says to hold what the plan has: it starts with no other."""
+    taken = StageTaken.find(plan.offload, stage, export.version).taken
+    expected, told = taken.describe(), startup.in_force
+    unlike = [each for each in told if each != expected]
+    if told and not unlike:
+        ranks = f"{len(told)} ranks say" if len(told) > 1 else "the log says"
+        yield Finding("plan", "holds", f"{ranks} that the plan is in force: {expected}")
     else:
-        yield _check_memory(stage, export, startup)
+        found = f"the plan is in force with: {unlike[0]}" if told else "no plan is in force"
+        yield Finding("plan", "drift", f"the log says that {found}; the plan has: {expected}")
+    # the embedding moves only after vLLM has written what loading took
+    yield _check_memory(stage, export, startup, taken.ring_bytes)
 
 
 def _check_offload(
@@ -193,16 +210,21 @@ def _check_offload(
     yield _judge("offload", same, text)
 
 
-def _check_memory(stage: Stage, export: Export, startup: Startup) -> Finding:
-    """Check that what was offloaded has left the GPU: loading may have brought it back."""
-    assert startup.loaded_bytes is not None, "asked of logs that say it"
+def _check_memory(stage: Stage, export: Export, startup: Startup, more: int = 0) -> Finding:
+    """Check that what was offloaded has left the GPU: loading may have brought it back.
+
+    ``more`` are bytes that a worker may hold beyond the weights that stay.
+    """
+    if startup.loaded_bytes is None:
+        text = "its ranks do not say what loading the weights took"
+        return Finding("GPU memory", "unknown", text)
     offloaded, _ = _moved_bytes(export)
     slack = WEIGHTS_TO * stage.loaded_bytes
     if offloaded:
         slack = min(slack, offloaded / 2)
     # experts may be laid out larger than they are stored
     slack += export.engine.demand_resident(stage, export.version).more_gpu_bytes
-    expected = stage.loaded_bytes - offloaded
+    expected = stage.loaded_bytes - offloaded + more
     text = (
         f"loading took {format_bytes(round(startup.loaded_bytes))}; the weights that stay have "
         f"{format_bytes(expected)}"

@@ -471,8 +471,12 @@ def test_a_plan_for_the_worker_is_exported_with_its_file(cli: CLI, tmp_path: Pat
     assert "offplan's worker in vLLM runs it as it is: --engine vllm-worker" in err
     code, _, err = cli("export", path, "--engine", "vllm-worker", "--replan")
     assert (code, "offplan plan --for vllm-worker" in err) == (2, True)
-    code, _, err = cli("check", path, "--engine", "vllm-worker", "--log", path)
-    assert (code, "only where the plan is in force" in err) == (2, True)
+    code, _, err = cli("check", path, "--engine", "vllm-worker", "--url", "http://127.0.0.1:1")
+    assert (code, "name the log (--log)" in err) == (2, True)
+    log = tmp_path / "serve.log"
+    log.write_text("Model loading took 1.00 GiB memory and 0.100000 seconds\n")
+    code, out, _ = cli("check", path, "--engine", "vllm-worker", "--log", log)
+    assert (code, "the log says that no plan is in force" in strip_lines(out)) == (4, True)
 
 
 def test_a_start_is_held_against_an_export(cli: CLI, plan_file: Path, tmp_path: Path) -> None:

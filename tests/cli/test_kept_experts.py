@@ -77,7 +77,7 @@ def test_a_plan_names_its_profile_and_every_command_knows_it(
     assert (code, "ok  routing" in out) == (0, True)
     code, _, err = cli("export", path, "--engine", "vllm")
     assert code != 0
-    assert "(cached_experts), which no flag of vLLM says: plan again with --for" in err
+    assert "(cached_experts), which vLLM does not do: plan again with --for" in err
 
     other = profile.read_text("utf-8").replace('"tokens": ', '"tokens": 1')
     (tmp_path / "routing.json").write_text(other, "utf-8")
@@ -210,7 +210,7 @@ def test_a_plan_by_hand_divides_what_is_missed(cli: CLI, profile: Path, tmp_path
     after = "host (uva, host, 3 experts kept, 60% of those missed by the cores)"
     assert {each["after"] for each in moves} == {after}
     code, _, err = cli("export", path, "--engine", "vllm")
-    assert (code, "(cached_experts), which no flag" in err) == (2, True)
+    assert (code, "(cached_experts), which vLLM does not do" in err) == (2, True)
     code, out, err = cli("run", path, "--prompt", "Weights", "--device", "cpu")
     assert code == 0, err
     for what in ("hit", "missed", "brought", "multiplied by the cores"):

@@ -120,13 +120,15 @@ def build(
         return initialize_model(vllm_config=config)
 
 
-def load(config: Any, folder: Path, rank: int | None = None, offloader: Any = None) -> Any:
+def load(
+    config: Any, folder: Path, rank: int | None = None, offloader: Any = None, stage: int = 0
+) -> Any:
     """Load a checkpoint's weights by vLLM's own loader, on the CPU; return the model."""
     from vllm.model_executor.model_loader import get_model_loader
 
     config.device_config.device = torch.device("cpu")
     torch.accelerator.empty_cache = lambda: None  # there is none
-    with playing_a_rank(config, folder, rank=rank, offloader=offloader):
+    with playing_a_rank(config, folder, stage, rank, offloader):
         loader = get_model_loader(config.load_config)
         return loader.load_model(vllm_config=config, model_config=config.model_config)
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,14 +18,22 @@ import torch
 from safetensors.torch import save_file
 
 from offplan.errors import ExportError
-from tests.engines.real_packed import MODELS, load, register, save, values_of
+from tests.engines.real_packed import (
+    MODELS,
+    ROOT,
+    load,
+    register,
+    run_ranks,
+    save,
+    store_codes,
+    values_of,
+)
 
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.skipif(find_spec("vllm") is None, reason="needs the package vllm"),
 ]
 
-ROOT = Path(__file__).parents[2]
 DENSE = {"gate_up_proj", "down_proj", "o_proj", "lm_head"}
 OF_LATENTS = DENSE | {"q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "routed_experts"}
 PACKED_MODULES = {
@@ -33,6 +42,7 @@ PACKED_MODULES = {
     "qwen3_moe": {"qkv_proj", "o_proj", "lm_head", "routed_experts"},
     "deepseek_v2": OF_LATENTS,
     "deepseek_v3": OF_LATENTS,
+    "gpt_oss": {"qkv_proj", "o_proj"},
 }
 
 
@@ -61,50 +71,63 @@ def test_every_bit_is_what_vllm_loads(family: str, tmp_path: Path, packed: Any) 
     assert {each.device.type for each in model.parameters()} == {"cpu"}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_each_of_two_ranks_packs_its_shard(family: str, tmp_path: Path, packed: Any) -> None:
+def test_experts_of_codes_stay_as_they_are_stored(
+    tmp_path: Path, packed: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of gpt-oss, which vLLM's own method of the checkpoint holds and multiplies."""
+    save("gpt_oss", tmp_path)
+    stored = store_codes(tmp_path)
+    with caplog.at_level("INFO", "vllm.offplan"):
+        model, plain = load(tmp_path), load(tmp_path, quantised=False)
+    assert list_packed(model) == PACKED_MODULES["gpt_oss"]
+    assert not list_packed(plain)
+    assert "mlp.experts stays as it is stored: " in caplog.text
+    got, expected = values_of(packed, model), values_of(packed, plain)
+    assert got.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(got[name], values), name
+    held = got["model.layers.1.mlp.experts.routed_experts.w13_weight"]
+    codes = stored["model.layers.1.mlp.experts.gate_up_proj_blocks"].flatten(2)
+    _, rows, columns = codes.shape  # the kernels' sizes are larger
+    assert torch.equal(held[:, :rows, :columns], codes)
+
+
+def test_weights_that_no_loader_filled_are_an_error(
+    tmp_path: Path, packed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gpt-oss' own loader writes its experts past those of parameters, which nothing would pack."""
+    save("gpt_oss", tmp_path)
+    monkeypatch.setattr(
+        packed.PackedConfig,
+        "_of_experts",
+        lambda _, layer, prefix: packed.PackedExperts(layer.moe_config, prefix),
+    )
+    with pytest.raises(ExportError, match=r"vLLM loaded 0 of \d+ weights of model.layers.0.mlp"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [("llama", []), ("qwen3_moe", []), ("qwen3_moe", ["--enable-expert-parallel"])],
+    ids=["dense", "experts", "whole experts"],
+)
+def test_each_of_two_ranks_packs_its_shard(family: str, more: list[str], tmp_path: Path) -> None:
     save(family, tmp_path)
-    plain, held = (load_ranks(tmp_path, more) for more in ([], ["--quantization", packed.NAME]))
+    words = ["serve", str(tmp_path), "--max-model-len", "64", "--dtype", "bfloat16"]
+    words += ["--tensor-parallel-size", "2", *more]
+    code = (
+        "model = real_vllm.load(real_vllm.parse_command(arguments), folder, rank)\n"
+        "result = real_packed.values_of(packed, model)"
+    )
+    plain = run_ranks(code, tmp_path, *words)
+    held = run_ranks(code, tmp_path, *words, "--quantization", "offplan_packed")
     for of_plain, of_packed in zip(plain, held, strict=True):
         assert of_plain.keys() == of_packed.keys()
         for name, values in of_plain.items():
             assert torch.equal(of_packed[name], values), name
-    one, other = held
-    assert not torch.equal(
-        *(rank["model.layers.0.self_attn.o_proj.weight"] for rank in (one, other))
-    )
-
-
-def load_ranks(folder: Path, more: list[str]) -> list[dict[str, torch.Tensor]]:
-    """Load the two shards of a model, each in a process; return the values of what they hold."""
-    words = ["serve", str(folder), "--max-model-len", "64", "--dtype", "bfloat16"]
-    words += ["--tensor-parallel-size", "2", *more]
-    code = (
-        "import json, sys\nfrom pathlib import Path\nimport torch\n"
-        "from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod\n"
-        "from offplan import vllm_packed\n"
-        "from tests.engines import real_packed, real_vllm\n"
-        "words, folder, rank = json.loads(sys.argv[1])\n"
-        "UnquantizedFusedMoEMethod._setup_kernel = lambda *_, **__: None\n"
-        "vllm_packed.register()\n"
-        "model = real_vllm.load(real_vllm.parse_command(words), Path(folder), rank)\n"
-        "values = real_packed.values_of(vllm_packed, model)\n"
-        "torch.save(values, Path(folder) / f'{rank}.pt')\n"
-    )
-    (folder / "store").unlink(missing_ok=True)
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, json.dumps([words, str(folder), rank])],
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        for rank in range(2)
-    ]
-    for process in started:
-        _, told = process.communicate(timeout=300)
-        assert process.returncode == 0, told[-2000:]
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    split = [name for name in held[0] if name.endswith(("o_proj.weight", "w2_weight"))]
+    assert split
+    assert not any(torch.equal(held[0][name], held[1][name]) for name in split)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 70])
@@ -143,6 +166,25 @@ def test_experts_multiply_by_their_values(tmp_path: Path, packed: Any) -> None:
         assert torch.allclose(made[token].float(), expected, atol=0.02, rtol=0.02)
 
 
+def test_ranks_multiply_by_their_own_experts(tmp_path: Path, packed: Any) -> None:
+    """What two ranks make of whole experts, each of its half, adds up to what one makes of all."""
+    save("qwen3_moe", tmp_path)
+    layer = next(m for m in load(tmp_path).modules() if hasattr(m, "w13_weight_packed"))
+    x, chosen = torch.randn(5, 128, dtype=torch.bfloat16), torch.randint(0, 4, (5, 2))
+    shares = torch.rand(5, 2)
+    made = []
+    for experts in (range(4), range(1, 3), (0, 3)):
+        numbers = torch.tensor([*experts])
+        own = SimpleNamespace(**{n: p[numbers] for n, p in layer.named_parameters() if "_w" in n})
+        own.local_num_experts, own.activation = len(numbers), layer.activation
+        own.apply_router_weight_on_input, own.moe_config = False, layer.moe_config
+        own.expert_map = torch.full((4,), -1, dtype=torch.int32)
+        own.expert_map[numbers] = torch.arange(len(numbers), dtype=torch.int32)
+        made.append(layer.quant_method.apply(own, x, shares, chosen, None, None).float())
+    assert torch.allclose(made[0], made[1] + made[2], atol=0.02, rtol=0.02)
+    assert made[1].any()
+
+
 def test_what_cannot_be_packed_stays_and_is_listed(
     tmp_path: Path, packed: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -162,24 +204,33 @@ def test_weights_that_need_patches_are_packed_all_the_same(tmp_path: Path, packe
     assert torch.equal(values_of(packed, model)[name], tensors[name])
 
 
-@pytest.mark.parametrize(
-    ("family", "more", "found"),
-    [
-        ("qwen3_moe", ["--enable-expert-parallel", "--tensor-parallel-size", "2"], "whole experts"),
-        ("llama", ["--dtype", "float16"], "float16 is not supported"),
-    ],
-)
-def test_what_it_does_not_do_is_refused(
-    family: str, more: list[str], found: str, tmp_path: Path, packed: Any
-) -> None:
-    save(family, tmp_path)
-    with pytest.raises((ExportError, ValueError), match=found):
-        load(tmp_path, *more)
+def test_another_type_is_refused(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    with pytest.raises(ValueError, match="float16 is not supported"):
+        load(tmp_path, "--dtype", "float16")
+
+
+def test_experts_under_data_parallelism_are_refused(packed: Any) -> None:
+    moe = SimpleNamespace(moe_parallel_config=SimpleNamespace(dp_size=2))
+    with pytest.raises(ExportError, match="under data parallelism: leave out --data-parallel-size"):
+        packed.PackedConfig()._of_experts(SimpleNamespace(moe_config=moe), "experts")
 
 
 def test_a_quantised_checkpoint_is_refused(packed: Any) -> None:
     with pytest.raises(ExportError, match=r"quantised already \(fp8\)"):
         packed.PackedConfig.from_config({"quant_method": "fp8"})
+
+
+def test_a_quantised_checkpoint_does_not_take_the_place_of_the_option(
+    tmp_path: Path, packed: Any
+) -> None:
+    """vLLM gives a checkpoint's own method to whoever asks for another, without a word."""
+    save("llama", tmp_path)
+    path = tmp_path / "config.json"
+    stored = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stored}))
+    with pytest.raises(ExportError, match=r"quantised already \(fp8\)"):
+        load(tmp_path)
 
 
 def test_other_versions_do_not_have_it(
@@ -196,7 +247,25 @@ def test_other_versions_do_not_have_it(
     assert "0.33.0" in caplog.text
 
 
-def test_vllm_finds_the_plugin_by_itself(tmp_path: Path) -> None:
+OF_WORKER = """
+from contextlib import suppress
+from types import SimpleNamespace
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+config = SimpleNamespace(
+    enable_trace_function_call_for_thread=lambda: None,
+    parallel_config=SimpleNamespace(worker_cls="nowhere.Worker"),
+)
+with suppress(ImportError):
+    WorkerWrapperBase().init_worker([{"vllm_config": config}])
+"""
+LOADS = {
+    "a fresh process": "from vllm.plugins import load_general_plugins\nload_general_plugins()\n",
+    "a worker's process": OF_WORKER,
+}
+
+
+@pytest.mark.parametrize("loads", LOADS.values(), ids=LOADS)
+def test_vllm_finds_the_plugin_by_itself(loads: str, tmp_path: Path) -> None:
     text = (ROOT / "pyproject.toml").read_text()
     point = text.partition('[project.entry-points."vllm.general_plugins"]\n')[2].split("\n")[0]
     folder = tmp_path / "offplan_as_built-0.dist-info"
@@ -205,9 +274,7 @@ def test_vllm_finds_the_plugin_by_itself(tmp_path: Path) -> None:
     found = point.replace('"', "")
     (folder / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{found}\n")
     code = (
-        "from vllm.plugins import load_general_plugins\n"
-        "from vllm.model_executor.layers.quantization import get_quantization_config\n"
-        "load_general_plugins()\n"
+        f"{loads}from vllm.model_executor.layers.quantization import get_quantization_config\n"
         "print(get_quantization_config('offplan_packed').__module__)\n"
     )
     path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])

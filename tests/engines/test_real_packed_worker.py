@@ -5,7 +5,6 @@ On the CPU, which plays the GPU and the host: what is there is a layer's own mem
 
 import json
 from collections.abc import Iterator
-from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,33 @@ from safetensors.torch import save_file
 
 from offplan.backends import Backend
 from offplan.checkpoint.open import open_model
-from offplan.engines.export import export_plan
-from offplan.errors import DriftError, ExportError
+from offplan.engines.engine import join_flags
+from offplan.engines.runner import find_runner
+from offplan.engines.startup import read_log
+from offplan.engines.taken import StageTaken
+from offplan.engines.vllm import FACTS, VLLM
+from offplan.errors import DriftError, ExportError, PlanError
+from offplan.held.held import Held, hold_whole
 from offplan.held.packing import pack_everything
-from offplan.plan import Packing, Plan, Rule, Workload, dump_plan
+from offplan.plan import Packing, Plan, Rule
+from offplan.ranks import Ranks
 from offplan.unpacked import Unpacked
+from offplan.upkeep.engine_start import check_start
 from tests.engines import real_vllm
 from tests.engines.builders import make_plan, prefetch, uva
-from tests.engines.real_packed import load as load_alone
-from tests.engines.real_packed import register, save, values_of
+from tests.engines.real_packed import (
+    MODELS,
+    load,
+    load_planned,
+    register,
+    run_ranks,
+    save,
+    stand_in,
+    values_by_layer,
+    values_of,
+    write_plan,
+)
+from tests.engines.real_vllm import WITH_TOWERS
 
 pytestmark = [
     pytest.mark.engines,
@@ -41,71 +58,10 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The worker's module where what CUDA does happens at once, in this process's memory."""
-    from vllm.model_executor.offloader import prefetch as real
     from vllm.model_executor.offloader import set_offloader
-    from vllm.model_executor.offloader import uva as real_uva
 
-    import offplan.vllm as module
-
-    class Stream:
-        def __getattr__(self, name: str) -> Any:
-            return lambda *_, **__: None
-
-    class OnOneDevice(real._ModuleOffloader):  # type: ignore[misc, name-defined]
-        device = property(lambda self: "cpu", lambda self, device: None)
-
-    for name in ("Stream", "Event", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, Stream)
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", list, raising=False)
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
-    monkeypatch.setattr(real, "_ModuleOffloader", OnOneDevice)
-    monkeypatch.setattr(real_uva, "is_uva_available", lambda: True)
-    monkeypatch.setattr(module, "should_pin_memory", lambda: True)
-    monkeypatch.setattr(module, "UVAOffloader", InPlace)
-    monkeypatch.setattr(module, "find_place", find_place)
-    yield module
+    yield stand_in(monkeypatch)
     set_offloader(None)
-
-
-class InPlace:
-    """Stands for vLLM's offloader of what is read in place, which moves nothing on a CPU."""
-
-    uva_offloading = True
-
-    def __init__(self, most: int) -> None: ...
-
-    def wrap_modules(self, modules: Iterator[torch.nn.Module]) -> None:
-        for module in modules:
-            for parameter in module.parameters():
-                parameter._vllm_is_uva_offloaded = True  # type: ignore[attr-defined]
-
-
-def write_plan(folder: Path, packing: Packing | None, *rules: Rule, slots: int = 1) -> Plan:
-    """Write a plan for the checkpoint of a folder, into it."""
-    model, plan = open_model(str(folder)), make_plan(*rules, prefetch_step=slots)
-    named = {"source": str(folder), "headers_sha256": model.headers_sha256}
-    changes = {
-        "model": plan.model.model_copy(update=named),
-        "workload": Workload(prompt_tokens=32, output_tokens=16, context=64),
-        "offload": plan.offload.model_copy(update={"packing": packing}),
-    }
-    plan = plan.model_copy(update=changes)
-    (folder / "plan.yaml").write_text(dump_plan(plan))
-    return plan
-
-
-def load(worker: Any, folder: Path) -> tuple[Any, Any]:
-    """Load a checkpoint as the exported command and the worker do; return model and offloader."""
-    export = export_plan(folder / "plan.yaml", open_model(str(folder)), "vllm-worker")
-    config = real_vllm.parse_command(export.command[1:])
-    taken = worker.take_plan(config)
-    config.quant_config.taken = taken
-    offloader = worker.PlanOffloader(taken, lambda: None)
-    model = real_vllm.load(config, folder, offloader=offloader)
-    offloader.post_init()
-    return model, offloader
 
 
 RULES = {
@@ -119,7 +75,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("family", MODELS)
 def test_what_the_plan_packs_lies_where_the_plan_has_it(
     family: str,
     rules: tuple[Rule, ...],
@@ -129,10 +85,10 @@ def test_what_the_plan_packs_lies_where_the_plan_has_it(
 ) -> None:
     """Every parameter, its bytes and its bits; copies of the ring are those of the layer."""
     save(family, tmp_path, num_hidden_layers=4)
-    whole = open_model(str(tmp_path))
-    plain = load_alone(tmp_path, quantised=False)
+    whole = hold_whole(open_model(str(tmp_path)), find_runner("vllm-worker"))
+    plain = load(tmp_path, quantised=False)
     plan = write_plan(tmp_path, pack_everything(whole), *rules)
-    model, offloader = load(worker, tmp_path)
+    model, offloader = load_planned(worker, tmp_path)
     offloader.verify()
     taken = offloader._taken
     for index, layer in enumerate(offloader._layers):
@@ -140,15 +96,13 @@ def test_what_the_plan_packs_lies_where_the_plan_has_it(
         assert held.keys() == {n for n in taken.packed[index] if n.endswith("_packed")}
     assert any(taken.packed)
     assert hasattr(model.lm_head, "weight_packed") == taken.packs_head
-    for each in offloader.module_offloaders:  # the ring holds one layer at a time
-        each.start_onload_to_static()
-        got = values_of(packed, each.module)
-        index = offloader._layers.index(each.module)
-        expected = values_of(packed, plain.model.layers[index])
-        assert got.keys() == expected.keys()
-        assert all(torch.equal(got[name], expected[name]) for name in expected)
+    got = values_by_layer(packed, offloader)
+    hold_against(got, [values_of(packed, layer) for layer in plain.model.layers])
     for backend in (Backend.PREFETCH, Backend.UVA):
-        wants = any(rule.decode is backend for rule in plan.offload.rules)
+        moves = (rule for rule in plan.offload.rules if rule.decode is backend)
+        if family == "gpt_oss":  # whose experts are not packed
+            moves = (rule for rule in moves if rule.cpu_offload_params != ("mlp",))
+        wants = any(moves)
         assert (
             any(
                 name.endswith("_packed")
@@ -160,6 +114,151 @@ def test_what_the_plan_packs_lies_where_the_plan_has_it(
         )
 
 
+RANKS = (("llama", Ranks(2)), ("qwen3_moe", Ranks(2, expert=2)), ("deepseek_v3", Ranks(2)))
+
+
+@pytest.mark.parametrize(("family", "ranks"), RANKS)
+def test_each_of_two_ranks_holds_its_shards_where_the_plan_has_them(
+    family: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Both load the checkpoint, each in a process: their own bytes, and every bit of them."""
+    save(family, tmp_path, num_hidden_layers=4, vocab_size=384)
+    rules = prefetch("mlp", group_size=2), uva("self_attn", group_size=1)
+    write_plan(tmp_path, pack_everything(open_model(str(tmp_path))), *rules, ranks=ranks)
+    code = (
+        "model, offloader = real_packed.load_planned("
+        "real_packed.stand_in(monkeypatch), folder, rank)\n"
+        "offloader.verify()\n"
+        "result = real_packed.values_by_layer(packed, offloader), offloader._taken.packed\n"
+    )
+    held = run_ranks(code, tmp_path)
+    words = ["serve", str(tmp_path), "--max-model-len", "64", "--dtype", "bfloat16"]
+    code = (
+        "model = real_vllm.load(real_vllm.parse_command(arguments), folder, rank)\n"
+        "result = [real_packed.values_of(packed, layer) for layer in model.model.layers]\n"
+    )
+    plain = run_ranks(code, tmp_path, *words, *join_flags(VLLM.divide(ranks)))
+    for (layers, parts), expected in zip(held, plain, strict=True):
+        hold_against(layers, expected)
+        assert all(parts)
+        if family == "qwen3_moe":
+            sizes = expected[0]["mlp.experts.routed_experts.w2_weight"].shape
+            assert tuple(sizes) == (2, 128, 64)
+    one, other = (layers[3]["self_attn.o_proj.weight"] for layers, _ in held)
+    assert one.shape == other.shape == (128, one.shape[1])
+    assert not torch.equal(one, other)
+
+
+def test_the_log_of_two_ranks_is_held_against_the_plan(tmp_path: Path) -> None:
+    """What the worker itself writes, by vLLM's own loggers, once it has loaded its shard."""
+    save("llama", tmp_path, num_hidden_layers=4, vocab_size=384)
+    rules = prefetch("mlp", group_size=2), uva("self_attn", group_size=1)
+    packing = pack_everything(open_model(str(tmp_path)))
+    plan = write_plan(tmp_path, packing, *rules, ranks=Ranks(2))
+    code = (
+        "worker = real_packed.stand_in(monkeypatch)\n"
+        "real_packed.start_worker(worker, folder, rank)\n"
+        "result = None\n"
+    )
+    run_ranks(code, tmp_path)
+    model, start = open_model(str(tmp_path)), "Initializing a V1 LLM engine (v0.33.0)\n"
+    logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
+    # which vLLM's runner of a GPU says
+    loaded = "(Worker_TP0 pid=1) INFO Model loading took 0.01 GiB memory and 0.1 seconds\n"
+
+    def judge(plan: Plan, *texts: str) -> set[str]:
+        startup = read_log("vllm", "".join([start, loaded, *texts]))
+        found = check_start(plan, model, "vllm-worker", startup)
+        return {each.subject for each in found if each.verdict != "holds"}
+
+    assert judge(plan, *logs) == set()
+    assert judge(plan) == {"plan"}
+    plain = plan.offload.model_copy(update={"packing": None})
+    assert judge(plan.model_copy(update={"offload": plain}), *logs) == {"plan"}
+    startup = read_log("vllm", "".join(logs))
+    assert len(startup.in_force) == 2
+    assert "KiB of the layers, and the output head, are packed" in startup.in_force[0]
+
+
+@pytest.mark.parametrize("ranks", [Ranks(1, 2), Ranks(2, 2)], ids=lambda ranks: ranks.label)
+def test_each_stage_packs_by_its_own_layers(
+    ranks: Ranks, tmp_path: Path, worker: Any, packed: Any
+) -> None:
+    """Patterns start anew in each stage; what stays as it is stored goes by the whole model's."""
+    save("llama", tmp_path, num_hidden_layers=4, vocab_size=384, num_key_value_heads=4)
+    some = Packing(
+        group_size=2, num_in_group=1, output_head=True, leave_unpacked=("3.mlp.down_proj",)
+    )
+    write_plan(tmp_path, some, prefetch("mlp", group_size=1), ranks=ranks)
+    for stage in range(2):
+        model, offloader = load_planned(worker, tmp_path, stage=stage)
+        offloader.verify()
+        layer = 2 * stage + 1
+        names = {name for name, _ in model.named_parameters() if name.endswith("_packed")}
+        expected = {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"}
+        expected -= {"mlp.down_proj"} if stage else set()
+        head = {"lm_head.weight_packed"} if stage else set()
+        assert names == {f"model.layers.{layer}.{name}.weight_packed" for name in expected} | head
+        flags = join_flags(VLLM.divide(ranks))
+        plain = load(tmp_path, *flags, quantised=False, stage=stage).model.layers
+        built = [values_of(packed, each) for each in plain[2 * stage : 2 * stage + 2]]
+        hold_against(values_by_layer(packed, offloader), built)
+
+
+def hold_against(
+    layers: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]]
+) -> None:
+    """Hold the values of layers against others, bit by bit."""
+    for got, wanted in zip(layers, expected, strict=True):
+        assert got.keys() == wanted.keys()
+        assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+PACKABLE = {
+    **{"hidden_size": 128, "intermediate_size": 256, "vocab_size": 320, "head_dim": 64},
+    **{"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+}
+"""Sizes that can be packed."""
+KNOWN = [name for name in (*FACTS["usual"], *FACTS["renamed"]) if name not in WITH_TOWERS]
+
+
+@pytest.mark.parametrize("architecture", KNOWN)
+def test_vllm_packs_exactly_what_the_plan_does(
+    architecture: str, tmp_path: Path, packed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that can be packed of each architecture, as its classes are built on the meta device."""
+    for name, size in PACKABLE.items():
+        monkeypatch.setitem(real_vllm.SIZES, name, size)
+    if architecture.startswith("Qwen3_5"):
+        pytest.importorskip("torchvision")  # as vLLM's module of these models does
+    model = open_model(str(real_vllm.write_config(tmp_path, architecture)))
+    held = Held((hold_whole(model, find_runner("vllm-worker")),))
+    packing = pack_everything(held.stage)
+    offload = make_plan().offload.model_copy(update={"packing": packing})
+    if architecture == "GPT2LMHeadModel":  # which stores its matrices transposed
+        with pytest.raises(PlanError, match="packing takes nothing"):
+            held.pack(packing)
+        return
+    taken = StageTaken.find(offload, held.pack(packing).stage, (0, 33, 0)).taken
+    words = ["serve", str(tmp_path), "--max-model-len", "64", "--dtype", "bfloat16"]
+    words += ["--load-format", "dummy", "--quantization", "offplan_packed"]
+    config = real_vllm.parse_command(words)
+    config.quant_config.taken = taken
+    built = real_vllm.build(config, None, tmp_path)
+    methods = packed.PackedLinear, packed.PackedExperts
+    found = [
+        name
+        for name, module in built.named_modules()
+        if isinstance(getattr(module, "quant_method", None), methods)
+    ]
+    heads = [name for name in found if not any(part.isdecimal() for part in name.split("."))]
+    names = {
+        (index, part.rpartition(".")[0]) for index, of in enumerate(taken.packed) for part in of
+    }
+    assert len(found) - len(heads) == len(names)
+    assert len(heads) == taken.packs_head
+
+
 def test_a_weight_that_needs_more_patches_than_the_plan_has_room_for(
     tmp_path: Path, worker: Any
 ) -> None:
@@ -169,10 +268,10 @@ def test_a_weight_that_needs_more_patches_than_the_plan_has_room_for(
     write_plan(tmp_path, pack_everything(open_model(str(tmp_path))))
     message = "mlp.down_proj.weight_patches of layer 1 takes .*--leave-unpacked"
     with pytest.raises(DriftError, match=message):
-        load(worker, tmp_path)
+        load_planned(worker, tmp_path)
     left = pack_everything(open_model(str(tmp_path)), unpacked=Unpacked(("1.mlp.down_proj",)))
     write_plan(tmp_path, left, prefetch("mlp", group_size=1))
-    model, offloader = load(worker, tmp_path)
+    model, offloader = load_planned(worker, tmp_path)
     offloader.verify()
     held = dict(model.named_parameters())
     assert "model.layers.1.mlp.down_proj.weight" in held
@@ -186,7 +285,7 @@ def test_what_is_packed_beyond_the_plan_is_an_error(
     write_plan(tmp_path, Packing(group_size=2, num_in_group=1))
     monkeypatch.setattr(packed.PackedConfig, "taken", property(lambda _: None, lambda *_: None))
     with pytest.raises(DriftError, match="of layer 0 is packed, expected it as it is stored"):
-        load(worker, tmp_path)[1].verify()
+        load_planned(worker, tmp_path)[1].verify()
 
 
 @pytest.mark.parametrize(
@@ -207,10 +306,3 @@ def test_the_option_and_the_plan_belong_together(
     config = real_vllm.parse_command([*command, "--additional-config", named, *words])
     with pytest.raises(ExportError, match=message):
         worker.take_plan(config)
-
-
-def find_place(parameter: Any, held: Any, blocks: list[range]) -> str:
-    """Say where a parameter lies where all memory is the CPU's."""
-    if held is not None:
-        return "copied through the ring" if parameter.data is not held._cpu_storage else "elsewhere"
-    return "read in place" if hasattr(parameter, "_vllm_is_uva_offloaded") else "resident"

@@ -18,9 +18,12 @@ from offplan.checkpoint.open import open_model
 from offplan.engines.export import export_plan
 from offplan.engines.runner import find_runner, lower
 from offplan.engines.startup import SGLANG_FLAGS, read_log, read_server
+from offplan.engines.taken import IN_FORCE, StageTaken
 from offplan.errors import InputError
 from offplan.held.held import hold, hold_whole
+from offplan.held.packing import pack_everything
 from offplan.plan import Budget, Goal, Plan, Rule
+from offplan.ranks import ONE_RANK, Ranks
 from offplan.upkeep.checking import Finding
 from offplan.upkeep.engine_start import check_start, read_start
 from tests.engines.builders import deepseek, make_plan, prefetch, qwen3, up_to
@@ -60,7 +63,8 @@ UVA = make_plan(up_to("3GiB", "mlp"))
 
 
 def found(plan: Plan, log: str, engine: str = "vllm", model: Model = MODEL) -> dict[str, Finding]:
-    return {each.subject: each for each in check_start(plan, model, engine, read_log(engine, log))}
+    startup = read_log(engine.removesuffix("-worker"), log)
+    return {each.subject: each for each in check_start(plan, model, engine, startup)}
 
 
 def drifts(findings: dict[str, Finding]) -> set[str]:
@@ -346,3 +350,54 @@ def test_odd_values_of_a_server_are_no_tracebacks() -> None:
 def test_a_line_that_is_cut_says_nothing() -> None:
     for line in ("Model loading took . GiB", "Model loading took ..5 GiB"):
         assert read_log("vllm", line).loaded_bytes is None
+
+
+def pack(ranks: Ranks = ONE_RANK) -> tuple[Plan, Model, list[str]]:
+    """A packed plan for the worker, and the log of its ranks from the start on."""
+    model = open_model(str(MODELS / "qwen3-8b" / "config.json"))
+    goal = Goal(
+        engine="vllm-worker",
+        tensor_parallel=ranks.tensor,
+        pipeline_parallel=ranks.pipeline,
+    )
+    plan = make_plan(prefetch("mlp"), prefetch_step=1)
+    offload = plan.offload.model_copy(update={"packing": pack_everything(model)})
+    budget = Budget(gpu_memory=64 * GIB)
+    plan = plan.model_copy(update={"goal": goal, "offload": offload, "budget": budget})
+    lines = [VERSION.format("0.33.0")]
+    for number, stage in enumerate(lower(model, goal, plan.workload).pack(offload.packing).stages):
+        taken = StageTaken.find(offload, stage, (0, 33, 0)).taken
+        moved = sum(each.nbytes for layer in taken.layers for each in layer.values())
+        stays = stage.loaded_bytes - moved + taken.ring_bytes
+        for rank in range(ranks.tensor):
+            name = f"(Worker_PP{number}_TP{rank} pid=7) " if ranks != ONE_RANK else ""
+            lines.append(f"{name}{LOADED.format(stays / GIB)}")
+            lines.append(f"{name}INFO [vllm.py:81] {IN_FORCE}{taken.describe()}\n")
+    return plan, model, lines
+
+
+def test_a_packed_plan_in_force() -> None:
+    plan, model, lines = pack()
+    findings = found(plan, "".join(lines), "vllm-worker", model)
+    assert {subject: each.verdict for subject, each in findings.items()} == {
+        **dict.fromkeys(("version", "plan", "GPU memory"), "holds")
+    }
+    assert "GiB of the layers, and the output head, are packed" in findings["plan"].text
+    assert drifts(found(plan, "".join(lines[:2]), "vllm-worker", model)) == {"plan"}
+    whole = hold(model).loaded_bytes / GIB  # nothing packed, nothing moved
+    log = [lines[0], LOADED.format(whole), lines[2]]
+    assert drifts(found(plan, "".join(log), "vllm-worker", model)) == {"GPU memory"}
+    plain = plan.offload.model_copy(update={"packing": None})
+    other = plan.model_copy(update={"offload": plain})
+    findings = found(other, "".join(lines), "vllm-worker", model)
+    assert drifts(findings) == {"plan"}
+    assert "are packed; the plan has: 36 parameters" in findings["plan"].text
+
+
+def test_the_stages_of_a_packed_plan() -> None:
+    plan, model, lines = pack(Ranks(2, 2))
+    findings = found(plan, "".join(lines), "vllm-worker", model)
+    assert drifts(findings) == set()
+    assert findings["plan, stage 1"].text.startswith("2 ranks say that the plan is in force: ")
+    without = "".join(line for line in lines if "PP1" not in line or IN_FORCE not in line)
+    assert drifts(found(plan, without, "vllm-worker", model)) == {"plan, stage 1"}

@@ -13,13 +13,15 @@ from offplan.checkpoint.open import open_model
 from offplan.checkpoint.parameter import Parameter
 from offplan.engines.export import export_plan
 from offplan.engines.formats import render_export
+from offplan.engines.runner import lower
 from offplan.engines.taken import Taken
 from offplan.engines.worker import find_taken
-from offplan.errors import ExportError
-from offplan.forms.form import Form, Kind
+from offplan.errors import ExportError, PlanError
+from offplan.forms.form import Form, Kind, Part
 from offplan.forms.packed import packed_parts
-from offplan.held.packing import pack_everything
-from offplan.plan import Backend, Goal, Packing, Plan
+from offplan.held.packing import is_packed, pack_everything, pack_stage
+from offplan.plan import Backend, Goal, Packing, Plan, Rule
+from offplan.ranks import Ranks
 from tests.engines.builders import (
     deepseek,
     make_plan,
@@ -141,17 +143,19 @@ def test_a_peer_as_the_store_is_refused() -> None:
         take(plan.model_copy(update={"offload": on_peer}), qwen3())
 
 
-def read_qwen3(folder: Path) -> Model:
-    """A model of three layers whose matrices can be packed."""
+def read_qwen3(
+    folder: Path, *, num_layers: int = 3, num_kv_heads: int = 2, vocabulary: int = 320
+) -> Model:
+    """A small model whose matrices can be packed."""
     data = json.loads((MODELS / "qwen3-8b" / "config.json").read_text())
-    data |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    data |= {"num_attention_heads": 4, "num_key_value_heads": num_kv_heads, "head_dim": 32}
     data |= {
         "hidden_size": 128,
         "intermediate_size": 256,
-        "vocab_size": 320,
-        "num_hidden_layers": 3,
+        "vocab_size": vocabulary,
+        "num_hidden_layers": num_layers,
     }
-    data["layer_types"] = data["layer_types"][:3]
+    data["layer_types"] = data["layer_types"][:num_layers]
     (folder / "config.json").write_text(json.dumps(data))
     return open_model(str(folder / "config.json"))
 
@@ -180,7 +184,7 @@ def test_packed_parts_move_one_by_one(tmp_path: Path) -> None:
     assert taken.packs("model.layers.1.mlp.gate_up_proj")
     assert not taken.packs("model.layers.1.mlp.gate")
     assert not taken.packs("model.layers.7.mlp.gate_up_proj")
-    assert "of the layers are packed" in taken.describe()
+    assert "of the layers, and the output head, are packed" in taken.describe()
     export = export_plan(plan, model, "vllm-worker", file=tmp_path / "plan.yaml")
     assert export.options["quantization"] == ("offplan_packed",)
     plain = take(pack(plan, None), model)
@@ -198,6 +202,53 @@ def test_packing_in_part_is_what_the_plan_says(tmp_path: Path) -> None:
     assert not taken.packs_head
 
 
+@pytest.mark.parametrize("ranks", [Ranks(2), Ranks(1, 2), Ranks(2, 2)], ids=lambda r: r.label)
+def test_ranks_pack_their_own_shares(ranks: Ranks, tmp_path: Path) -> None:
+    """Sizes are those of a share; a stage counts layers anew, but for those that stay by name."""
+    model = read_qwen3(tmp_path, num_layers=4, num_kv_heads=4, vocabulary=384)
+    some = Packing(
+        group_size=2, num_in_group=1, output_head=True, leave_unpacked=("3.mlp.down_proj",)
+    )
+    goal = Goal(
+        engine="vllm-worker", tensor_parallel=ranks.tensor, pipeline_parallel=ranks.pipeline
+    )
+    plan = pack(make_plan(prefetch("mlp")), some).model_copy(update={"goal": goal})
+    last = find_taken(plan, model, NEWEST, ranks, ranks.pipeline - 1)
+    assert last.packs_head
+    assert last.first_layer == (0 if ranks.pipeline == 1 else 2)
+    assert last.packs("model.layers.3.mlp.gate_up_proj")
+    assert not last.packs("model.layers.3.mlp.down_proj")
+    assert not last.packs("model.layers.2.mlp.gate_up_proj")
+    held = last.packed[3 - last.first_layer]
+    sizes = packed_parts((2 * 256 // ranks.tensor, 128))
+    assert held["mlp.gate_up_proj.weight_packed"] == prod(sizes[Part.WEIGHT][1])
+    sizes = packed_parts((128, 128 // ranks.tensor))
+    assert held["self_attn.o_proj.weight_exponent"] == prod(sizes[Part.EXPONENT][1])
+    if ranks.pipeline > 1:
+        first = find_taken(plan, model, NEWEST, ranks, 0)
+        assert first.packs("model.layers.1.mlp.down_proj")
+        assert not first.packs_head
+        assert not first.packs("model.layers.3.mlp.gate_up_proj")
+
+
+def test_what_a_share_is_too_small_for_stays(tmp_path: Path) -> None:
+    """Of two ranks each has 32 rows of keys, and of what vLLM fuses nothing is packed then."""
+    model = read_qwen3(tmp_path)
+    goal = Goal(engine="vllm-worker", tensor_parallel=2)
+    stage = lower(model, goal, make_plan().workload).stages[-1]
+    packing = pack_everything(stage)
+    assert not packing.output_head, "160 rows"
+    packed = pack_stage(stage, packing)
+    names = {p.name for layer in packed.layers for p in layer.parameters if is_packed(p)}
+    of_mlp = {f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
+    assert names == {"self_attn.o_proj.weight"} | of_mlp
+    plan = pack(make_plan(), packing).model_copy(update={"goal": goal})
+    assert find_taken(plan, model, NEWEST, Ranks(2)).packs("model.layers.0.mlp.gate_up_proj")
+    whole = pack(make_plan(), pack_everything(model)).model_copy(update={"goal": goal})
+    with pytest.raises(PlanError, match=r"head of .* cannot be packed: .*\[160, 128\]"):
+        find_taken(whole, model, NEWEST, Ranks(2))
+
+
 def test_packing_part_of_what_vllm_fuses_is_refused(tmp_path: Path) -> None:
     some = Packing(group_size=1, num_in_group=1, leave_unpacked=("mlp.up_proj",))
     message = "gate_up_proj.weight of layer 0 as one matrix.* --leave-unpacked mlp.gate_proj"
@@ -205,20 +256,28 @@ def test_packing_part_of_what_vllm_fuses_is_refused(tmp_path: Path) -> None:
         take(pack(make_plan(), some), read_qwen3(tmp_path))
 
 
-def test_kept_experts_and_the_hosts_cores_are_refused_by_name() -> None:
-    rules = {
-        "keeps 2 experts .*cached_experts.* again with --for": uva("experts").model_copy(
-            update={"cached_experts": 2}
-        ),
-        "has the backend host.* again with --for": uva("mlp").model_copy(
-            update={"decode": Backend.HOST}
-        ),
-    }
-    for message, rule in rules.items():
-        plan = make_plan(uva("mlp"))
-        offload = plan.offload.model_copy(update={"rules": (rule,)})
+KEPT = {"decode": "uva", "cached_experts": 2}
+UNKNOWN = {
+    "keeps 2 experts .*cached_experts.* worker in vLLM does not do: .* --for": KEPT,
+    "keeps 2 experts .*cached_experts.* --for": KEPT | {"decode": "host", "host_share": 0.5},
+    "has the backend host, which .* worker in vLLM does not have: .* --for": {"decode": "host"},
+    "experts in 2 parts .* worker in vLLM does not do: .* --for": {
+        "prefill": "prefetch",
+        "decode": "uva",
+        "parts": 2,
+    },
+}
+
+
+@pytest.mark.parametrize(("message", "how"), UNKNOWN.items(), ids=UNKNOWN)
+def test_what_offplans_own_runtime_alone_does_is_refused_by_name(
+    message: str, how: dict[str, object]
+) -> None:
+    said = {"cpu_offload_params": ["experts"], "prefill": "prefetch", "group_size": 1, **how}
+    rule = Rule.model_validate({**said, "num_in_group": 1})
+    for model in (deepseek(), replace(deepseek(), experts=None)):
         with pytest.raises(ExportError, match=message):
-            take(plan.model_copy(update={"offload": offload}), deepseek())
+            take(make_plan(rule), model)
 
 
 @pytest.mark.parametrize(

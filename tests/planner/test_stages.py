@@ -19,9 +19,11 @@ from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.engines.export import export_plan
 from offplan.engines.runner import find_runner
 from offplan.errors import InfeasibleError, OffplanError
+from offplan.held.held import Held
+from offplan.held.packing import pack_everything
 from offplan.library.asking import pose
 from offplan.placement import place
-from offplan.plan import Backend, Budget, Goal, Offload, Plan, Workload
+from offplan.plan import Backend, Budget, Goal, Offload, Packing, Plan, Workload
 from offplan.planner.classes import segment_classes
 from offplan.planner.find import ALIKE
 from offplan.planner.frontier import find_frontier
@@ -36,7 +38,8 @@ from tests.costs.exact import run_request
 from tests.engines.configs import DENSE, LATENT, MOE
 
 WORKLOAD = Workload(prompt_tokens=600, output_tokens=20, context=700)
-MODELS = {"dense": DENSE, "moe": MOE, "latent": LATENT}
+PACKABLE = DENSE | {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 128}
+MODELS = {"dense": DENSE, "moe": MOE, "latent": LATENT, "packable": PACKABLE}
 
 
 @cache
@@ -66,8 +69,10 @@ def list_plans(question: Question) -> Iterator[Offload]:
     embeddings: tuple[Any, ...] = ("device",)
     if question.goal.engine == "vllm-worker":
         embeddings = ("device", "host")
-    for chunk, where in product(prefill_chunks(WORKLOAD.prompt_tokens), embeddings):
-        setting = Offload(prefill_chunk=chunk, embeddings=where)
+    packings = [None, pack_everything(question.held.stages[-1])]
+    chunks = prefill_chunks(WORKLOAD.prompt_tokens)
+    for chunk, where, packing in product(chunks, embeddings, packings[: 1 + question.may_pack]):
+        setting = Offload(prefill_chunk=chunk, embeddings=where, packing=packing)
         yield setting
         for each, (backend, steps) in product(segment_classes(question.held.stage), pairs):
             patterns = list_patterns(len(question.held.stage.layers))
@@ -80,16 +85,22 @@ def list_plans(question: Question) -> Iterator[Offload]:
 def find_all(question: Question) -> list[Plan]:
     """Price those that fit every stage and that vLLM's flags can say."""
     assert question.goal.engine is not None
-    check = find_runner(question.goal.engine).checker(question.held)
-    assert check is not None
+    runner = find_runner(question.goal.engine)
+
+    @cache
+    def hold(packing: Packing | None) -> tuple[Held, Any]:
+        held = question.held.pack(packing)
+        return held, runner.checker(held)
+
     found = []
     for offload in list_plans(question):
         try:
+            held, check = hold(offload.packing)
             if (said := check(offload)) is None:
                 continue
             machine, budget = question.planned_machine, question.budget
-            taken = predict(question.held, machine, WORKLOAD, budget, offload)
-            num_slots = place(question.held.stage, offload).num_slots
+            taken = predict(held, machine, WORKLOAD, budget, offload)
+            num_slots = place(held.stage, offload).num_slots
         except OffplanError:
             continue
         total = taken.gpu_memory.total_bytes + max(0, said.more_gpu_bytes)
@@ -105,7 +116,10 @@ def find_all(question: Question) -> list[Plan]:
 @pytest.mark.parametrize("share", [0.4, 0.7])
 @pytest.mark.parametrize(
     ("name", "num_layers", "engine"),
-    [("dense", 7, "vllm"), ("moe", 6, "vllm"), ("latent", 7, "vllm"), ("dense", 5, "vllm-worker")],
+    [
+        *(("dense", 7, "vllm"), ("moe", 6, "vllm"), ("latent", 7, "vllm")),
+        *(("dense", 5, "vllm-worker"), ("packable", 5, "vllm-worker")),
+    ],
 )
 def test_no_plan_is_faster_over_all_stages(
     name: str, num_layers: int, engine: str, share: float, tmp_path: Path
@@ -117,6 +131,7 @@ def test_no_plan_is_faster_over_all_stages(
     least = min(each.prediction.objective_s for each in everything)
     assert result.best_s <= 1.005 * least
     rules = result.plan.offload.rules
+    assert (result.plan.offload.packing is not None) == (name == "packable")
     if rules and rules[0].max_bytes is None:
         assert result.plan.prediction.objective_s <= ALIKE * least
 
@@ -183,13 +198,20 @@ def test_each_budget_of_a_frontier_holds_for_the_engine(tmp_path: Path) -> None:
         export_plan(plan, model, "vllm")
 
 
-@pytest.mark.parametrize(("name", "num_layers"), [("dense", 8), ("latent", 8)])
+@pytest.mark.parametrize(
+    ("name", "num_layers", "packs"),
+    [("dense", 8, False), ("latent", 8, False), ("packable", 8, True)],
+)
 def test_other_stages_are_priced_as_their_schedules_are(
-    name: str, num_layers: int, tmp_path: Path
+    name: str, num_layers: int, packs: bool, tmp_path: Path
 ) -> None:
     """Many at once; three stages, two of which may be alike."""
-    question = ask(read(name, num_layers, tmp_path), 0.5, stages=3)
+    engine = "vllm-worker" if packs else "vllm"
+    question = ask(read(name, num_layers, tmp_path), 0.5, stages=3, engine=engine)
     searcher = Searcher(Space(question))
+    if packs:
+        assert searcher.packed is not None
+        searcher = searcher.packed
     space, rules, stages = searcher.space, searcher.rules, searcher.stages
     assert stages is not None
     rows = [
@@ -207,9 +229,14 @@ def test_other_stages_are_priced_as_their_schedules_are(
     for row in np.flatnonzero(taken.has_same_flags)[::7]:
         option, of = space.options[rules.option[number[row]]], pattern[row]
         chosen = option.rule(int(patterns.group_size[of]), int(patterns.num_in_group[of]))
-        chunk = space.settings[setting[row]].prefill_chunk
-        steps = max(1, int(num_slots[row]))
-        offload = Offload(prefetch_step=steps, prefill_chunk=chunk, rules=(chosen,))
+        at, steps = space.settings[setting[row]], max(1, int(num_slots[row]))
+        offload = Offload(
+            prefetch_step=steps,
+            prefill_chunk=at.prefill_chunk,
+            embeddings=at.embeddings,
+            packing=space.packing,
+            rules=(chosen,),
+        )
         prompt_ps, step_ps = price_others(question, offload)
         assert (taken.prompt_ps[row], taken.step_ps[row]) == (prompt_ps, float(step_ps))
         assert stages.price_offload(offload, setting[row]) == price_others(question, offload)
@@ -217,7 +244,7 @@ def test_other_stages_are_priced_as_their_schedules_are(
 
 def price_others(question: Question, offload: Offload) -> tuple[int, Fraction]:
     """Picoseconds of prompt and step in all stages but the largest."""
-    held = question.held
+    held = question.held.pack(offload.packing)
     assert len(held.stages) > 1
     prompt_ps, step_ps = 0, Fraction(0)
     for number, stage in enumerate(held.stages):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from offplan.forms.form import Form, Kind, Part, WordOrder
+from offplan.kernel_sizes import MAX_PAIRS
 from offplan.runtime.forms import reference
 from tests.runtime.columns import expand, hold
 from tests.runtime.interpreted import run_interpreted
@@ -317,6 +318,31 @@ def test_products_of_experts(name: str, tokens: int) -> None:
     for in_place in (False, True):
         got = multiply_pairs(form, parts, x, *sorted_pairs, in_place=in_place)
         assert (got.view(tokens, 2, -1) - expected).abs().max() < 0.01 * expected.abs().max()
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize("tokens", [*TOKENS, 20])
+def test_pairs_of_other_ranks_experts_are_left_out(tokens: int) -> None:
+    """Their experts are numbered behind the last one, and nothing is read or written for them."""
+    from offplan.runtime.forms.pairs import sort_pairs
+    from offplan.runtime.forms.products import multiply_pairs
+
+    parts = tame(make_parts("packed", EXPERTS), PACKED)
+    x = random(tokens, NUM_IN).to(DTYPES[0])
+    chosen = torch.randint(0, EXPERTS + 1, (2 * tokens,), device=DEVICE)
+    chosen[0] = EXPERTS
+    own = chosen < EXPERTS
+    weights = expand(PACKED, parts, torch.float32).double()
+    rows = x.double().repeat_interleave(2, 0)
+    expected = torch.einsum("pi,poi->po", rows, weights[chosen.clamp(max=EXPERTS - 1)])[own]
+    _, order, starts = sort_pairs(chosen, EXPERTS)
+    assert starts[-1] == own.sum()
+    got = multiply_pairs(PACKED, parts, x, order, starts)
+    if len(expected):
+        assert (got[own] - expected).abs().max() < 0.01 * expected.abs().max()
+    many = torch.randint(0, EXPERTS + 1, (MAX_PAIRS + 1,), device=DEVICE)
+    assert sort_pairs(many, EXPERTS)[2][-1] == (many < EXPERTS).sum()
 
 
 @pytest.mark.gpu
