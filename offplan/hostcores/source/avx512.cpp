@@ -29,15 +29,18 @@ alignas(64) static uint16_t FP4_TABLE[32], INT4_TABLE[32];
 
 // Each form: `column` says which of 128 columns is word j of vector i, `decode` makes four vectors
 // of a row's chunk c. SCALES are those of a chunk, 0 for none; ZERO says whether there are zeros.
+// ONE_ROW says whether one input meets one row after the other, not four at a time. Source: one Zen 4
+// core, ratios to a plain read: FP8 0.88 by fours and 1.0 by ones, packed 0.81 and 0.97, bf16 0.97
+// and 0.78, whole numbers of 4 bits 0.78 and 0.67, others the same.
 struct Raw {
   static const int SCALES = 0;
-  static const bool ZERO = false;
+  static const bool ZERO = false, ONE_ROW = false;
   static int column(int i, int j) { return 32 * i + j; }
   struct Row {
     const uint8_t* codes;
     int64_t bytes;
   };
-  INLINE Row row(const Matrix& a, int64_t r) {
+  INLINE Row row(const Matrix& a, int64_t r, int) {
     return {a.part[CODES] + r * 2 * a.num_in, 2 * a.num_in};
   }
   template <bool TAIL>
@@ -57,14 +60,14 @@ struct Bytes {
     int64_t bytes;
     Bits flip;
   };
-  INLINE Row row(const Matrix& a, int64_t r) {
+  INLINE Row row(const Matrix& a, int64_t r, int) {
     return {a.part[CODES] + r * a.num_in, a.num_in, _mm512_set1_epi8(a.unsigned_codes ? -128 : 0)};
   }
 };
 
 struct Fp8 : Bytes {
   static const int SCALES = 1;
-  static const bool ZERO = false;
+  static const bool ZERO = false, ONE_ROW = true;
   template <bool TAIL>
   INLINE void decode(const Row& r, int64_t c, Bits v[4], int64_t ahead) {
     const Bits h0 = _mm512_load_si512(FP8_HIGH), h1 = _mm512_load_si512(FP8_HIGH + 64);
@@ -85,7 +88,7 @@ struct Fp8 : Bytes {
 template <bool WITH_ZERO>
 struct Int8 : Bytes {
   static const int SCALES = 1;
-  static const bool ZERO = WITH_ZERO;
+  static const bool ZERO = WITH_ZERO, ONE_ROW = false;
   template <bool TAIL>
   INLINE void decode(const Row& r, int64_t c, Bits v[4], int64_t ahead) {
     const Bits h0 = _mm512_load_si512(INT8_HIGH), h1 = _mm512_load_si512(INT8_HIGH + 64);
@@ -111,13 +114,13 @@ struct Int8 : Bytes {
 template <bool IS_FLOAT, int NUM_SCALES, bool WITH_ZERO>
 struct Halves {
   static const int SCALES = NUM_SCALES;
-  static const bool ZERO = WITH_ZERO;
+  static const bool ZERO = WITH_ZERO, ONE_ROW = false;
   static int column(int i, int j) { return 4 * j + i; }
   struct Row {
     const uint8_t* codes;
     int64_t bytes;
   };
-  INLINE Row row(const Matrix& a, int64_t r) {
+  INLINE Row row(const Matrix& a, int64_t r, int) {
     return {a.part[CODES] + r * (a.num_in / 2), a.num_in / 2};
   }
   template <bool TAIL>
@@ -134,7 +137,7 @@ struct Halves {
 
 struct Packed {
   static const int SCALES = 0;
-  static const bool ZERO = false;
+  static const bool ZERO = false, ONE_ROW = true;
   // columns from 64 on are those of the row's second half
   static int column(int i, int j) { return 64 * (i / 2) + 16 * (j / 8) + 8 * (i & 1) + j % 8; }
   struct Row {
@@ -142,11 +145,11 @@ struct Packed {
     int64_t half;
     Ahead exponents_ahead;
   };
-  INLINE Row row(const Matrix& a, int64_t r) {
+  INLINE Row row(const Matrix& a, int64_t r, int at_once) {
     const int64_t half = a.num_in / 2, blocks = (half + BASE_BYTES - 1) / BASE_BYTES;
     return {a.part[CODES] + r * a.num_in, a.part[EXPONENTS] + r * half,
             a.part[BASES] + r / BLOCK * blocks * BLOCK + r % BLOCK, half,
-            look_ahead(half, a.chunks(), 64, 4)};
+            look_ahead(half, a.chunks(), 64, at_once)};
   }
   template <bool TAIL>
   INLINE void decode(const Row& r, int64_t c, Bits v[4], int64_t ahead) {
@@ -207,7 +210,7 @@ static void multiply(const Matrix& a, const uint8_t* const* x, float* const* y, 
     typename Form::Row rows[ROWS];
     Floats sums[ROWS][INPUTS];
     for (int i = 0; i < ROWS; i++) {
-      rows[i] = Form::row(a, r + i * between);
+      rows[i] = Form::row(a, r + i * between, ROWS);
       if (G) row_scales(a, r + i * between, scales[i]);
       if (Form::ZERO) row_zeros(a, r + i * between, zeros[i]);
       for (int m = 0; m < INPUTS; m++) sums[i][m] = _mm512_setzero_ps();
@@ -269,6 +272,10 @@ static void all_inputs(const Matrix& a, const uint8_t* const* x, float* const* y
 template <class Form>
 static void all_rows(const Matrix& a, const uint8_t* const* x, float* const* y, int64_t num,
                      int64_t first, int64_t stop) {
+  if (num == 1 && Form::ONE_ROW) {
+    fetch_first(a, first, 0);
+    return multiply<Form, 1, 1>(a, x, y, Rows::rest(first, stop), first);
+  }
   const Rows fours = Rows::fours(first, stop), rest = Rows::rest(first + fours.count * 4, stop);
   fetch_first(a, first, fours.between);
   if (num <= 2) {

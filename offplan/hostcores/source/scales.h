@@ -39,10 +39,11 @@ INLINE void spread(const Matrix& a, float* to) {
     for (int64_t i = groups; i < chunks * scales_of_chunk(a); i++) to[i] = 0;
 }
 
-// Fetch what loops that begin at row `first`, and `between` apart, only read ahead of themselves.
+// Fetch what loops that begin at row `first` only read ahead of themselves: of one row after the
+// other, or of four that are `between` apart.
 static inline void fetch_first(const Matrix& a, int64_t first, int64_t between) {
   const int64_t rows = between ? 4 : 1, row_bytes = a.row_bytes();
-  const int64_t each = row_bytes < AHEAD / rows ? row_bytes : AHEAD / rows;
+  const int64_t each = rows == 1 || row_bytes > AHEAD / rows ? AHEAD / rows : row_bytes;
   for (int64_t i = 0; i < rows; i++) {
     const char* codes = (const char*)a.part[CODES] + (first + i * between) * row_bytes;
     for (int64_t at = 0; at < each; at += 64) _mm_prefetch(codes + at, _MM_HINT_T1);
@@ -60,20 +61,38 @@ INLINE int64_t shared_row(int64_t r, int64_t rows) {
   return rows == 1 ? r : rows == 128 ? r / 128 : (int64_t)((uint32_t)r / (uint32_t)rows);
 }
 
+static const int64_t SCALE_SIZES[] = {0, 4, 2, 2, 1, 1};
+
+// Where the scales of row `r` lie. Fetches those of rows that the loops are about to come to.
+INLINE const uint8_t* scales_at(const Matrix& a, int64_t r) {
+  const int64_t bytes = a.row_scales * SCALE_SIZES[a.scale_type];
+  const uint8_t* from = a.part[SCALES] + shared_row(r, a.scale_rows) * bytes;
+  if (a.scale_rows == 1) {
+    const char* next = (const char*)from + (takes_rows_apart() ? a.rows_ahead / 4 : a.rows_ahead) * bytes;
+    for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
+  }
+  return from;
+}
+
+// What all scales of row `r` are multiplied by.
+INLINE float scale_of_scales(const Matrix& a, int64_t r) {
+  const float whole = (float)a.factor;
+  if (!a.part[WHOLE]) return whole;
+  const float said = ((const float*)a.part[WHOLE])[shared_row(r, a.whole_rows)];
+  return a.whole_divides ? whole / said : whole * said;
+}
+
+// Eight scales of E4M3. As halves their bits are a 256th of the value.
+INLINE __m256 from_e4m3(const void* p) {
+  __m128i codes = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p));
+  return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(codes, 7), _mm_set1_epi16((short)0xBF80)));
+}
+
 // Make the scales of row `r`, for each chunk of the row scales_of_chunk(a) of them.
 static inline void row_scales(const Matrix& a, int64_t r, float* to) {
-  static const int64_t SIZES[] = {0, 4, 2, 2, 1, 1};
-  const int64_t groups = a.row_scales, size = SIZES[a.scale_type];
-  const uint8_t* from = a.part[SCALES] + shared_row(r, a.scale_rows) * groups * size;
-  if (a.scale_rows == 1) {  // those of rows that the loops are about to come to
-    const char* next = (const char*)from + (takes_rows_apart() ? a.rows_ahead / 4 : a.rows_ahead) * groups * size;
-    for (int64_t at = 0; at < groups * size; at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
-  }
-  float whole = (float)a.factor;
-  if (a.part[WHOLE]) {
-    float said = ((const float*)a.part[WHOLE])[shared_row(r, a.whole_rows)];
-    whole = a.whole_divides ? whole / said : whole * said;
-  }
+  const int64_t groups = a.row_scales;
+  const uint8_t* from = scales_at(a, r);
+  const float whole = scale_of_scales(a, r);
   const __m256 by = _mm256_set1_ps(whole);
   switch (a.scale_type) {
     case FLOAT32:
@@ -97,11 +116,9 @@ static inline void row_scales(const Matrix& a, int64_t r, float* to) {
         return _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(words, 23)), by);
       });
       break;
-    case E4M3:  // as halves these bits are a 256th of the value
+    case E4M3:
       convert(from, 1, groups, to, [&](const uint8_t* p) {
-        __m128i codes = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p));
-        codes = _mm_and_si128(_mm_slli_epi16(codes, 7), _mm_set1_epi16((short)0xBF80));
-        return _mm256_mul_ps(_mm256_cvtph_ps(codes), _mm256_mul_ps(by, _mm256_set1_ps(256)));
+        return _mm256_mul_ps(from_e4m3(p), _mm256_mul_ps(by, _mm256_set1_ps(256)));
       });
       break;
   }
