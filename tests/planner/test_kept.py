@@ -197,8 +197,10 @@ def test_reuse_is_what_has_experts_kept() -> None:
 
 def test_the_cores_and_the_link_divide_what_is_missed() -> None:
     model, machine = moe_model(8), with_cores(SLOW, cores=1e8, cores_round_trip=1e-6)
+    # steps that miss one expert alone have nothing to divide
+    work = WORKLOAD.model_copy(update={"batch": 4})
     results = {
-        (way, cores): make_plan(ask(model, 0.5, way, machine=machine, cores=cores))
+        (way, cores): make_plan(ask(model, 0.5, way, None, work, machine=machine, cores=cores))
         for way in ("off", "auto")
         for cores in (False, True)
     }
