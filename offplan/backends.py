@@ -36,13 +36,6 @@ class Use(Protocol):
         """Part of the unit that the tokens are sent to: below 1 for routed experts alone."""
 
     @property
-    def missed(self) -> float:
-        """Part of the unit that the tokens are sent to and that no slot on the GPU holds.
-
-        It is less than ``touched`` for routed experts that a rule keeps one by one.
-        """
-
-    @property
     def num_reads(self) -> float:
         """How often the GPU's kernels read each byte of that part, where it is not in GPU memory.
 
@@ -170,7 +163,7 @@ Backend.UVA = Backend(
     Words(("read", "reads"), " in place", "read there in place", "read in place"),
     rate_name="uva",
     rate=lambda machine: machine.uva,
-    link_bytes=lambda use: use.nbytes * use.missed * use.num_reads,
+    link_bytes=lambda use: use.nbytes * use.touched * use.num_reads,
 )
 
 Backend.HOST = Backend(

@@ -2,8 +2,8 @@
 
 A layer waits for each: the hand-over's round trip, and the bytes at the rate of the cores. Beside
 copies to the GPU the cores read more slowly; offplan assumes that copies do not slow down.
-Source: 14 cores beside copies on an H200's host; the copies kept 54 of 55 GB/s. What a layer waits
-for the cores has not been timed.
+Source: 12 threads beside copies on an H200's host; the copies kept 52 to 55 of 55 GB/s. What a
+layer waits for the cores alone has not been timed.
 """
 
 from collections.abc import Iterable, Sequence

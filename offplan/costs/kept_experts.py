@@ -2,18 +2,21 @@
 
 A decode step has the experts cross that it chooses and that no slot holds. Their share follows from
 a routing profile, or from uniform routing: of n experts in slots, n / E of the choices are served.
+Where the host's cores multiply a part of those, experts of that part enter no slot, and steps soon
+miss them again.
 Kernels of the step keep the order of use. A prompt leaves the experts of its last tokens in the
 slots: from the ring, if its layers stream, or else over the link.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil, comb
 
 from offplan.checkpoint.model import Experts
 from offplan.costs.term import Input
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import PassShape
-from offplan.expert_slots import ExpertsFound, ExpertSlots
+from offplan.expert_slots import ExpertsFound, ExpertSlots, count_by_cores
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement
@@ -29,9 +32,57 @@ LAST_TOKENS = 64
 """Tokens of each prompt whose experts are in the slots when it ends, as if they had been steps."""
 
 
-def hit_rate(experts: Experts, reuse: BatchReuse | None, num_kept: int) -> float:
-    """Share of a step's choices that so many experts in slots serve."""
-    return num_kept / experts.num_experts if reuse is None else reuse.hit_rate(num_kept)
+_ROUNDS = 8
+"""Times that hits and what enters slots are predicted from each other: then they agree within 1 %.
+"""
+
+
+def find_experts(
+    slots: ExpertSlots, experts: Experts, reuse: BatchReuse | None, batch: int
+) -> ExpertsFound:
+    """Predict what a decode step finds of one layer's experts in its slots.
+
+    Of a part q of the choices, the expert is in a slot behind the step: it was there, or the link
+    brought it. The slots then reach as far back in the order of use as 1 / q times as many would
+    that all choices enter. The next choice of such an expert is a hit if it comes within that
+    reach. So the hit rate is q times that of n / q slots.
+
+    Misses predicted so are 0.8 to 1.1 of a list's where tokens choose the last token's experts
+    again. Where some experts are popular with all tokens, a list has fewer, down to a half.
+    """
+    chosen = experts.touched(batch) if reuse is None else reuse.touched
+    static = slots.num_slots / experts.num_experts
+    rate = static if reuse is None else reuse.hit_rate(slots.num_slots)
+
+    def by_cores() -> float:
+        return sum(
+            weight * count_by_cores(slots.host_share, missed)
+            for weight, missed in spread(chosen, chosen * (1 - rate))
+        )
+
+    for _ in range(_ROUNDS if slots.host_share and reuse is not None else 0):
+        entering = 1 - by_cores() / chosen
+        reached = reuse.hit_rate(slots.num_slots / entering) if entering > 0 else 0.0
+        rate = max(entering * reached, min(rate, static))
+    hits = chosen * rate
+    return ExpertsFound(hits, chosen - hits, by_cores() if slots.host_share else 0.0)
+
+
+def spread(chosen: float, missed: float) -> Iterator[tuple[float, int]]:
+    """Yield how likely a layer misses each number of experts: ``missed`` of ``chosen`` in the mean.
+
+    They are missed independently of one another.
+    """
+    most = ceil(chosen)
+    share = missed / most
+    for number in range(most + 1):
+        likely = comb(most, number) * share**number * (1 - share) ** (most - number)
+        yield likely, number
+
+
+def brought_bytes(slots: ExpertSlots, found: ExpertsFound) -> int:
+    """Bytes that the link brings of the experts that a step misses in one layer."""
+    return round(slots.expert_bytes * found.brought)
 
 
 @dataclass(frozen=True)
@@ -61,16 +112,18 @@ def predict_use(placement: Placement, stage: Stage, batch: int) -> KeptUse | Non
     if experts is None or not placement.expert_slots:
         return None
     layers = placement.expert_slots.values()
-    chosen = experts.touched(batch) if reuse is None else reuse.touched
-    hits = [chosen * hit_rate(experts, reuse, each.num_slots) for each in layers]
-    by_cores = [(chosen - n) * of.host_share for n, of in zip(hits, layers, strict=True)]
+    found = [find_experts(each, experts, reuse, batch) for each in layers]
     source = "uniform routing: kept / experts of a layer"
     if reuse is not None and stage.routing is not None:
         source = f"routing profile {stage.routing.fingerprint[:12]}, batch {batch}"
     return KeptUse(
         num_layers=len(layers),
         num_kept=sum(each.num_slots for each in layers),
-        found=ExpertsFound(sum(hits), len(layers) * chosen - sum(hits), sum(by_cores)),
+        found=ExpertsFound(
+            sum(each.hits for each in found),
+            sum(each.misses for each in found),
+            sum(each.by_cores for each in found),
+        ),
         expert_bytes=max(each.expert_bytes for each in layers),
         source=source,
     )

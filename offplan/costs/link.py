@@ -9,7 +9,7 @@ from math import erfc, exp, log, prod, sqrt
 from offplan.backends import Backend
 from offplan.checkpoint.model import Experts
 from offplan.checkpoint.tensors import TensorInfo
-from offplan.costs.kept_experts import hit_rate, left_bytes
+from offplan.costs.kept_experts import brought_bytes, find_experts, left_bytes
 from offplan.costs.work import PassShape, gathers_codes
 from offplan.held.unit import Unit
 from offplan.kernel_sizes import IN_PLACE_ROWS
@@ -101,8 +101,6 @@ class UnitUse:
     machine: MachineProfile
     reuse: BatchReuse | None = None
     """How the tokens of a decode step choose experts; None where they choose all alike."""
-    num_kept: int = 0
-    """Experts of the layer that are in slots on the GPU as well."""
 
     @property
     def nbytes(self) -> int:
@@ -118,21 +116,11 @@ class UnitUse:
         return chosen / self.experts.num_experts
 
     @property
-    def missed(self) -> float:
-        """Part of the unit that the tokens are sent to and that no slot holds."""
-        if not self.num_kept or self.experts is None:
-            return self.touched
-        return self.touched * (1 - hit_rate(self.experts, self.reuse, self.num_kept))
-
-    @property
     def num_reads(self) -> float:
         """How often each byte is read: measured for just such products, or as other ones did.
 
-        Routed experts are read by uniform routing, each for its share of the tokens; those that
-        are missed are copied into slots, once.
+        Routed experts are read by uniform routing, each for its share of the tokens.
         """
-        if self.num_kept:
-            return 1.0
         unit, experts, machine = self.unit, self.experts, self.machine
         is_coded = not unit.parameters[0].form.is_raw
         # codes are read once, whether they are multiplied or expanded
@@ -153,10 +141,9 @@ def use_bytes(
     experts: Experts | None,
     num_tokens: int,
     reuse: BatchReuse | None = None,
-    num_kept: int = 0,
 ) -> int:
     """Bytes that cross when a pass of so many tokens gets at units of one layer by a backend."""
-    uses = (UnitUse(unit, num_tokens, experts, machine, reuse, num_kept) for unit in units)
+    uses = (UnitUse(unit, num_tokens, experts, machine, reuse) for unit in units)
     return round(sum(map(backend.link_bytes, uses)))
 
 
@@ -240,10 +227,8 @@ def read_bytes_by_layer(
             slots = placement.expert_slots[layer]
             more = left_bytes(slots, experts, shapes)
             if is_step:
-                given = slots.units, experts, tokens[0], reuse, slots.num_slots
                 keeping = Backend.UVA if keeping.is_by_cores else keeping
-                missed = use_bytes(keeping, machine, *given)
-                more = missed - round(slots.host_share * missed)
+                more = brought_bytes(slots, find_experts(slots, experts, reuse, tokens[0]))
             read[keeping] = read.get(keeping, 0) + more
         by_layer[layer] = read
     return tuple(by_layer)

@@ -12,7 +12,10 @@ from offplan.held.packing import is_packed
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 
-MISSED = "max(products of found experts, link, host's cores) - products of found experts - link"
+MISSED = (
+    "mean of max(products of found experts, link, host's cores) - products of found experts - link"
+    " + DIVIDING_S"
+)
 """How a layer waits for missed experts that the host's cores and the link divide."""
 
 

@@ -20,11 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offplan.backends import Backend
+from offplan.checkpoint.model import Experts
 from offplan.choices import Store
 from offplan.costs.cores import CoresUse, find_use
-from offplan.costs.kept_experts import keeping_ps, left_bytes
+from offplan.costs.kept_experts import brought_bytes, find_experts, keeping_ps, left_bytes
 from offplan.costs.link import use_bytes
-from offplan.costs.missed import divide
+from offplan.costs.missed import Missed
 from offplan.errors import PlanError
 from offplan.expert_slots import BOUNDARY_BYTES, ExpertSlots, check_parts, find_expert_slots
 from offplan.kernel_sizes import MAX_PAIRS
@@ -129,18 +130,17 @@ class RoutedExperts:
         return cls(space, segment_class, slots) if any(slots) else None
 
     @cached_property
-    def missed(self) -> list[tuple[CoresUse, list[int]]]:
-        """Bytes that a step misses of each kind of layer with none, one, two ... experts in slots.
+    def chosen(self) -> list[tuple[int, CoresUse]]:
+        """Bytes that a step reads of each kind of layer with no slots, all that it chooses.
 
-        With what the host's cores would do with all that it chooses.
+        With what the host's cores would do with them.
         """
         space, found = self.space, []
         given = space.stage.experts, space.question.workload.batch, space.reuse
         for slots in self.slots:
             units = () if slots is None else slots.units
-            sizes = range(0 if slots is None else slots.num_experts + 1)
-            missed = [use_bytes(Backend.UVA, space.machine, units, *given, n) for n in sizes]
-            found.append((find_use(units, space.machine, *given), missed))
+            read = use_bytes(Backend.UVA, space.machine, units, *given)
+            found.append((read, find_use(units, space.machine, *given)))
         return found
 
 
@@ -176,10 +176,14 @@ class KeepsExperts(Option):
         prompt, step = space.settings[0].prefill.shapes, space.decode.shapes
         streams = self.prefill.streams
         times = np.zeros((5, slots.num_experts + 1), dtype=np.int64)
+        none_ps = space.reading_ps(self.experts.chosen[kind][0])
+        if self.host_share:
+            none = replace(slots, num_slots=0, host_share=self.host_share)
+            none_ps = sum(self._step_ps(space, kind, none, experts)[:2])
         for kept in range(1, slots.num_experts + 1):
-            of = replace(slots, num_slots=kept)
+            of = replace(slots, num_slots=kept, host_share=self.host_share or 0.0)
             left = 0 if streams else left_bytes(of, experts, prompt)
-            read, *waiting = self._step_ps(space, kind, kept)
+            read, *waiting = self._step_ps(space, kind, of, experts)
             keeping = keeping_ps(of, experts, space.machine, step, streams=False)
             times[:, kept] = (
                 space.reading_ps(left, self.prefill),
@@ -190,23 +194,25 @@ class KeepsExperts(Option):
         return Ladder(
             slots.expert_bytes,
             slots.table_bytes + BOUNDARY_BYTES * len(slots.units),
-            sum(self._step_ps(space, kind, 0)[:2]),
+            none_ps,
             times,
             asked if isinstance(asked, int) else None,
         )
 
-    def _step_ps(self, space: "Space", kind: int, kept: int) -> tuple[int, int, int]:
+    def _step_ps(
+        self, space: "Space", kind: int, slots: ExpertSlots, experts: Experts
+    ) -> tuple[int, int, int]:
         """Picoseconds of a step's reading, and of its waiting if it copies nothing, and if it does.
 
         Waiting is what it takes beyond that reading.
         """
-        use, missed_bytes = self.experts.missed[kind]
-        missed = divide(use, missed_bytes[kept], self.host_share or 0.0)
+        found = find_experts(slots, experts, space.reuse, space.question.workload.batch)
+        missed = Missed(slots, found, self.experts.chosen[kind][1])
         layer_ps = space.decode.layer_ps[space.kind_of.index(kind)]
         alone, beside = (
             missed.waiting_ps(space.machine, layer_ps, copies=copies) for copies in (False, True)
         )
-        return space.reading_ps(missed.link_bytes), alone, beside
+        return space.reading_ps(brought_bytes(slots, found)), alone, beside
 
 
 @dataclass(frozen=True)

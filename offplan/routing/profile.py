@@ -56,9 +56,16 @@ class BatchReuse(Record):
         """Distinct experts of a layer that a step chooses, on average."""
         return self._choices / self.steps / len(self.layers)
 
-    def hit_rate(self, num_kept: int) -> float:
-        """Share of the choices that a cache of ``num_kept`` experts a layer would have served."""
-        return self._hits[num_kept] / self._choices
+    def hit_rate(self, num_kept: float) -> float:
+        """Share of the choices that a cache of ``num_kept`` experts a layer would have served.
+
+        Between whole numbers it is interpolated; more than all experts serve no more than all.
+        """
+        whole = int(min(num_kept, len(self._hits) - 1))
+        hits: float = self._hits[whole]
+        if whole < min(num_kept, len(self._hits) - 1):
+            hits += (num_kept - whole) * (self._hits[whole + 1] - hits)
+        return hits / self._choices
 
     def least_missed(self, num_kept: float) -> float:
         """Experts that a step misses over all layers, at least, if so many are kept in all.

@@ -1,5 +1,6 @@
 """Experts that rules keep one by one: priced as schedules have it, and chosen where they pay."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.costs.compute import ModelCompute
+from offplan.costs.missed import DIVIDING_S
 from offplan.costs.pass_times import pass_times
 from offplan.costs.predict import price_request
 from offplan.costs.work import decode_shape
@@ -195,8 +197,10 @@ def test_reuse_is_what_has_experts_kept() -> None:
 
 def test_the_cores_and_the_link_divide_what_is_missed() -> None:
     model, machine = moe_model(8), with_cores(SLOW, cores=1e8, cores_round_trip=1e-6)
+    # steps that miss one expert alone have nothing to divide
+    work = WORKLOAD.model_copy(update={"batch": 4})
     results = {
-        (way, cores): make_plan(ask(model, 0.5, way, machine=machine, cores=cores))
+        (way, cores): make_plan(ask(model, 0.5, way, None, work, machine=machine, cores=cores))
         for way in ("off", "auto")
         for cores in (False, True)
     }
@@ -233,18 +237,24 @@ def test_a_step_waits_for_the_longest_of_three() -> None:
         placement = place(stage, Offload(prefill_chunk=600, rules=(rule,)))
         step = ModelCompute(stage, machine).price(decode_shape(question.workload))
         times = pass_times(placement, stage, machine, step)
-        slots = placement.expert_slots[0]
-        missed = PER_TOKEN * batch * slots.expert_bytes / 2  # by uniform routing
-        found_s = min(missed / 1e9, step.layer_ps[0] / 1e12)
-        link_s = missed * (1 - (share or 0)) / 0.9e8
-        cores_s = missed * share / 1e8 + 1e-5 if share else 0
+        expert_bytes = placement.expert_slots[0].expert_bytes
+        found_s = min(PER_TOKEN * batch * expert_bytes / 2 / 1e9, step.layer_ps[0] / 1e12)
+        waits = {"link": 0.0, "cores": 0.0, "longest": 0.0}
+        for missed in range(PER_TOKEN * batch + 1):  # half of the choices, by uniform routing
+            likely = math.comb(PER_TOKEN * batch, missed) / 2 ** (PER_TOKEN * batch)
+            by_cores = int((share or 0) * missed + 0.5)
+            link_s = (missed - by_cores) * expert_bytes / 0.9e8
+            cores_s = by_cores * expert_bytes / 1e8 + 1e-5 if by_cores else 0
+            longest_s = max(found_s, link_s, cores_s)
+            for name, each in (("link", link_s), ("cores", by_cores), ("longest", longest_s)):
+                waits[name] += likely * each
         waited_s = (times.uva_ps[0] + times.busy_ps[0] - times.keeping_ps[0]) / 1e12
-        expected_s = step.layer_ps[0] / 1e12 + link_s
+        expected_s = step.layer_ps[0] / 1e12 + waits["link"]
         if share:
-            expected_s += max(found_s, link_s, cores_s) - found_s - link_s
+            expected_s += waits["longest"] - found_s - waits["link"] + DIVIDING_S
         assert waited_s == pytest.approx(expected_s, rel=1e-6)
-        assert times.cores_bytes == pytest.approx(missed * (share or 0), abs=1)
-        assert times.uva_bytes == pytest.approx(missed * (1 - (share or 0)), abs=1)
+        assert times.cores_bytes == pytest.approx(waits["cores"] * expert_bytes, abs=1)
+        assert times.uva_bytes == pytest.approx(waits["link"] * 0.9e8, abs=1)
         waiting[share] = waited_s
     assert waiting[None] == waiting[0.0]
     assert waiting[0.5] < waiting[0.25] < waiting[0.0]

@@ -32,9 +32,8 @@ def saved(folder: Path, family: str, form: str) -> Path:
     into = folder / f"{family}-{form}"
     into.mkdir()
     stored = "fp8_block" if is_plain else form
-    # all four, but where they stand in groups: what is chosen between near ties follows rounding
-    chosen = 2 if family == "deepseek_v3" else 4
-    return save_stored(family, stored, into, torch.bfloat16, num_experts_per_tok=chosen)[is_plain]
+    # tokens choose all four: what is chosen between near ties follows rounding
+    return save_stored(family, stored, into, torch.bfloat16, num_experts_per_tok=4)[is_plain]
 
 
 def run(folder: Path, decision: Offload) -> list[torch.Tensor]:

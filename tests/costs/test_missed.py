@@ -1,0 +1,59 @@
+"""What steps find of slots whose missed experts are divided: predicted, and by a list."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offplan.costs.kept_experts import find_experts, spread
+from offplan.expert_slots import ExpertSlots
+from offplan.plan import ModelRef
+from offplan.routing.divided import DividedSlots
+from offplan.routing.profile import make_routing
+from tests.costs.builders import moe_model
+
+NUM_EXPERTS, PER_TOKEN, NUM_STEPS = 64, 6, 1500
+
+
+def draw(repeat: float) -> np.ndarray[Any, Any]:
+    """Choices of tokens, each of which keeps an expert of the token before with a chance."""
+    random = np.random.default_rng(0)
+    steps = np.empty((NUM_STEPS, 1, 1, PER_TOKEN), np.int16)
+    chosen = random.permutation(NUM_EXPERTS)[:PER_TOKEN]
+    for number in range(NUM_STEPS):
+        kept = chosen[random.random(PER_TOKEN) < repeat]
+        others = np.setdiff1d(random.permutation(NUM_EXPERTS), kept, assume_unique=True)
+        chosen = np.concatenate([kept, others[: PER_TOKEN - len(kept)]])
+        steps[number, 0, 0] = chosen
+    return steps
+
+
+@pytest.mark.parametrize("num_slots", [12, 32, 50])
+@pytest.mark.parametrize("repeat", [0.0, 0.5, 0.8])
+def test_they_are_those_of_a_list(repeat: float, num_slots: int) -> None:
+    steps, model = draw(repeat), moe_model(2)
+    assert model.experts is not None
+    experts = replace(model.experts, num_experts=NUM_EXPERTS, num_experts_per_token=PER_TOKEN)
+    ref = ModelRef.model_validate(model, from_attributes=True)
+    reuse = make_routing(ref, [0], [steps], NUM_EXPERTS).of_batch(1)
+    for share in (0.0, 0.25, 0.5, 0.75):
+        slots = DividedSlots(NUM_EXPERTS, num_slots, share)
+        for step in steps:
+            slots.step(step.ravel().tolist())
+        found = find_experts(ExpertSlots(num_slots, NUM_EXPERTS, (), share), experts, reuse, 1)
+        misses = PER_TOKEN * NUM_STEPS - slots.counts["hits"]
+        assert found.hits + found.misses == pytest.approx(PER_TOKEN)
+        assert found.misses * NUM_STEPS == pytest.approx(misses, rel=0.2)
+        assert found.by_cores * NUM_STEPS == pytest.approx(slots.counts["by_cores"], rel=0.2)
+        uniform = find_experts(ExpertSlots(num_slots, NUM_EXPERTS, (), share), experts, None, 1)
+        assert uniform.hits == pytest.approx(PER_TOKEN * num_slots / NUM_EXPERTS)
+        if not repeat:
+            assert uniform.misses == pytest.approx(found.misses, rel=0.05)
+
+
+@pytest.mark.parametrize(("chosen", "missed"), [(6.0, 2.5), (5.3, 5.3), (4.0, 4.0), (3.2, 0.0)])
+def test_the_spread_has_the_mean_asked_for(chosen: float, missed: float) -> None:
+    likely = list(spread(chosen, missed))
+    assert sum(each for each, _ in likely) == pytest.approx(1)
+    assert sum(each * number for each, number in likely) == pytest.approx(missed)
