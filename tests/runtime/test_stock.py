@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -14,6 +15,7 @@ from offplan.checkpoint.open import open_model
 from offplan.costs.predict import predict
 from offplan.engines.export import export_plan
 from offplan.errors import CheckpointError, ExportError, InputError
+from offplan.forms.form import Form, Kind, Part
 from offplan.held.held import Held, hold, hold_stock
 from offplan.library.asking import ask
 from offplan.library.machines import load_machine
@@ -21,7 +23,10 @@ from offplan.library.runnable import why_not_run
 from offplan.library.sessions import open_session as open_planned
 from offplan.plan import Budget, Workload, dump_plan
 from offplan.planner.make import make_plan
+from offplan.runtime.loading.checks import list_shared
+from offplan.runtime.loading.mapping import map_tensors
 from offplan.runtime.loading.stock import build_stock
+from offplan.runtime.loading.target import Codes
 from offplan.runtime.measuring.stock_passes import LiveBytes, count_passes
 from offplan.runtime.model.calls import LayerCalls, WeightWatch
 from offplan.runtime.model.generation import StockGeneration
@@ -39,9 +44,10 @@ from tests.runtime.quantise import ALONE, FORMS, save_stored
 
 EXACT = """
 bamba bloom deepseek_v4 falcon falcon_h1 granitemoehybrid hrm_text jamba jetmoe kimi_linear lfm3
-longcat_flash mamba minimax mpt nemotron_h openai-gpt recurrent_gemma rwkv zaya
+longcat_flash mamba minimax mpt nemotron_h openai-gpt recurrent_gemma rwkv zamba zamba2 zaya
 """
-"""Families that offplan's own passes refuse; HRM's call its layers several times."""
+"""Families that offplan's own passes refuse; HRM's call its layers several times, and several of
+Zamba's read the same weights."""
 BOTH = "deepseek_v32 gpt_neox llama qwen3_next"
 """Families that run in both ways, one of them an encoder by its config."""
 FAILING = {("deepseek_v4", torch.bfloat16)}
@@ -224,6 +230,55 @@ def test_predicted_bytes_are_those_that_cross(
             session.decode(PROMPT[:, :1])
     assert of_prompt == priced.prefill.link_bytes
     assert session.link_bytes - before == priced.decode.link_bytes
+
+
+@pytest.mark.parametrize(
+    ("family", "part"), [("zamba", "shared_transf."), ("zamba2", "shared_transformer.")]
+)
+def test_shared_weights_lie_and_count_once(family: str, part: str, tmp_path: Path) -> None:
+    require(family)
+    model = open_model(str(save(family, tmp_path)))
+    stage, whole = hold_stock(model), AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert stage.loaded_bytes == sum(value.nbytes for value in whole.parameters())
+    assert stage.passes is not None
+    # Zamba has one block of shared weights, and Zamba 2 two
+    assert [layer for layer, count in enumerate(stage.passes.borrowed) if count] == [3, 4]
+    workload = Workload(batch=1, prompt_tokens=14, output_tokens=8, context=48)
+    machine, budget = load_machine("h200-pcie5").profile, Budget(gpu_memory=2**30)
+    decision = offload(group(1, 1), prefetch_step=1)
+    priced = predict(Held((stage,)), machine, workload, budget, decision)
+    with open_session(tmp_path, decision, stock=True) as session:
+        store, state = session.loaded.store, session.loaded.module.state_dict()
+        shared = [value.data_ptr() for name, value in state.items() if part in name]
+        start = store.arena.data_ptr()
+        assert all(start <= each < start + store.arena.nbytes for each in shared)
+        assert len(set(shared)) < len(shared)
+        session.prefill(PROMPT)
+        for _ in range(2):  # the first step finds the ring as the prompt left it
+            before = session.link_bytes
+            with session.stream():
+                session.decode(PROMPT[:, :1])
+    slabs = session.loaded.placement.slabs
+    assert session.link_bytes - before == sum(slab.nbytes for slab in slabs)
+    assert session.link_bytes - before == priced.decode.link_bytes
+
+
+def test_shared_weights_that_would_lie_twice_are_refused(tmp_path: Path) -> None:
+    require("zamba")
+    model = open_model(str(save("zamba", tmp_path)))
+    skeleton = build_stock(model)
+    targets = map_tensors(skeleton, hold(model, stock=True))
+    name = next(name for name in targets if "shared_transf.feed_forward.up_proj" in name)
+    assert list_shared(skeleton, targets)[name] == (1, 3, 4)
+    codes = Codes(name, Form(Kind.FP8_TENSOR), Part.WEIGHT, (48, 32), torch.float8_e4m3fn)
+    with pytest.raises(CheckpointError, match="shared by several layers and stored as codes"):
+        list_shared(skeleton, targets | {name: replace(targets[name], codes=codes)})
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {name.replace(".1.", ".3."): tensors[name].clone()}, path)
+    reason = why_not_run(hold(open_model(str(tmp_path)), stock=True))
+    assert reason is not None
+    assert f"is stored beside {name}, and both are one weight" in reason
 
 
 def test_stock_can_be_asked_for(tmp_path: Path) -> None:

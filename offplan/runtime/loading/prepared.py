@@ -14,6 +14,7 @@ from offplan.placement import Placement, place
 from offplan.plan import Offload
 from offplan.runtime.loading.by_cores import check_cores
 from offplan.runtime.loading.cached import find_parts
+from offplan.runtime.loading.checks import list_shared
 from offplan.runtime.loading.codes import hold_codes
 from offplan.runtime.loading.mapping import map_tensors
 from offplan.runtime.loading.offloaded import find_offloaded, pin_split
@@ -58,11 +59,12 @@ def prepare(
     stage = hold(model, offload.packing, stock=stock)
     module = build_stock(model) if stock else build_skeleton(model)
     targets = map_tensors(module, stage)
+    shared = list_shared(module, targets) if stock else {}
     hold_codes(module, targets)
     _check_types(stage, device)
     state = module.state_dict()
     wanted = {name: state[name] for name in targets}
-    stage = pin_split(stage, targets, wanted) if stock else stage
+    stage = pin_split(stage, targets, wanted, shared) if stock else stage
     placement = place(stage, offload)
     if stock and placement.expert_slots:
         raise PlanError(
