@@ -17,6 +17,7 @@ from offplan.engines.export import export_plan
 from offplan.errors import CheckpointError, ExportError, InputError
 from offplan.forms.form import Form, Kind, Part
 from offplan.held.held import Held, hold, hold_stock
+from offplan.library import asking
 from offplan.library.asking import ask
 from offplan.library.machines import load_machine
 from offplan.library.runnable import why_not_run
@@ -279,6 +280,19 @@ def test_shared_weights_that_would_lie_twice_are_refused(tmp_path: Path) -> None
     reason = why_not_run(hold(open_model(str(tmp_path)), stock=True))
     assert reason is not None
     assert f"is stored beside {name}, and both are one weight" in reason
+
+
+def test_experts_that_could_be_kept_need_not_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # bfloat16 experts could be kept, and on longer texts the model needs transformers' own passes
+    model = open_model(str(save("deepseek_v32", tmp_path)))
+    monkeypatch.setattr(asking, "why_not_keep", lambda *_: None)
+    workload, machine = Workload(prompt_tokens=14, context=4096), load_machine("h200-pcie5")
+    goal = ask(model, machine, workload).goal
+    assert (goal.stock, goal.cached_experts) == (True, "off")
+    with pytest.raises(InputError, match="leave --cached-experts out"):
+        make_plan(ask(model, machine, workload, cached_experts="auto"))
 
 
 def test_stock_can_be_asked_for(tmp_path: Path) -> None:
