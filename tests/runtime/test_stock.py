@@ -28,7 +28,7 @@ from offplan.runtime.loading.checks import list_shared
 from offplan.runtime.loading.mapping import map_tensors
 from offplan.runtime.loading.stock import build_stock
 from offplan.runtime.loading.target import Codes
-from offplan.runtime.measuring.stock_passes import LiveBytes, count_passes
+from offplan.runtime.measuring.stock_passes import TOKENS, LiveBytes, _fit_cache, count_passes
 from offplan.runtime.model.calls import LayerCalls, WeightWatch
 from offplan.runtime.model.generation import StockGeneration
 from tests.runtime.families import (
@@ -190,6 +190,30 @@ def test_what_is_counted_is_what_is_taken(tmp_path: Path) -> None:
         assert text.cache_bytes <= predicted <= 1.1 * text.cache_bytes + 4096
         of_prompt, _ = passes.activation_bytes(1, tokens, 128)
         assert taken <= 1.1 * of_prompt + 16384
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [60, 126, 300])
+def test_tokens_that_wait_to_be_compressed_are_counted(tokens: int, tmp_path: Path) -> None:
+    require("deepseek_v4")
+    folder = save("deepseek_v4", tmp_path)
+    stage = hold_stock(open_model(str(folder)))
+    model = AutoModelForCausalLM.from_pretrained(folder).requires_grad_(False)
+    text = StockGeneration(model, torch.arange(tokens)[None] % 60, 512)
+    with torch.no_grad():
+        text.prefill(0, tokens)
+    predicted = sum(layer.kv_cache.nbytes(1, tokens) for layer in stage.layers)
+    assert text.cache_bytes <= predicted
+
+
+def test_a_window_is_found_wherever_it_ends() -> None:
+    sizes = [size + 1 for size in TOKENS]
+    for window in (6, 100, 128, 200, 512, 1000):
+        of_token, most, state = _fit_cache(sizes, [7 * min(size, window) for size in sizes])
+        for context in (1, 64, 128, 300, 800, 4096):
+            fitted = state + of_token * min(context, most or context)
+            assert fitted >= 7 * min(context, window)
+        assert fitted <= 7 * window + of_token
 
 
 def test_a_plan_is_for_transformers_passes_where_ours_refuse(falcon: Path) -> None:

@@ -42,8 +42,12 @@ from offplan.runtime.model.generation import StockGeneration
 from offplan.runtime.refusal import refuse
 from offplan.runtime.transformers_private import decoding_as_on_gpu
 
-TOKENS = (64, 256, 1024, 4096)
-"""Tokens of the prompts that are run without values: a window of more is taken for none."""
+TOKENS = (126, 254, 1022, 4094)
+"""Tokens of the prompts that are run without values: a window of more is taken for none.
+
+A step then adds one, and where a layer compresses whole blocks of 4 or 128 tokens (DeepSeek-V4) it
+holds as many tokens as it ever does that fill no block yet.
+"""
 FEW_TOKENS = (8, 16, 32, 64)
 """Tokens of those that are run on zeros."""
 LEAST_SIZES, LONG_S = 3, 1.5
@@ -318,7 +322,9 @@ def _fit_cache(sizes: Sequence[int], found: Sequence[int]) -> tuple[int, int | N
     growing = [slope for slope in slopes if slope > 0]
     if not growing:
         return 0, None, found[-1]
-    return ceil(growing[0]), ceil(found[-1] / growing[0]), 0
+    # the first slope is too small where the window ends within it
+    of_token = max(growing[0], found[0] / sizes[0])
+    return ceil(of_token), ceil(found[-1] / of_token), 0
 
 
 def _fit_square(sizes: Sequence[int], found: Sequence[float]) -> tuple[float, float, float]:
