@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
@@ -479,3 +481,21 @@ def run_planned(
     with session, session.stream():
         session.prefill(BATCH)
         return [session.prefill(prompt).clone(), *(session.decode(step).clone() for step in steps)]
+
+
+FAILING = {("deepseek_v4", torch.bfloat16)}
+"""What transformers 5.17 itself cannot compute."""
+
+
+def require(family: str, dtype: torch.dtype = torch.float32) -> None:
+    """Skip a test of what the installed transformers does not have, or cannot compute itself."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    if (family, dtype) in FAILING and transformers.__version__.startswith("5.17."):
+        pytest.skip(f"transformers {transformers.__version__} fails with {family} in {dtype}")
+
+
+def save(family: str, folder: Path, variant: str = "plain") -> Path:
+    config = make_config(family, VARIANTS[variant])
+    draw_weights(AutoModelForCausalLM.from_config(config)).save_pretrained(folder)
+    return folder

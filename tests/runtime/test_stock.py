@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from offplan.checkpoint.open import open_model
 from offplan.costs.predict import predict
@@ -34,11 +33,10 @@ from offplan.runtime.model.generation import StockGeneration
 from tests.runtime.families import (
     BATCH,
     PROMPT,
-    VARIANTS,
     compare_stock,
-    draw_weights,
-    make_config,
+    require,
     run_stock,
+    save,
 )
 from tests.runtime.plans import group, offload, open_session, run_greedily
 from tests.runtime.quantise import ALONE, FORMS, save_stored
@@ -51,8 +49,6 @@ longcat_flash mamba minimax mpt nemotron_h openai-gpt recurrent_gemma rwkv zamba
 Zamba's read the same weights."""
 BOTH = "deepseek_v32 gpt_neox llama qwen3_next"
 """Families that run in both ways, one of them an encoder by its config."""
-FAILING = {("deepseek_v4", torch.bfloat16)}
-"""What transformers 5.17 itself cannot compute."""
 STORED = [
     *(("qwen3", form) for form in FORMS | ALONE),
     *(("qwen3_moe", form) for form in ("fp8_block", "int4_zeros", "gptq", "awq", "nvfp4")),
@@ -60,14 +56,6 @@ STORED = [
     *(("deepseek_v3", "fp8_block"), ("deepseek_v32", "fp8_block"), ("gpt_oss", "mxfp4")),
 ]
 """Families with the forms that their weights are stored in."""
-
-
-def require(family: str, dtype: torch.dtype = torch.float32) -> None:
-    """Skip a test of what the installed transformers does not have, or cannot compute itself."""
-    if family not in CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    if (family, dtype) in FAILING and transformers.__version__.startswith("5.17."):
-        pytest.skip(f"transformers {transformers.__version__} fails with {family} in {dtype}")
 
 
 @pytest.mark.slow
@@ -110,12 +98,6 @@ def test_codes_whose_shape_is_not_known_are_refused_before_loading(tmp_path: Pat
 @pytest.fixture(scope="module")
 def falcon(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save("falcon", tmp_path_factory.mktemp("falcon"))
-
-
-def save(family: str, folder: Path, variant: str = "plain") -> Path:
-    config = make_config(family, VARIANTS[variant])
-    draw_weights(AutoModelForCausalLM.from_config(config)).save_pretrained(folder)
-    return folder
 
 
 def test_offloading_moves_bytes_and_changes_nothing(falcon: Path) -> None:

@@ -16,9 +16,9 @@ from offplan.plan import Budget, Workload
 from offplan.planner.make import make_plan
 from offplan.runtime.measuring import layer_times, stock_times
 from offplan.runtime.session import Session
+from tests.runtime.families import require, save
 from tests.runtime.plans import CONTEXT, group, offload
 from tests.runtime.quantise import save_stored
-from tests.runtime.test_stock import require, save
 
 WORKLOAD = Workload(batch=2, prompt_tokens=14, output_tokens=8, context=48)
 

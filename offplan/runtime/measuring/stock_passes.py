@@ -323,8 +323,8 @@ def _fit_cache(sizes: Sequence[int], found: Sequence[int]) -> tuple[int, int | N
     if not growing:
         return 0, None, found[-1]
     # the first slope is too small where the window ends within it
-    of_token = max(growing[0], found[0] / sizes[0])
-    return ceil(of_token), ceil(found[-1] / of_token), 0
+    per_token = max(growing[0], found[0] / sizes[0])
+    return ceil(per_token), ceil(found[-1] / per_token), 0
 
 
 def _fit_square(sizes: Sequence[int], found: Sequence[float]) -> tuple[float, float, float]:

@@ -18,7 +18,6 @@ from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.measuring.layer_times import CPU_REPEATS
 from offplan.runtime.measuring.moments import Moment, mark, seconds_between
 from offplan.runtime.model.calls import LayerCalls
-from offplan.runtime.prompts import random_prompt
 from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 
 MOST_FILLED = 8192
@@ -50,17 +49,17 @@ def measure_stock_times(
     filled = max(1, min(before, context - all_steps))
     offload = Offload(prefetch_step=1, prefill_chunk=max(read, filled), rules=())
 
-    def draw(num_tokens: int) -> torch.Tensor:
-        wanted = {"prompt_tokens": num_tokens}
-        return random_prompt(stage.model, workload.model_copy(update=wanted))
-
     with (
         Session(
             stage.model, offload, context=context, device=device, stock=True, share_layers=True
         ) as session,
         session.stream(),
     ):
-        clock, prompt = _Clock(session, stage), draw(read)
+        clock = _Clock(session, stage)
+        # equal tokens would all be sent to the same experts
+        vocabulary = session.loaded.module.config.get_text_config().vocab_size
+        tokens = torch.randint(vocabulary, (workload.batch, max(read, filled)))
+        prompt = tokens[:, :read]
         session.prefill(prompt)
         clock.forget()
         for _ in range(NUM_SAMPLES):
@@ -69,7 +68,7 @@ def measure_stock_times(
         of_prompt = clock.take()
         if on_progress is not None:
             on_progress(1, 2)
-        logits = session.prefill(draw(filled))
+        logits = session.prefill(tokens[:, :filled])
         for number in range(all_steps):
             if number == NUM_WARMUP_STEPS:
                 clock.forget()
