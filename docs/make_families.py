@@ -65,7 +65,8 @@ chunk. `run` refuses a longer prompt of these families: {WHOLE}. Some families a
 all tokens whatever `sliding_window` says; where the config names one, `run` refuses theirs, too.
 
 **Code of a checkpoint** (`auto_map`) runs by transformers' own passes, only with
-`--trust-remote-code` on the command line of `plan`, `analyze`, `run` or `bench`.
+`--trust-remote-code` on the command line of `plan`, `analyze`, `measure`, `replan`, `run`, `bench`,
+`serve` or `chat`.
 
 **Shared weights**: where several layers read the same weights (the attention blocks of Zamba and
 Zamba 2), these stay on the GPU, once.
