@@ -65,11 +65,15 @@ chunk. `run` refuses a longer prompt of these families: {WHOLE}. Some families a
 all tokens whatever `sliding_window` says; where the config names one, `run` refuses theirs, too.
 
 **Code of a checkpoint** (`auto_map`) runs by transformers' own passes, only with
-`--trust-remote-code` on the command line of `plan`, `analyze`, `run` or `bench`.
+`--trust-remote-code` on the command line of `plan`, `analyze`, `measure`, `replan`, `run`, `bench`,
+`serve` or `chat`.
+
+**Shared weights**: where several layers read the same weights (the attention blocks of Zamba and
+Zamba 2), these stay on the GPU, once.
 
 **Refused** in transformers' own passes are weights that are packed without loss, a layer that calls
-another layer, weights that are read outside their layer or shared by two layers,
-`--record-routing`, `--cached-experts`, and exports to engines.
+another layer, weights that are read outside their layer, shared weights that are stored as codes or
+stored twice, `--record-routing`, `--cached-experts`, and exports to engines.
 
 **Youtu**: where the config has a `pad_token_id`, stock transformers zeroes the padding token's row
 of the input embedding after loading, whatever the checkpoint stores there. offplan keeps the row as

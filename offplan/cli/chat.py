@@ -23,7 +23,9 @@ from offplan.cli.printable import printable
 from offplan.errors import InputError, OffplanError
 
 if TYPE_CHECKING:
+    from offplan.checkpoint.model import Model
     from offplan.cli.speakers import LocalSpeaker, Speaker
+    from offplan.plan import Plan
     from offplan.runtime.sampling import Sampling
 
 _HELP = "/reset forgets the conversation, /save FILE writes it, /exit or Ctrl-D ends"
@@ -61,6 +63,7 @@ def chat(
         float | None, typer.Option(help="Draw from the likeliest of this probability together.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the answers. [default: 0]")] = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     dummy_weights: options.DummyWeights = False,
     device: options.Device = None,
 ) -> None:
@@ -81,23 +84,23 @@ def chat(
         named = {key: value for key, value in asked.items() if value is not None}
         _Conversation(RemoteSpeaker(url, api_key, model, named), said).run()
         return
+    from offplan.cli.planning import open_plan_to_run
+
     assert plan is not None, "one of the two is there"
-    with _open_local(plan, model, max_new_tokens, drawing, dummy_weights, device) as speaker:
+    found = open_plan_to_run(plan, model, stock=False, trust_remote_code=trust_remote_code)
+    with _open_local(*found, max_new_tokens, drawing, dummy_weights, device) as speaker:
         _Conversation(speaker, said).run()
 
 
 @contextlib.contextmanager
 def _open_local(
-    path: Path,
-    model: str | None,
+    plan: "Plan",
+    found: "Model",
     num_tokens: int | None,
     drawing: Any,
     dummy_weights: bool,
     device: str | None,
 ) -> Iterator["LocalSpeaker"]:
-    from offplan.cli.planning import open_plan_to_run
-
-    plan, found = open_plan_to_run(path, model, stock=False)
     with waiting("starting torch"):
         from offplan.cli.request import read_sampling
         from offplan.cli.speakers import LocalSpeaker

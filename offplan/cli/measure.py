@@ -35,6 +35,8 @@ def measure(
         ),
     ] = "cuda",
     packing: options.Packing = True,
+    stock: options.Stock = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     host_threads: options.HostThreads = None,
     output: options.Output = None,
     force: options.Force = False,
@@ -62,7 +64,12 @@ def measure(
     workload = read_workload(batch, prompt_tokens, output_tokens, context)
     timed = None
     if model is not None:
-        timed = open_model(model, revision=revision, on_progress=ProgressBar("reading headers"))
+        timed = open_model(
+            model,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            on_progress=ProgressBar("reading headers"),
+        )
     settle_threads(device)
     machine = measure_here(
         timed,
@@ -73,6 +80,7 @@ def measure(
         with_cores=True,
         host_threads=host_threads,
         packing=packing,
+        stock=stock,
         on_stage=ProgressBar,
     )
     profile = machine.profile

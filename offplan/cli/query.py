@@ -177,6 +177,7 @@ class Query:
             store=self.store,
             num_gpus=self.ranks.tensor,
             packing=self.packing and find_runner(self.engine).holds_packed,
+            stock=self.stock,
             on_stage=ProgressBar,
         )
         if machine is None:

@@ -33,6 +33,7 @@ def replan(
     without_cores: Annotated[
         bool, typer.Option("--no-host-cores", help="Plan without the host's cores.")
     ] = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     output: options.Output = None,
     force: options.Force = False,
     json: options.Json = False,
@@ -68,7 +69,9 @@ def replan(
         )
     check_writable(output, force=force)
     old = load_plan(plan, in_any_budget=True)
-    found = read_planned_model(old, model, ProgressBar("reading headers"))
+    found = read_planned_model(
+        old, model, ProgressBar("reading headers"), trust_remote_code=trust_remote_code
+    )
     chosen = None
     if machine is not None or old.machine.profile is None:
         chosen = find_machine(
@@ -78,6 +81,7 @@ def replan(
             store=old.offload.store,
             num_gpus=old.goal.ranks.tensor,
             packing=old.goal.packing,
+            stock=old.goal.stock,
             on_stage=ProgressBar,
         )
     if chosen is not None and chosen.profile_name is not None:

@@ -53,6 +53,7 @@ def serve(
         int | None,
         typer.Option(min=1, help="Bytes of a request. [default: 1 MiB, or 32 a token of context]"),
     ] = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     dummy_weights: options.DummyWeights = False,
     device: options.Device = None,
 ) -> None:
@@ -70,7 +71,7 @@ def serve(
 
     check_exposure(host, api_key, insecure=insecure)
     bound = bind(host, port)  # before minutes of loading
-    loaded, found = open_plan_to_run(plan, model, stock=False)
+    loaded, found = open_plan_to_run(plan, model, stock=False, trust_remote_code=trust_remote_code)
     with waiting("starting torch"):
         from offplan.library.sessions import load_session
         from offplan.library.settling import settle_by

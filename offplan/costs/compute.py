@@ -125,24 +125,23 @@ def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> Co
     """Price one layer: the measured time of this shape, or an estimate.
 
     The estimate is a roofline, max(bytes / HBM rate, operations / matmul rate), plus the profile's
-    overhead of a layer; times measured at other shapes of the same layer scale it, or, of the
-    chunks of a prompt, differ from it by as much. A packed layer that was not measured itself takes
-    what packing costs beyond the layer as it is stored: never less.
+    overhead of a layer. A layer of transformers' own passes takes the roofline, its launches, or
+    what its operators read and write, whichever is most. Times measured at other shapes of the same
+    layer scale it, or, of the chunks of a prompt, differ from it by as much. A packed layer that
+    was not measured itself takes what packing costs beyond the layer as it is stored: never less.
     """
-    if work.operators is not None:
-        launching, moved = LAUNCH_S * work.operators[shape.phase], 0.0
-        if work.moved is not None:
-            beside = work.moved(shape) / MOVED_EFFICIENCY
-            moved = (work.weight_bytes(shape) + beside) / machine.hbm.value
-        seconds = max(_roofline(machine, work, shape), launching, moved)
-        return ComputeTime(seconds, measured=False)
     if work.unpacked is not None and work.key not in machine.timed_layers:
         plain = layer_time(machine, work.unpacked, shape)
         longer = work.packing_bytes(shape) / machine.hbm.value
         return ComputeTime(plain.seconds + longer, measured=False)
 
     def estimate(at: PassShape) -> float:
-        return _roofline(machine, work, at) + machine.layer_overhead.value
+        roofline = _roofline(machine, work, at)
+        if work.operators is None or work.moved is None:
+            return roofline + machine.layer_overhead.value
+        beside = work.moved(at) / MOVED_EFFICIENCY
+        moving = (work.weight_bytes(at) + beside) / machine.hbm.value
+        return max(roofline, LAUNCH_S * work.operators[at.phase], moving)
 
     return _measured_or(machine, work.key, shape, estimate)
 
@@ -181,9 +180,7 @@ def outside_time(machine: MachineProfile, stage: Stage, shape: PassShape) -> Com
         flops = 2 * head.num_weights * at.batch
         return max(reading, flops / (machine.matmul.value * MATMUL_EFFICIENCY))
 
-    if stage.passes is not None:
-        return ComputeTime(estimate(shape), measured=False)
-    return _measured_or(machine, stage.outside_key, shape, estimate)
+    return _measured_or(machine, stage.time_key(stage.outside_key), shape, estimate)
 
 
 def _measured_or(

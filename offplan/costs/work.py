@@ -135,7 +135,7 @@ class LayerWork:
     """Bytes and operations of one layer, summed once so that shapes are cheap to price."""
 
     key: str
-    """``Layer.key`` of the layer."""
+    """Name of its times in a profile: ``Stage.time_key``."""
     dense_bytes: int
     """Bytes of the weights that every pass reads whole."""
     expert_bytes: int
@@ -280,9 +280,10 @@ def layer_work(stage: Stage, layer: Layer) -> LayerWork:
     dense_elements = sum(map(_matrix_elements, dense))
     experts = stage.experts
     share = experts.num_experts_per_token / experts.num_in_all if experts else 1.0
+    borrowed = 0 if stage.passes is None else stage.passes.borrowed[layer.index]
     return LayerWork(
-        key=layer.key,
-        dense_bytes=layer.nbytes - layer.expert_bytes,
+        key=stage.time_key(layer.key),
+        dense_bytes=layer.nbytes - layer.expert_bytes + borrowed * stage.element_bytes,
         expert_bytes=layer.expert_bytes,
         expanded_elements=sum(p.num_weights for p in dense if not p.form.is_raw),
         absorbed_elements=sum(p.num_weights for p in dense if is_absorbed(p)),
@@ -293,7 +294,7 @@ def layer_work(stage: Stage, layer: Layer) -> LayerWork:
             if p.is_expert and not p.form.is_raw and not is_packed(p)
         ),
         element_bytes=stage.element_bytes,
-        token_elements=dense_elements + share * expert_elements,
+        token_elements=dense_elements + borrowed + share * expert_elements,
         routed_elements=share * expert_elements,
         kv_cache=layer.kv_cache,
         mixer=stage.architecture.mixers[layer.index],

@@ -134,6 +134,13 @@ class Stage:
         content = json.dumps(sorted((t.name, t.dtype, t.shape) for t in tensors))
         return f"outside-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
+    def time_key(self, key: str) -> str:
+        """Return the name of the times of a layer, or of what lies outside, in a profile.
+
+        Transformers' own passes take other times, and so have names of their own.
+        """
+        return f"stock-{key}" if self.runner.is_stock else key
+
     @cached_property
     def input_embedding(self) -> TensorInfo | None:
         """The input embedding that may lie on the host; None where the stage holds none.

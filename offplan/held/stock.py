@@ -32,7 +32,10 @@ class StockPasses:
     step_bytes: tuple[float, float]
     """Temporaries of a decode step: bytes for any, and for each token of its context."""
     pinned: Sequence[str]
-    """Stored tensors of layers that loading splits or joins: no rule takes them."""
+    """Stored tensors of layers that loading splits or joins, or that several layers read: no rule
+    takes them."""
+    borrowed: Sequence[int]
+    """Elements of the matrices of other layers that each layer reads, too."""
     operators: Mapping[str, Sequence[int]]
     """Operators that a pass launches in each layer, by phase; then those outside the layers."""
     prompt_moved: Sequence[tuple[float, float, float]]

@@ -77,7 +77,8 @@ def ask(
     if cached_experts is None:
         cached_experts = DEFAULT_CACHED_EXPERTS
         by_others = engine is not None or stock
-        if by_others or why_not_keep(model, workload.batch, store) is not None:
+        keeps = not by_others and why_not_keep(model, workload.batch, store) is None
+        if not keeps or needs_stock(model, workload.context):
             cached_experts = "off"
     free = machine.free_gpu_bytes if gpu_memory is None else gpu_memory
     try:

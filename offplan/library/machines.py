@@ -12,7 +12,7 @@ from offplan.checkpoint.model import Model
 from offplan.choices import DeviceName, Store
 from offplan.errors import CheckpointError, OffplanError
 from offplan.files import StrPath
-from offplan.held.held import hold
+from offplan.held.held import hold, hold_stock
 from offplan.held.packing import pack_everything, packable
 from offplan.held.stage import Stage
 from offplan.hostcores.build import check_platform
@@ -74,6 +74,7 @@ def measure_here(
     with_cores: bool = False,
     host_threads: int | None = None,
     packing: bool = True,
+    stock: bool = False,
     on_stage: Stages = silent,
 ) -> Machine:
     """Measure this machine on its current CUDA device, and a model's layers at a workload.
@@ -81,8 +82,9 @@ def measure_here(
     Without a ``model`` only the machine is measured: link, memory, matrix products. With one, each
     kind of its layers is timed too, on random weights at the shapes of ``workload`` (the default
     one if left out), with ``packing`` also packed, and how often its products read weights in
-    place. Times of layers are kept on disk, and found there where nothing that they depend on has
-    changed, unless all is to be measured ``afresh``. ``with_others`` also uses the host's other
+    place. They are timed in transformers' own passes with ``stock``, and where offplan's cannot run
+    the model. Times of layers are kept on disk, and found there where nothing that they depend on
+    has changed, unless all is to be measured ``afresh``. ``with_others`` also uses the host's other
     GPUs: the link while several copy at once, and a second one's memory as a store. ``with_cores``
     has the host's cores multiply the model's weights by ``host_threads`` threads, one for each of
     most physical cores where it is left out; where they cannot, their figures stay out.
@@ -98,10 +100,7 @@ def measure_here(
     if host_threads is not None:
         check_threads(host_threads)
     workload = workload or Workload()
-    if model is not None and (obstacle := why_not_run(hold(model), workload.context)) is not None:
-        if why_not_run(hold(model, stock=True), workload.context) is not None:
-            raise CheckpointError(obstacle)
-        model = None  # transformers' own passes run it, whose layers are not timed
+    held = [] if model is None else _hold_timed(model, workload, packing=packing, stock=stock)
     import torch
 
     from offplan.machine.measure import measure_machine
@@ -114,15 +113,29 @@ def measure_here(
         profile = measure_cpu(progress)
     else:
         profile = measure_machine(progress, with_others=with_others)
-    if model is not None:
-        held = [hold(model)]
-        if packing and packable(model):
-            held.append(hold(model, pack_everything(model)))
+    if held:
         profile = _add_model(profile, held, workload, device, on_stage, afresh=afresh)
     skipped: tuple[str, ...] = ()
     if with_cores:
-        profile, skipped = _add_cores(profile, model, device, host_threads, on_stage)
+        # their figures are taken of layers that are built for offplan's own passes
+        own = None if held and held[0].runner.is_stock else model
+        profile, skipped = _add_cores(profile, own, device, host_threads, on_stage)
     return Machine(profile, profile.gpu_memory.value - used, skipped=skipped)
+
+
+def _hold_timed(model: Model, workload: Workload, *, packing: bool, stock: bool) -> list[Stage]:
+    """Hold a model in the ways that are timed: as it is stored, and as plans may hold it besides.
+
+    Raises CheckpointError for a model that cannot run on texts of the workload's context.
+    """
+    obstacle = None if stock else why_not_run(hold(model), workload.context)
+    if stock or obstacle is not None:
+        of_stock = why_not_run(hold(model, stock=True), workload.context)
+        if of_stock is not None:
+            raise CheckpointError(obstacle or of_stock)
+        return [hold_stock(model)]
+    packed = [hold(model, pack_everything(model))] if packing and packable(model) else []
+    return [hold(model), *packed]
 
 
 def _add_model(
@@ -134,31 +147,34 @@ def _add_model(
     *,
     afresh: bool,
 ) -> MachineProfile:
-    """Add to a profile what a model's layers take on its machine, the one at hand.
-
-    ``held`` is the model as it is stored, and as plans may hold it besides.
-    """
+    """Add to a profile what a model's layers take on its machine, the one at hand."""
     from offplan.machine.layer_cache import LAYER_TIMES
     from offplan.planner.space import prefill_chunks
     from offplan.runtime.measuring.layer_key import layer_times_key
     from offplan.runtime.measuring.layer_times import measure_layer_times, measure_model_reads
+    from offplan.runtime.measuring.stock_times import measure_stock_times
 
     chunks = prefill_chunks(min(workload.prompt_tokens, MOST_TIMED))
+    is_stock = held[0].runner.is_stock
+    chunks = chunks[:1] if is_stock else chunks  # plans have these passes read prompts whole
+    measure = measure_stock_times if is_stock else measure_layer_times
     progress = on_stage("measuring the layers")
     if device == "cpu":  # which has other work, too: its times are not kept
-        times = measure_layer_times(held[0], workload, chunks, progress, device=device)
+        times = measure(held[0], workload, chunks, progress, device=device)
         return profile.model_copy(update={"layer_times": times})
     known: dict[str, list[LayerTime]] = {}
     for each in held:
         key = layer_times_key(each, workload, chunks)
         found = None if afresh else LAYER_TIMES.find(key)
         if found is None:
-            found = measure_layer_times(each, workload, chunks, progress)
+            found = measure(each, workload, chunks, progress)
             LAYER_TIMES.keep(key, tuple(found))
         # what is the same either way was measured first as it is stored
         for time in [time for time in found if time.layer not in known]:
             known.setdefault(time.layer, []).append(time)
     times = tuple(chain(*known.values()))
+    if is_stock:
+        return profile.model_copy(update={"layer_times": times})
     rate, progress = profile.uva.value, on_stage("measuring reads in place")
     reads = measure_model_reads(held[0], workload, chunks, rate, progress)
     return profile.model_copy(update={"layer_times": times, "in_place_reads": reads})
@@ -205,21 +221,23 @@ def find_machine(
     store: Store = "host",
     num_gpus: int = 1,
     packing: bool = True,
+    stock: bool = False,
     on_stage: Stages = silent,
 ) -> Machine | None:
     """Take the machine of this profile, else the one at hand; None where that has no GPU.
 
     The host's other GPUs are measured only where the ``store`` is one of them, or the plan is for
-    several. Raises what ``load_machine`` and ``measure_here`` raise.
+    several. ``packing`` and ``stock`` are as in ``measure_here``. Raises what ``load_machine`` and
+    ``measure_here`` raise.
     """
     if name is not None:
         return load_machine(name)
     if not has_gpu():
         return None
     others = store == "peer" or num_gpus > 1
-    measure = partial(measure_here, with_others=others, packing=packing, on_stage=on_stage)
+    measure = partial(measure_here, with_others=others, on_stage=on_stage)
     try:
-        return measure(model, workload)
+        return measure(model, workload, packing=packing, stock=stock)
     except CheckpointError:  # what cannot run cannot be timed: its compute is estimated
         return measure()
 

@@ -90,13 +90,17 @@ def needs_stock(model: Model, context: int) -> bool:
 
 def find_obstacle(stage: Stage) -> str | None:
     """Say what keeps ``run`` from executing a model, None if nothing does; imports torch."""
+    from offplan.runtime.loading.checks import list_shared
     from offplan.runtime.loading.mapping import map_tensors
     from offplan.runtime.loading.skeleton import build_skeleton
     from offplan.runtime.loading.stock import build_stock
 
-    build = build_stock if stage.runner.is_stock else build_skeleton
+    is_stock = stage.runner.is_stock
     try:
-        map_tensors(build(stage.model), stage)
+        skeleton = (build_stock if is_stock else build_skeleton)(stage.model)
+        targets = map_tensors(skeleton, stage)
+        if is_stock:
+            list_shared(skeleton, targets)
     except CheckpointError as error:
         return str(error)
     return None

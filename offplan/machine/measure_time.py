@@ -16,15 +16,23 @@ class Timing(NamedTuple):
     """The time that some work takes."""
 
     seconds: float
-    """Median of NUM_SAMPLES, in seconds."""
+    """Median or mean of the samples, in seconds."""
     spread: float
-    """Relative spread of the samples: (largest - smallest) / median."""
+    """Relative spread of the samples: (largest - smallest) / seconds."""
+    samples: int = NUM_SAMPLES
 
 
 def summarise(samples: Sequence[float]) -> Timing:
     """Reduce samples, in seconds, to their median and spread."""
     median = statistics.median(samples)
     return Timing(median, round((max(samples) - min(samples)) / median, 4))
+
+
+def average(samples: Sequence[float]) -> Timing:
+    """Reduce samples, in seconds, to their mean and spread."""
+    mean = statistics.fmean(samples)
+    spread = (max(samples) - min(samples)) / mean if mean else 0.0
+    return Timing(mean, round(spread, 4), len(samples))
 
 
 def time_work(work: Callable[[], object], repeats: int = 1, *, queued: bool = False) -> Timing:

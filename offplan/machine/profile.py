@@ -82,7 +82,8 @@ class LayerTime(Record):
     """Measured compute of one layer, or of what lies outside the layers, with all resident."""
 
     layer: str
-    """``Layer.key`` of the layer, or ``Model.outside_key`` for embedding, norm and head."""
+    """``Stage.time_key`` of ``Layer.key``, or of ``Stage.outside_key`` for embedding, norm and
+    head."""
     phase: str = Field(pattern="^(prefill|decode)$")
     batch: int = Field(ge=1)
     tokens: int = Field(ge=1, le=2**40)
@@ -93,6 +94,10 @@ class LayerTime(Record):
     is_part: bool = False
     """Whether the chunk is one of several of a prompt."""
     seconds: Annotated[Seconds, Field(le=1e5)]
+    samples: Annotated[int, Field(ge=1)] | None = None
+    """Samples that the time is the median or the mean of."""
+    spread: Annotated[float, Field(ge=0)] | None = None
+    """(largest - smallest) / seconds of the samples."""
 
 
 class InPlaceRead(Record):

@@ -52,6 +52,7 @@ class Session:
         capture: bool = True,
         record_routing: bool = False,
         stock: bool = False,
+        share_layers: bool = False,
         host_threads: int | None = None,
         on_progress: Progress | None = None,
         wrap_link: Callable[[Link], Link] = lambda link: link,
@@ -60,7 +61,8 @@ class Session:
 
         ``folder`` holds the model's files, None for random weights. ``capture`` (CUDA only)
         captures what is captured. ``record_routing`` notes which experts steps choose, under
-        ``routing``. ``stock`` runs transformers' own passes, of which nothing is captured.
+        ``routing``. ``stock`` runs transformers' own passes, of which nothing is captured. With
+        ``share_layers`` equal layers read the same random weights, to time them in less memory.
         ``host_threads`` are what the host's cores compute with, of a plan that has them compute;
         most physical cores if left out.
         ``wrap_link`` puts another link in front of the one that moves the bytes.
@@ -84,6 +86,7 @@ class Session:
             self.loaded = LoadedModel(
                 *(model, offload, self.device, folder, on_progress),
                 stock=stock,
+                share_layers=share_layers,
                 host_threads=host_threads,
             )
             try:

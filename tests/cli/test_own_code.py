@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.hub_server import COMMIT, REPO, Hub, start
+from tests.cli import TINY_MOE
+from tests.serve import END, TEMPLATE
 
 CONFIG = """
 from transformers import PreTrainedConfig
@@ -95,11 +99,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("own"))
 
 
-def write_checkpoint(folder: Path, **changes: Any) -> Path:
+def write_checkpoint(folder: Path, *, vocabulary: int = 64, **changes: Any) -> Path:
     width = 32
     torch.manual_seed(0)
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
-        ("embed_tokens.weight", "lm_head.weight"), (64, width)
+        ("embed_tokens.weight", "lm_head.weight"), (vocabulary, width)
     )
     for index in range(4):
         shapes |= {
@@ -110,8 +114,14 @@ def write_checkpoint(folder: Path, **changes: Any) -> Path:
         }
     tensors = {name: 0.3 * torch.randn(shape) for name, shape in shapes.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    sizes = {"num_hidden_layers": 4, "hidden_size": width, "vocab_size": 64, "dtype": "float32"}
-    config = {"model_type": "tiny_own", **sizes, "auto_map": AUTO_MAP, **changes}
+    sizes = {"num_hidden_layers": 4, "hidden_size": width, "vocab_size": vocabulary}
+    config = {
+        "model_type": "tiny_own",
+        "dtype": "float32",
+        **sizes,
+        "auto_map": AUTO_MAP,
+        **changes,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "sizes.py").write_text(f"WIDTH = {width}\n")
     (folder / "configuration_own.py").write_text(CONFIG)
@@ -131,6 +141,18 @@ def hub(folder: Path) -> Iterator[Hub]:
 
 def offplan(home: Path, *arguments: object, **env: str) -> "subprocess.CompletedProcess[str]":
     """Call ``offplan`` with a home of its own; ``ran`` in it tells that the code has run."""
+    command = [sys.executable, "-c", CLI, *map(str, arguments)]
+    return subprocess.run(
+        command,
+        env=make_environment(home, **env),
+        input="hello\n/exit\n",
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def make_environment(home: Path, **env: str) -> dict[str, str]:
     environment = {key: v for key, v in os.environ.items() if not key.startswith("HF_")}
     environment |= {
         "HF_HOME": str(home),
@@ -139,8 +161,7 @@ def offplan(home: Path, *arguments: object, **env: str) -> "subprocess.Completed
     }
     environment |= {"NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1", **env}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    command = [sys.executable, "-c", CLI, *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return environment
 
 
 REFUSAL = "names code of its own, 'modeling_own.OwnForCausalLM'"
@@ -172,6 +193,44 @@ def test_code_in_a_folder_runs_where_the_command_line_grants_it(
     granted = offplan(tmp_path, *run, "--trust-remote-code")
     assert granted.returncode == 0, granted.stderr
     assert json.loads(granted.stdout)["way"] == "stock"
+
+
+@pytest.mark.slow
+def test_commands_for_a_plan_run_code_where_they_are_granted_it(tmp_path: Path) -> None:
+    own, plan, ran = tmp_path / "own", tmp_path / "plan.yaml", tmp_path / "ran"
+    shutil.copytree(TINY_MOE, own, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
+    (own / "chat_template.jinja").write_text(TEMPLATE)
+    write_checkpoint(own, vocabulary=END + 1)
+    grant, cpu = "--trust-remote-code", ("--device", "cpu")
+    assert offplan(tmp_path, "plan", own, *PLAN, "-o", plan, grant).returncode == 0
+    serve = ("serve", plan, *cpu, "--port", "0")
+    chat = ("chat", plan, *cpu, "--max-new-tokens", "2")
+    for command in (("replan", plan), serve, chat):
+        ran.unlink(missing_ok=True)
+        refused = offplan(tmp_path, *command, TRUST_REMOTE_CODE="1")
+        assert (refused.returncode, REFUSAL in refused.stderr) == (2, True), refused.stderr
+        assert not ran.exists()
+    again = offplan(tmp_path, "replan", plan, grant)
+    assert again.stdout == plan.read_text(), again.stderr
+    talked = offplan(tmp_path, *chat, grant)
+    assert (talked.returncode, ran.exists()) == (0, True), talked.stderr
+    assert "made 2" in talked.stderr
+    ran.unlink()
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLI, *map(str, serve), grant],
+        env=make_environment(tmp_path),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            assert process.stderr is not None
+            assert any("own is served at http://" in line for line in process.stderr)
+            assert ran.exists()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.kill()
 
 
 @pytest.mark.slow

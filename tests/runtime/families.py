@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
@@ -118,6 +120,26 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "num_experts_per_token": 2,
         "num_expert_group": 1,
         "num_key_value_heads": 4,
+    },
+    "zamba": {
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "mamba_d_state": 4,
+        "layers_block_type": ["linear_attention", *["hybrid", "linear_attention"], *["hybrid"] * 2],
+    },
+    "zamba2": {
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "kv_channels": None,
+        "n_mamba_heads": 4,
+        "mamba_d_state": 8,
+        "num_mem_blocks": 2,
+        "use_shared_attention_adapter": True,
+        "adapter_rank": 4,
+        "use_mem_rope": True,
+        "layers_block_type": ["linear_attention", *["hybrid"] * 4],
     },
     "gpt_neo": {"num_layers": 5, "attention_types": [[["global", "local"], 2], [["global"], 1]]},
     "minicpm3": {"num_key_value_heads": 4},
@@ -459,3 +481,21 @@ def run_planned(
     with session, session.stream():
         session.prefill(BATCH)
         return [session.prefill(prompt).clone(), *(session.decode(step).clone() for step in steps)]
+
+
+FAILING = {("deepseek_v4", torch.bfloat16)}
+"""What transformers 5.17 itself cannot compute."""
+
+
+def require(family: str, dtype: torch.dtype = torch.float32) -> None:
+    """Skip a test of what the installed transformers does not have, or cannot compute itself."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    if (family, dtype) in FAILING and transformers.__version__.startswith("5.17."):
+        pytest.skip(f"transformers {transformers.__version__} fails with {family} in {dtype}")
+
+
+def save(family: str, folder: Path, variant: str = "plain") -> Path:
+    config = make_config(family, VARIANTS[variant])
+    draw_weights(AutoModelForCausalLM.from_config(config)).save_pretrained(folder)
+    return folder

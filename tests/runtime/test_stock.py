@@ -6,46 +6,49 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from offplan.checkpoint.open import open_model
 from offplan.costs.predict import predict
 from offplan.engines.export import export_plan
 from offplan.errors import CheckpointError, ExportError, InputError
+from offplan.forms.form import Form, Kind, Part
 from offplan.held.held import Held, hold, hold_stock
+from offplan.library import asking
 from offplan.library.asking import ask
 from offplan.library.machines import load_machine
 from offplan.library.runnable import why_not_run
 from offplan.library.sessions import open_session as open_planned
 from offplan.plan import Budget, Workload, dump_plan
 from offplan.planner.make import make_plan
+from offplan.runtime.loading.checks import list_shared
+from offplan.runtime.loading.mapping import map_tensors
 from offplan.runtime.loading.stock import build_stock
-from offplan.runtime.measuring.stock_passes import LiveBytes, count_passes
+from offplan.runtime.loading.target import Codes
+from offplan.runtime.measuring.stock_passes import TOKENS, LiveBytes, _fit_cache, count_passes
 from offplan.runtime.model.calls import LayerCalls, WeightWatch
 from offplan.runtime.model.generation import StockGeneration
 from tests.runtime.families import (
     BATCH,
     PROMPT,
-    VARIANTS,
     compare_stock,
-    draw_weights,
-    make_config,
+    require,
     run_stock,
+    save,
 )
 from tests.runtime.plans import group, offload, open_session, run_greedily
 from tests.runtime.quantise import ALONE, FORMS, save_stored
 
 EXACT = """
 bamba bloom deepseek_v4 falcon falcon_h1 granitemoehybrid hrm_text jamba jetmoe kimi_linear lfm3
-longcat_flash mamba minimax mpt nemotron_h openai-gpt recurrent_gemma rwkv zaya
+longcat_flash mamba minimax mpt nemotron_h openai-gpt recurrent_gemma rwkv zamba zamba2 zaya
 """
-"""Families that offplan's own passes refuse; HRM's call its layers several times."""
+"""Families that offplan's own passes refuse; HRM's call its layers several times, and several of
+Zamba's read the same weights."""
 BOTH = "deepseek_v32 gpt_neox llama qwen3_next"
 """Families that run in both ways, one of them an encoder by its config."""
-FAILING = {("deepseek_v4", torch.bfloat16)}
-"""What transformers 5.17 itself cannot compute."""
 STORED = [
     *(("qwen3", form) for form in FORMS | ALONE),
     *(("qwen3_moe", form) for form in ("fp8_block", "int4_zeros", "gptq", "awq", "nvfp4")),
@@ -53,14 +56,6 @@ STORED = [
     *(("deepseek_v3", "fp8_block"), ("deepseek_v32", "fp8_block"), ("gpt_oss", "mxfp4")),
 ]
 """Families with the forms that their weights are stored in."""
-
-
-def require(family: str, dtype: torch.dtype = torch.float32) -> None:
-    """Skip a test of what the installed transformers does not have, or cannot compute itself."""
-    if family not in CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    if (family, dtype) in FAILING and transformers.__version__.startswith("5.17."):
-        pytest.skip(f"transformers {transformers.__version__} fails with {family} in {dtype}")
 
 
 @pytest.mark.slow
@@ -103,12 +98,6 @@ def test_codes_whose_shape_is_not_known_are_refused_before_loading(tmp_path: Pat
 @pytest.fixture(scope="module")
 def falcon(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save("falcon", tmp_path_factory.mktemp("falcon"))
-
-
-def save(family: str, folder: Path, variant: str = "plain") -> Path:
-    config = make_config(family, VARIANTS[variant])
-    draw_weights(AutoModelForCausalLM.from_config(config)).save_pretrained(folder)
-    return folder
 
 
 def test_offloading_moves_bytes_and_changes_nothing(falcon: Path) -> None:
@@ -185,6 +174,30 @@ def test_what_is_counted_is_what_is_taken(tmp_path: Path) -> None:
         assert taken <= 1.1 * of_prompt + 16384
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [60, 126, 300])
+def test_tokens_that_wait_to_be_compressed_are_counted(tokens: int, tmp_path: Path) -> None:
+    require("deepseek_v4")
+    folder = save("deepseek_v4", tmp_path)
+    stage = hold_stock(open_model(str(folder)))
+    model = AutoModelForCausalLM.from_pretrained(folder).requires_grad_(False)
+    text = StockGeneration(model, torch.arange(tokens)[None] % 60, 512)
+    with torch.no_grad():
+        text.prefill(0, tokens)
+    predicted = sum(layer.kv_cache.nbytes(1, tokens) for layer in stage.layers)
+    assert text.cache_bytes <= predicted
+
+
+def test_a_window_is_found_wherever_it_ends() -> None:
+    sizes = [size + 1 for size in TOKENS]
+    for window in (6, 100, 128, 200, 512, 1000):
+        of_token, most, state = _fit_cache(sizes, [7 * min(size, window) for size in sizes])
+        for context in (1, 64, 128, 300, 800, 4096):
+            fitted = state + of_token * min(context, most or context)
+            assert fitted >= 7 * min(context, window)
+        assert fitted <= 7 * window + of_token
+
+
 def test_a_plan_is_for_transformers_passes_where_ours_refuse(falcon: Path) -> None:
     machine, model = load_machine("h200-pcie5"), open_model(str(falcon))
     workload = Workload(batch=1, prompt_tokens=14, output_tokens=8, context=48)
@@ -224,6 +237,68 @@ def test_predicted_bytes_are_those_that_cross(
             session.decode(PROMPT[:, :1])
     assert of_prompt == priced.prefill.link_bytes
     assert session.link_bytes - before == priced.decode.link_bytes
+
+
+@pytest.mark.parametrize(
+    ("family", "part"), [("zamba", "shared_transf."), ("zamba2", "shared_transformer.")]
+)
+def test_shared_weights_lie_and_count_once(family: str, part: str, tmp_path: Path) -> None:
+    require(family)
+    model = open_model(str(save(family, tmp_path)))
+    stage, whole = hold_stock(model), AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert stage.loaded_bytes == sum(value.nbytes for value in whole.parameters())
+    assert stage.passes is not None
+    # Zamba has one block of shared weights, and Zamba 2 two
+    assert [layer for layer, count in enumerate(stage.passes.borrowed) if count] == [3, 4]
+    workload = Workload(batch=1, prompt_tokens=14, output_tokens=8, context=48)
+    machine, budget = load_machine("h200-pcie5").profile, Budget(gpu_memory=2**30)
+    decision = offload(group(1, 1), prefetch_step=1)
+    priced = predict(Held((stage,)), machine, workload, budget, decision)
+    with open_session(tmp_path, decision, stock=True) as session:
+        store, state = session.loaded.store, session.loaded.module.state_dict()
+        shared = [value.data_ptr() for name, value in state.items() if part in name]
+        start = store.arena.data_ptr()
+        assert all(start <= each < start + store.arena.nbytes for each in shared)
+        assert len(set(shared)) < len(shared)
+        session.prefill(PROMPT)
+        for _ in range(2):  # the first step finds the ring as the prompt left it
+            before = session.link_bytes
+            with session.stream():
+                session.decode(PROMPT[:, :1])
+    slabs = session.loaded.placement.slabs
+    assert session.link_bytes - before == sum(slab.nbytes for slab in slabs)
+    assert session.link_bytes - before == priced.decode.link_bytes
+
+
+def test_shared_weights_that_would_lie_twice_are_refused(tmp_path: Path) -> None:
+    require("zamba")
+    model = open_model(str(save("zamba", tmp_path)))
+    skeleton = build_stock(model)
+    targets = map_tensors(skeleton, hold(model, stock=True))
+    name = next(name for name in targets if "shared_transf.feed_forward.up_proj" in name)
+    assert list_shared(skeleton, targets)[name] == (1, 3, 4)
+    codes = Codes(name, Form(Kind.FP8_TENSOR), Part.WEIGHT, (48, 32), torch.float8_e4m3fn)
+    with pytest.raises(CheckpointError, match="shared by several layers and stored as codes"):
+        list_shared(skeleton, targets | {name: replace(targets[name], codes=codes)})
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {name.replace(".1.", ".3."): tensors[name].clone()}, path)
+    reason = why_not_run(hold(open_model(str(tmp_path)), stock=True))
+    assert reason is not None
+    assert f"is stored beside {name}, and both are one weight" in reason
+
+
+def test_experts_that_could_be_kept_need_not_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # bfloat16 experts could be kept, and on longer texts the model needs transformers' own passes
+    model = open_model(str(save("deepseek_v32", tmp_path)))
+    monkeypatch.setattr(asking, "why_not_keep", lambda *_: None)
+    workload, machine = Workload(prompt_tokens=14, context=4096), load_machine("h200-pcie5")
+    goal = ask(model, machine, workload).goal
+    assert (goal.stock, goal.cached_experts) == (True, "off")
+    with pytest.raises(InputError, match="leave --cached-experts out"):
+        make_plan(ask(model, machine, workload, cached_experts="auto"))
 
 
 def test_stock_can_be_asked_for(tmp_path: Path) -> None:

@@ -44,21 +44,51 @@ def check_layers(
 
     Raises CheckpointError naming the first parameter that another layer's tensor fills.
     """
-    owners = {
-        id(value): index
-        for index, layer in enumerate(decoder_layers(skeleton))
-        for value in layer.state_dict(keep_vars=True).values()
-    }
+    owners = find_readers(skeleton)
     # where blocks are found by the checkpoint's layers, what is stored for none stays on the GPU
     resident = (None,) if has_named_layers(skeleton) else ()
     for name, target in targets.items():
-        owner = owners.get(id(state[target.built_name(name)]))
+        readers = owners.get(id(state[target.built_name(name)]), (None,))
         for piece in target.pieces:
-            if piece.source.layer not in (owner, *resident):
+            if piece.source.layer not in (*readers, *resident):
                 raise refuse(
                     f"{stage.model.source} keeps its layers where `run` does not look ({name} is "
                     f"not of the layer that {piece.tensor.name} is stored for)"
                 )
+
+
+def find_readers(skeleton: PreTrainedModel) -> dict[int, list[int]]:
+    """Find the layers that hold each tensor of a model in themselves, by the tensor's ``id``."""
+    readers: dict[int, list[int]] = {}
+    for index, layer in enumerate(decoder_layers(skeleton)):
+        for value in {id(v): v for v in layer.state_dict(keep_vars=True).values()}:
+            readers.setdefault(value, []).append(index)
+    return readers
+
+
+def list_shared(
+    skeleton: PreTrainedModel, targets: Mapping[str, Target]
+) -> dict[str, tuple[int, ...]]:
+    """Name the parameters that several layers read, with those layers.
+
+    Such a weight is loaded once. ``skeleton`` holds no codes yet. Raises CheckpointError for one
+    that is stored as codes, or for several layers.
+    """
+    state, readers = skeleton.state_dict(keep_vars=True), find_readers(skeleton)
+    shared: dict[int, str] = {}
+    for name, target in targets.items():
+        value = id(state[target.built_name(name)])
+        if len(readers.get(value, ())) < 2:
+            continue
+        if target.codes is not None:
+            raise refuse(f"{name} is shared by several layers and stored as codes")
+        if value in shared:
+            raise refuse(
+                f"{name} is stored beside {shared[value]}, and both are one weight in "
+                f"{type(skeleton).__name__}, which several layers share"
+            )
+        shared[value] = name
+    return {name: tuple(readers[value]) for value, name in shared.items()}
 
 
 def check_headers(name: str, target: Target, wanted: torch.Tensor) -> None:

@@ -46,19 +46,20 @@ class LoadedModel:
         on_progress: Progress | None = None,
         *,
         stock: bool = False,
+        share_layers: bool = False,
         host_threads: int | None = None,
     ) -> None:
         """Load ``model`` as ``offload`` says; ``folder`` holds its files, None for random weights.
 
-        ``stock`` loads it for transformers' own passes. ``host_threads`` are what the host's cores
-        compute with.
+        ``stock`` loads it for transformers' own passes, and ``share_layers`` one layer's random
+        weights for all that are alike. ``host_threads`` are what the host's cores compute with.
 
         Raises what ``prepare`` raises, CheckpointError for files that cannot be read or have
         changed, UnpackableError for weights that the plan packs and that have more patches than
         room, MemoryLimitError when memory runs out.
         """
         with bringing_kernels(device) if offload.packing else nullcontext():
-            prepared = prepare(model, offload, device, stock=stock)
+            prepared = prepare(model, offload, device, stock=stock, share_layers=share_layers)
         self.model, self.stage, self.placement = model, prepared.stage, prepared.placement
         self.module: PreTrainedModel = prepared.module
         targets = prepared.targets
@@ -78,17 +79,20 @@ class LoadedModel:
         try:
             loaded = self.store.resident | self.store.offloaded
             try:
-                load_weights(folder, targets, loaded, on_progress)
+                own = {name: each for name, each in targets.items() if name in loaded}
+                load_weights(folder, own, loaded, on_progress)
             except OverfullError as error:
                 names = name_weights(self.model, error.tensors)
                 raise UnpackableError(
                     f"{error}; plan it again with --leave-unpacked {','.join(names)}", names
                 ) from None
+            shared = {name: loaded[owner] for name, owner in prepared.owners.items()}
+            loaded |= shared
             self.store.page_lock()
             dtype = self.model.dtype
             share_scratch(decoder_layers(self.module), getattr(torch, dtype), device)
             apply_contents(self.module, targets, loaded, device, dtype, is_random=folder is None)
-            assign(self._places, self.store.resident)
+            assign(self._places, self.store.resident | shared)
             self.cached = CachedExperts(
                 self.model, self.module, self.placement, prepared.cached, self.store
             )

@@ -1,6 +1,6 @@
 """The parameters of a model that a plan places off the device."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -35,11 +35,17 @@ def find_offloaded(
 
 
 def pin_split(
-    stage: Stage, targets: Mapping[str, Target], wanted: Mapping[str, torch.Tensor]
+    stage: Stage,
+    targets: Mapping[str, Target],
+    wanted: Mapping[str, torch.Tensor],
+    shared: Iterable[str],
 ) -> Stage:
-    """Return a stage of whose layers no rule takes what is split or joined when it is loaded."""
+    """Return a stage of whose layers no rule takes what is split or joined when it is loaded.
+
+    Nor does any take ``shared`` parameters, which several layers read: they stay on the GPU.
+    """
     owners = {piece.tensor: name for name, target in targets.items() for piece in target.pieces}
-    pinned: set[str] = set()
+    pinned = {piece.tensor.name for name in shared for piece in targets[name].pieces}
     for layer in stage.layers:
         for unit in group_units(layer):
             try:

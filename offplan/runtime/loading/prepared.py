@@ -12,13 +12,15 @@ from offplan.held.stage import Stage
 from offplan.hostmem.limits import check_host_room
 from offplan.placement import Placement, place
 from offplan.plan import Offload
+from offplan.runtime.loading.alike import find_owners
 from offplan.runtime.loading.by_cores import check_cores
 from offplan.runtime.loading.cached import find_parts
+from offplan.runtime.loading.checks import list_shared
 from offplan.runtime.loading.codes import hold_codes
 from offplan.runtime.loading.mapping import map_tensors
 from offplan.runtime.loading.offloaded import find_offloaded, pin_split
 from offplan.runtime.loading.parted import check_parted
-from offplan.runtime.loading.skeleton import build_skeleton
+from offplan.runtime.loading.skeleton import build_skeleton, decoder_layers
 from offplan.runtime.loading.stock import build_stock
 from offplan.runtime.loading.target import Target
 from offplan.runtime.memory.peer import find_peer
@@ -43,26 +45,36 @@ class Prepared:
     """The GPU that holds the slabs; None for host memory."""
     cached: dict[int, list[str]]
     """Names of the parameters of experts that are kept one by one, by layer."""
+    owners: dict[str, str]
+    """Whose weight a parameter that is not loaded reads, by name."""
 
 
 def prepare(
-    model: Model, offload: Offload, device: torch.device, *, stock: bool = False
+    model: Model,
+    offload: Offload,
+    device: torch.device,
+    *,
+    stock: bool = False,
+    share_layers: bool = False,
 ) -> Prepared:
     """Build a model without weights, and find out whether ``device`` and host can take a plan's.
 
-    ``stock`` builds it for transformers' own passes. Raises PlanError for rules that do not fit the
-    model, CheckpointError for a model that cannot run or files whose headers do not fit it,
-    MemoryLimitError where the host's memory or a second GPU is lacking, OffplanError where the
-    host's cores cannot compute what the plan gives them.
+    ``stock`` builds it for transformers' own passes. With ``share_layers`` layers that are alike
+    read the weights of the first of them; the plan then offloads none.
+
+    Raises PlanError for rules that do not fit the model, CheckpointError for a model that cannot
+    run or files whose headers do not fit it, MemoryLimitError where the host's memory or a second
+    GPU is lacking, OffplanError where the host's cores cannot compute what the plan gives them.
     """
     stage = hold(model, offload.packing, stock=stock)
     module = build_stock(model) if stock else build_skeleton(model)
     targets = map_tensors(module, stage)
+    shared = list_shared(module, targets) if stock else {}
     hold_codes(module, targets)
     _check_types(stage, device)
     state = module.state_dict()
     wanted = {name: state[name] for name in targets}
-    stage = pin_split(stage, targets, wanted) if stock else stage
+    stage = pin_split(stage, targets, wanted, shared) if stock else stage
     placement = place(stage, offload)
     if stock and placement.expert_slots:
         raise PlanError(
@@ -78,9 +90,13 @@ def prepare(
     check_parted(module, placement, offloaded)
     check_cores(module, placement, offloaded, wanted, getattr(torch, model.dtype))
     peer = _find_store(placement, offload, device)
-    check_host_room(_host_bytes(placement, device, peer))
+    owners: dict[str, str] = {}
+    if share_layers:
+        owners = find_owners(decoder_layers(module), module, stage, wanted)
+    spared = sum(wanted.pop(name).nbytes for name in owners)
+    check_host_room(_host_bytes(placement, device, peer) - (device.type == "cpu") * spared)
     cached = find_parts(model, module, placement, offloaded, device)
-    return Prepared(stage, placement, module, targets, wanted, offloaded, peer, cached)
+    return Prepared(stage, placement, module, targets, wanted, offloaded, peer, cached, owners)
 
 
 def _check_types(stage: Stage, device: torch.device) -> None:

@@ -33,6 +33,9 @@ Noise there outweighs softmax's shares: every token would choose the same expert
 class Noise:
     """Random weights: ones for norms, zeros for biases that balance experts, else N(0, 0.02).
 
+    Whole numbers that are no codes choose rows of the weight beside them: DeepSeek-V4's ``tid2eid``
+    has the experts of each token. All rows are chosen equally often.
+
     The same block of random numbers is tiled from a different start for each parameter, since
     drawing tens of gigabytes would take minutes; routers and experts still differ from one another.
     Where a plan puts a parameter, and whether it is held packed, changes none of its numbers.
@@ -69,6 +72,10 @@ class Noise:
                 destination.zero_()
             elif codes is not None and codes.part is not Part.WEIGHT:
                 destination.copy_(_fill_of(codes).to(destination.dtype))
+            elif codes is None and not destination.dtype.is_floating_point:
+                rows = destinations.get(f"{name.rpartition('.')[0]}.weight")
+                count = 1 if rows is None else len(rows)
+                destination.view(-1).copy_(torch.arange(destination.numel()) % count)
             else:
                 is_w4a16 = codes is not None and codes.form.kind is Kind.W4A16
                 noise = noise_on(destination.device, destination.dtype, is_w4a16)

@@ -1,7 +1,5 @@
 """The transformers model as it is, without its weights, for transformers' own passes."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -62,8 +60,7 @@ def _build(model: Model, config: PreTrainedConfig) -> PreTrainedModel:
 def find_layers(skeleton: PreTrainedModel, model: Model) -> list[nn.Module]:
     """Find the block of each of the checkpoint's layers: where its first tensor goes.
 
-    A block is an element of an outermost module list. Raises CheckpointError where a layer has
-    none, and for a tensor that two layers share, which could not be moved for both.
+    A block is an element of an outermost module list. Raises CheckpointError for a layer without.
     """
     names = [
         f"{layer.prefix}.{layer.parameters[0].tensors[0].name[len(layer.prefix) + 1 :]}"
@@ -76,7 +73,6 @@ def find_layers(skeleton: PreTrainedModel, model: Model) -> list[nn.Module]:
     ]
     if len(set(map(id, layers))) < len(layers):
         raise refuse(f"{model.source} stores several layers that are one in {type(skeleton)}")
-    _check_shared(layers, model)
     return layers
 
 
@@ -94,15 +90,3 @@ def _find_block(skeleton: PreTrainedModel, path: str, stored: str, model: Model)
         f"{model.source}: {stored} belongs to no block of a module list in "
         f"{type(skeleton).__name__}, so that no weights can be moved around its calls"
     )
-
-
-def _check_shared(layers: Sequence[nn.Module], model: Model) -> None:
-    owners: dict[int, int] = {}
-    for index, layer in enumerate(layers):
-        for name, value in layer.state_dict(keep_vars=True).items():
-            owner = owners.setdefault(id(value), index)
-            if owner != index:
-                raise refuse(
-                    f"{model.source}: layers {owner} and {index} share {name}, which cannot be "
-                    "moved for both"
-                )

@@ -12,6 +12,7 @@ from offplan.placement import place
 from offplan.progress import Progress, Stages, silent
 from offplan.runtime.device import on_device
 from offplan.runtime.faults import memory_limits
+from offplan.runtime.loading.checks import list_shared
 from offplan.runtime.loading.loader import load_weights
 from offplan.runtime.loading.mapping import map_tensors
 from offplan.runtime.loading.offloaded import pin_split
@@ -89,7 +90,8 @@ def _load(bench: Bench, on_progress: Progress) -> tuple[Any, set[nn.Parameter]]:
         module.set_attn_implementation("sdpa")
     targets = map_tensors(module, stage)
     state = module.state_dict()
-    stage = pin_split(stage, targets, state) if bench.stock else stage
+    if bench.stock:
+        stage = pin_split(stage, targets, state, list_shared(module, targets))
     # it holds every weight as it is stored
     slabs = place(stage, bench.offload.model_copy(update={"packing": None})).slabs
     on_host = {tensor for slab in slabs for entry in slab.entries for tensor in entry.unit.tensors}

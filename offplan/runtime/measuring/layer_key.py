@@ -38,8 +38,8 @@ def layer_times_key(stage: Stage, workload: Workload, chunks: Sequence[int]) -> 
         "transformers": transformers.__version__,
         "offplan": offplan.__version__,
         "runtime_sha256": _sha256(b"".join(path.read_bytes() for path in timed_sources())),
-        "layers": [layer.key for layer in stage.layers],
-        "outside": stage.outside_key,
+        "layers": [stage.time_key(layer.key) for layer in stage.layers],
+        "outside": stage.time_key(stage.outside_key),
         # heads, positions and activations show in no parameter's shape
         "config_sha256": _sha256(config.encode()),
         "dtype": stage.dtype,

@@ -1,6 +1,5 @@
 """Measures how long this model's layers compute on this machine, run as the runtime runs them."""
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,7 +10,14 @@ import torch
 from offplan.held.stage import Stage
 from offplan.held.unit import group_units
 from offplan.machine.measure_products import measure_in_place_reads
-from offplan.machine.measure_time import NUM_SAMPLES, time_on_host, time_once, time_work
+from offplan.machine.measure_time import (
+    NUM_SAMPLES,
+    Timing,
+    average,
+    time_on_host,
+    time_once,
+    time_work,
+)
 from offplan.machine.profile import InPlaceRead, LayerTime
 from offplan.plan import Offload, Workload
 from offplan.progress import Progress
@@ -58,10 +64,10 @@ def measure_layer_times(
     context = max(workload.context, longest, num_steps + 2)
     times: list[LayerTime] = []
 
-    def note(seconds: Sequence[float], **what: Any) -> None:
-        of_kinds = dict(zip(names, seconds, strict=True))  # of equal layers the last one's
+    def note(timings: Sequence[Timing], **what: Any) -> None:
+        of_kinds = dict(zip(names, timings, strict=True))  # of equal layers the last one's
         times.extend(
-            LayerTime(layer=name, batch=workload.batch, seconds=each, **what)
+            LayerTime(layer=name, batch=workload.batch, **each._asdict(), **what)
             for name, each in of_kinds.items()
         )
         if on_progress is not None:
@@ -77,13 +83,13 @@ def measure_layer_times(
             vocabulary = session.loaded.module.config.get_text_config().vocab_size
             prompt = torch.randint(vocabulary, shape)
             captured = session.runner.captures_prompt(workload.batch, workload.prompt_tokens)
-            seconds = _time_prefill(session, prompt, num_chunks, captured=captured)
+            timings = _time_prefill(session, prompt, num_chunks, captured=captured)
             reach, is_part = chunk * (num_chunks + 1) // 2, chunk < workload.prompt_tokens
-            note(seconds, phase="prefill", tokens=chunk, context=reach, is_part=is_part)
+            note(timings, phase="prefill", tokens=chunk, context=reach, is_part=is_part)
             if chunk == chunks[0]:
                 filled = min(workload.decode_context, context - num_steps - 1)
-                seconds = _time_decode(session, prompt[:, :1], filled)
-                note(seconds, phase="decode", tokens=1, context=workload.decode_context)
+                timings = _time_decode(session, prompt[:, :1], filled)
+                note(timings, phase="decode", tokens=1, context=workload.decode_context)
     return tuple(times)
 
 
@@ -119,20 +125,20 @@ def measure_model_reads(
 
 def _time_prefill(
     session: Session, prompt: torch.Tensor, num_chunks: int, *, captured: bool
-) -> list[float]:
+) -> list[Timing]:
     """Time each layer for a chunk of a prompt, on average, and all that lies outside of them.
 
     Of a prompt that is to be ``captured`` layers are captured too. Another's chunks may take as
     long as the host needs to launch them: they are taken through a layer as a request's are.
     """
-    whole = _median_seconds(session, lambda: session.prefill(prompt))
+    whole = _time(session, lambda: session.prefill(prompt))
     with session.stream(), torch.inference_mode():
         layers = session.runner.prompt_layers(prompt.to(session.device))
         each = _time_layers(session, layers, captured=captured)
-    return [*(seconds / num_chunks for seconds in each), max(0.0, whole - sum(each))]
+    return [*(_share(timing, num_chunks) for timing in each), _find_rest(whole, each)]
 
 
-def _time_decode(session: Session, tokens: torch.Tensor, filled: int) -> list[float]:
+def _time_decode(session: Session, tokens: torch.Tensor, filled: int) -> list[Timing]:
     """Time each captured layer, and the rest of a captured step, behind ``filled`` tokens.
 
     Only the number of them counts, not what they were: attention reads the cache up to there.
@@ -140,41 +146,52 @@ def _time_decode(session: Session, tokens: torch.Tensor, filled: int) -> list[fl
     tokens = tokens.to(session.device)
     with session.stream(), torch.inference_mode():
         session.runner.set_length(filled)
-    step = _median_seconds(session, lambda: session.decode(tokens))
+    step = _time(session, lambda: session.decode(tokens))
     with session.stream(), torch.inference_mode():
         layers = session.runner.forward.step_layers(tokens)
         each = _time_layers(session, layers, captured=True)
-    return [*each, max(0.0, step - sum(each))]
+    return [*each, _find_rest(step, each)]
+
+
+def _share(timing: Timing, count: int) -> Timing:
+    return timing._replace(seconds=timing.seconds / count)
+
+
+def _find_rest(whole: Timing, layers: Sequence[Timing]) -> Timing:
+    """Return what a pass takes beside its layers, with the samples of the pass."""
+    seconds = max(0.0, whole.seconds - sum(each.seconds for each in layers))
+    spread = whole.spread * whole.seconds / seconds if seconds else 0.0
+    return whole._replace(seconds=seconds, spread=round(spread, 4))
 
 
 def _time_layers(
     session: Session, layers: Sequence[Callable[[], object]], *, captured: bool
-) -> list[float]:
-    """Return the seconds of each layer, captured or not; the CPU captures nothing."""
+) -> list[Timing]:
+    """Time each layer, captured or not; the CPU captures nothing."""
     if session.device.type == "cuda":
-        time = _time_captured if captured else partial(_median_seconds, repeats=REPEATS)
+        time = _time_captured if captured else partial(_time, repeats=REPEATS)
         return [time(session, layer) for layer in layers]
     # in turns: in a row of its own a layer would find its code and weights in the CPU's caches; and
     # on average: a median is too short for a whole pass, which other processes do interrupt
     samples = [[time_once(layer) for layer in layers] for _ in range(NUM_SAMPLES * CPU_REPEATS)]
-    return [statistics.fmean(each) for each in zip(*samples, strict=True)]
+    return [average(each) for each in zip(*samples, strict=True)]
 
 
-def _time_captured(session: Session, work: Callable[[], object]) -> float:
-    """Return the seconds of work that is captured."""
+def _time_captured(session: Session, work: Callable[[], object]) -> Timing:
+    """Time work that is captured."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     graph.capture_begin()
     for _ in range(REPEATS):
         work()
     graph.capture_end()
-    return _median_seconds(session, graph.replay) / REPEATS
+    return _share(_time(session, graph.replay), REPEATS)
 
 
-def _median_seconds(session: Session, work: Callable[[], object], repeats: int = 1) -> float:
+def _time(session: Session, work: Callable[[], object], repeats: int = 1) -> Timing:
     with session.stream():
         for _ in range(NUM_WARMUP_STEPS - 1):
             work()
         if session.device.type != "cuda":
-            return time_on_host(work, CPU_REPEATS).seconds
-        return time_work(work, repeats).seconds  # which warms up once
+            return time_on_host(work, CPU_REPEATS)
+        return time_work(work, repeats)  # which warms up once

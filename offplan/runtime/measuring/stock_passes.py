@@ -31,6 +31,7 @@ from offplan.checkpoint.model import Model
 from offplan.errors import CheckpointError
 from offplan.held.held import hold
 from offplan.held.stock import StockPasses
+from offplan.runtime.loading.checks import list_shared
 from offplan.runtime.loading.mapping import map_tensors
 from offplan.runtime.loading.offloaded import pin_split
 from offplan.runtime.loading.places import assign, find_places, materialise_buffers
@@ -41,8 +42,12 @@ from offplan.runtime.model.generation import StockGeneration
 from offplan.runtime.refusal import refuse
 from offplan.runtime.transformers_private import decoding_as_on_gpu
 
-TOKENS = (64, 256, 1024, 4096)
-"""Tokens of the prompts that are run without values: a window of more is taken for none."""
+TOKENS = (126, 254, 1022, 4094)
+"""Tokens of the prompts that are run without values: a window of more is taken for none.
+
+A step then adds one, and where a layer compresses whole blocks of 4 or 128 tokens (DeepSeek-V4) it
+holds as many tokens as it ever does that fill no block yet.
+"""
 FEW_TOKENS = (8, 16, 32, 64)
 """Tokens of those that are run on zeros."""
 LEAST_SIZES, LONG_S = 3, 1.5
@@ -130,7 +135,7 @@ def count_passes(model: Model) -> StockPasses:
 
 def _count(model: Model, sizes: Sequence[int], *, is_fake: bool) -> StockPasses:
     skeleton = build_stock(model)
-    pinned = _find_pinned(skeleton, model)
+    pinned, borrowed = _find_pinned(skeleton, model)
     places, state = find_places(skeleton), skeleton.state_dict()
     materialise_buffers(skeleton, torch.device("cpu"), state)
     parameters = dict(skeleton.named_parameters())
@@ -162,6 +167,7 @@ def _count(model: Model, sizes: Sequence[int], *, is_fake: bool) -> StockPasses:
         prompt_bytes=_fit_square(sizes, [each.prompt_bytes for each in counted]),
         step_bytes=_fit_line(sizes, [each.step_bytes for each in counted]),
         pinned=pinned,
+        borrowed=borrowed,
         operators=first.operators,
         prompt_moved=[
             _fit_square(sizes, [each.moved["prefill"][index] for each in counted])
@@ -174,21 +180,28 @@ def _count(model: Model, sizes: Sequence[int], *, is_fake: bool) -> StockPasses:
     )
 
 
-def _find_pinned(skeleton: Any, model: Model) -> list[str]:
-    """List the stored tensors of layers that no rule takes; raises CheckpointError."""
+def _find_pinned(skeleton: Any, model: Model) -> tuple[list[str], list[int]]:
+    """List the stored tensors of layers that no rule takes, and what layers read of others'.
+
+    Raises CheckpointError.
+    """
     stage = hold(model, stock=True)
     targets, state = map_tensors(skeleton, stage), skeleton.state_dict()
-    values = {name: target for name, target in targets.items() if target.codes is None}
+    shared, borrowed = list_shared(skeleton, targets), [0] * len(stage.layers)
+    for name, readers in shared.items():
+        for index in {*readers} - {targets[name].pieces[0].source.layer}:
+            borrowed[index] += state[name].numel() if state[name].ndim > 1 else 0
     if any(not p.form.is_raw for p in stage.parameters):  # codes are held as they are stored
-        return []
-    held = pin_split(stage, values, state)
-    return sorted(
+        return sorted(p.tensor.name for name in shared for p in targets[name].pieces), borrowed
+    held = pin_split(stage, targets, state, shared)
+    pinned = (
         tensor.name
         for before, after in zip(stage.layers, held.layers, strict=True)
         for p, q in zip(before.parameters, after.parameters, strict=True)
         if p is not q
         for tensor in p.tensors
     )
+    return sorted(pinned), borrowed
 
 
 def _make(value: torch.Tensor, *, is_fake: bool) -> torch.Tensor:
@@ -309,7 +322,9 @@ def _fit_cache(sizes: Sequence[int], found: Sequence[int]) -> tuple[int, int | N
     growing = [slope for slope in slopes if slope > 0]
     if not growing:
         return 0, None, found[-1]
-    return ceil(growing[0]), ceil(found[-1] / growing[0]), 0
+    # the first slope is too small where the window ends within it
+    per_token = max(growing[0], found[0] / sizes[0])
+    return ceil(per_token), ceil(found[-1] / per_token), 0
 
 
 def _fit_square(sizes: Sequence[int], found: Sequence[float]) -> tuple[float, float, float]:
