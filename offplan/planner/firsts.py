@@ -6,10 +6,10 @@ from typing import NamedTuple
 import numpy as np
 
 from offplan.planner.aims import NEVER, Floats
+from offplan.planner.candidates import NO_RULE, Ints, choose
 from offplan.planner.estimates import Rules, estimate
 from offplan.planner.in_place import InPlace, InPlaceRules
-from offplan.planner.patterns import choose
-from offplan.planner.prices import NO_RULE, Ints, Prices
+from offplan.planner.prices import Prices
 from offplan.planner.space import PREFETCH_STEPS, Room
 
 

@@ -11,25 +11,25 @@ only add plans or make them faster, do not make the best plan found slower.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offplan.costs.predict import predict
 from offplan.costs.work import makes_values
 from offplan.held.held import Held
 from offplan.held.packing import pack_everything, packable
-from offplan.held.runner import Demand
-from offplan.plan import Budget, Offload, Packing, Rule
+from offplan.plan import Budget, Offload, Rule
 from offplan.planner.aims import NEVER, Aim
+from offplan.planner.candidates import NO_RULE, Candidates, Ints, choose, count_on
 from offplan.planner.estimates import Rules, estimate, list_rules
 from offplan.planner.firsts import Firsts, Rows, list_firsts
 from offplan.planner.in_place import InPlaceRules
 from offplan.planner.limits import check_range
-from offplan.planner.patterns import choose, list_patterns
-from offplan.planner.prices import NO_RULE, Candidates, Ints, Prices
+from offplan.planner.patterns import list_patterns
+from offplan.planner.prices import Prices
+from offplan.planner.runnable import make_check
 from offplan.planner.space import Room, Space, find_room
 from offplan.planner.stages import Stages
 
@@ -88,7 +88,7 @@ class Searcher:
     _firsts: tuple[Budget, Firsts] | None = None
 
     def __post_init__(self) -> None:
-        check_range(self.space)
+        check_range(self.prices.at_use)
 
     @cached_property
     def packed(self) -> "Searcher | None":
@@ -153,34 +153,9 @@ class Searcher:
         return np.array([[one.isdisjoint(other) for other in held] for one in held])
 
     @cached_property
-    def can_export(self) -> Callable[[Offload, Budget], bool]:
-        """Whether the runner can run a plan, and what it takes fits."""
-        question = self.space.question
-        if self.space.runner.checker(question.held) is None:
-            return lambda _, __: True
-
-        @cache
-        def check_by(packing: Packing | None) -> tuple[Held, Callable[[Offload], Demand | None]]:
-            # a rival may be of another packing
-            is_own = packing == self.space.packing
-            held = self.space.held if is_own else question.held.pack(packing)
-            check = held.runner.checker(held)
-            assert check is not None
-            return held, check
-
-        def fits(offload: Offload, budget: Budget) -> bool:
-            held, check = check_by(offload.packing)
-            demand, host = check(offload), budget.host_memory
-            if demand is None or (host is not None and demand.pinned_bytes > host):
-                return False
-            if demand.more_gpu_bytes <= 0 and question.goal.pipeline_parallel == 1 and host is None:
-                return True
-            taken = predict(held, self.space.machine, question.workload, budget, offload)
-            fits_host = host is None or taken.host_memory_bytes <= host
-            more = max(0, demand.more_gpu_bytes)
-            return fits_host and taken.gpu_memory.total_bytes + more <= budget.gpu_memory
-
-        return fits
+    def can_run(self) -> Callable[[Offload, Budget], bool]:
+        """Tells whether the runner can run a plan, and what it takes fits a budget."""
+        return make_check(self.space)
 
     def find(
         self,
@@ -264,11 +239,8 @@ class _Run:
             np.concatenate(each) for each in zip(better, (row[climbs], second[climbs]), strict=True)
         )
         # every rule of the option from the smallest one on
-        counts = rules.ends[rules.option[second]] - second
-        following = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        row, second = self._better(
-            rows, np.repeat(row, counts), np.repeat(second, counts) + following
-        )
+        which, second = count_on(second, rules.ends[rules.option[second]] - second)
+        row, second = self._better(rows, row[which], second)
         return self._pair(choose(rows, row), second)
 
     def _pair(self, rows: Rows, second: Ints) -> Rows:
@@ -316,14 +288,13 @@ class _Run:
         """Spread rules over layers: alone by all patterns, in pairs by that of smallest groups."""
         rules = self.rules
         counts = np.where(rows.second == NO_RULE, rules.num_patterns[rows.first], 1)
-        row = np.repeat(np.arange(len(counts)), counts)
-        following = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        row, at = count_on(rules.first_pattern[rows.first], counts)
         rows = choose(rows, row)
         return Candidates(
             rows.setting,
             rows.num_slots,
             rules.option[rows.first],
-            rules.patterns[rules.first_pattern[rows.first] + following],
+            rules.patterns[at],
             rules.option[rows.second],
             rules.patterns[rules.first_pattern[rows.second]],
         )
@@ -334,16 +305,16 @@ class _Run:
         off_gpu, on_host, num_turns = self.prices.weigh(numbers, candidates.prefetch_step)
         padding = self.space.padding_bytes[candidates.first]
         spare = off_gpu - self.room.lacking_bytes[candidates.setting] - padding
-        fits, rungs = self.prices.climb(candidates, spare)
+        fits, own = self.prices.spend(candidates, spare)
         fits &= (spare >= 0) & (on_host <= self.room.host_bytes[candidates.setting])
         fits &= (num_turns > candidates.prefetch_step) | (candidates.prefetch_step == 0)
         rows = np.flatnonzero(fits)
         candidates, on_host = choose(candidates, rows), on_host[fits]
-        rungs = None if rungs is None else choose(rungs, rows)
+        own = None if own is None else choose(own, rows)
         if not fits.any():
             return
         self.search.num_priced += len(on_host)
-        given = numbers[rows], candidates.setting, candidates.prefetch_step, rungs
+        given = numbers[rows], candidates.setting, candidates.prefetch_step, own
         prompt_ps, step_ps = self.prices.price(*given)
         if self.stages is not None:
             more = self.stages.price(candidates)
@@ -356,8 +327,8 @@ class _Run:
             if values[number] > self.most * (1 + self.aim.tolerance) or values[number] == NEVER:
                 return
             times = float(prompt_ps[number]), float(step_ps[number])
-            of_layer = () if rungs is None else rungs.of_layer[number].tolist()
-            write = partial(self._write_candidate, candidates, number, of_layer)
+            rungs = () if own is None else own.rungs[number].tolist()
+            write = partial(self._write_candidate, candidates, number, rungs)
             self.offer(tuple(ranks[number].tolist()), times, write)
 
     def _rank(self, candidates: Candidates, on_host: Ints) -> Ints:
@@ -413,7 +384,7 @@ class _Run:
         if value == NEVER or value > self.most * (1 + self.aim.tolerance):
             return
         if value < self.most:
-            if not self.searcher.can_export(write(), self.room.budget):
+            if not self.searcher.can_run(write(), self.room.budget):
                 return
             self.most = value
         self.found.append(Found(value, rank, times_ps, write))
@@ -425,7 +396,7 @@ class _Run:
             (
                 each
                 for each in sorted(good, key=lambda each: (each.rank[0], each.value, each.rank))
-                if self.searcher.can_export(each.offload, self.room.budget)
+                if self.searcher.can_run(each.offload, self.room.budget)
             ),
             None,
         )

@@ -20,11 +20,11 @@ from offplan.library.machines import load_machine
 from offplan.machine.profile import MachineProfile
 from offplan.placement import place
 from offplan.plan import Backend, Budget, Goal, ModelRef, Offload, Rule, Workload
+from offplan.planner.candidates import NO_RULE, Candidates
 from offplan.planner.frontier import find_frontier
 from offplan.planner.make import make_plan
 from offplan.planner.neighbours import find_neighbours
 from offplan.planner.patterns import list_patterns
-from offplan.planner.prices import NO_RULE, Candidates
 from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space
@@ -125,10 +125,10 @@ def test_the_search_prices_them_as_the_schedule_does(
     numbers = searcher.prices.number_all(candidate)
     off_gpu, *_ = searcher.prices.weigh(numbers, candidate.prefetch_step)
     spare = int(share * max(0, int(off_gpu[0])))
-    fits, rungs = searcher.prices.climb(candidate, np.array([spare]))
+    fits, own = searcher.prices.spend(candidate, np.array([spare]))
     assume(fits[0])
-    assert rungs is not None
-    experts = rungs.of_layer[0].tolist()
+    assert own is not None
+    experts = own.rungs[0].tolist()
     few = min(each for each in experts if each)
     more = sum(each > few for each in experts)
     rules = [
@@ -156,7 +156,7 @@ def test_the_search_prices_them_as_the_schedule_does(
     assert placement.expert_slots_bytes <= spare
     request = placement, space.stage, space.machine, chosen.prefill, space.decode
     prompt_ps, step_ps = run_request(*request)
-    found = searcher.prices.price(numbers, candidate.setting, candidate.prefetch_step, rungs)
+    found = searcher.prices.price(numbers, candidate.setting, candidate.prefetch_step, own)
     # misses and what a prompt leaves are rounded to picoseconds by themselves, layer by layer
     rounded_ps = 2 * len(experts)
     assert abs(found[0][0] - prompt_ps) <= rounded_ps
