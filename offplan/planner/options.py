@@ -46,28 +46,31 @@ NUM_PARTS = (2, 4, 8, 16, 32)
 
 
 class Ladder(NamedTuple):
-    """What a layer takes and costs by its number of rungs."""
+    """What a layer takes and costs by its number of rungs; an array of each for many layers."""
 
-    rung_bytes: int
+    rung_bytes: Any
     """GPU memory of each rung."""
-    fixed_bytes: int
+    fixed_bytes: Any
     """GPU memory that comes with the first."""
-    none_ps: int
+    none_ps: Any
     """Picoseconds that a decode step would take without any rung, beyond the option's content."""
     times_ps: NDArray[np.int64]
     """Picoseconds beyond the option's content, [5, rungs + 1]: a prompt's reading and its compute,
     a step's reading and its compute, and the latter in a step that copies. None at 0 rungs."""
-    asked: int | None = None
-    """The rungs that each layer must have; None where as many as memory is left for."""
+    asked: Any
+    """The rungs that each layer must have; 0 for as many as memory is left for."""
 
 
 class Parts(NamedTuple):
-    """What a layer takes and costs whose prompts stream what a rule takes part by part."""
+    """What a layer takes and costs whose prompts stream what a rule takes part by part.
 
-    num_parts: int
-    gpu_bytes: int
+    An array of each for many layers.
+    """
+
+    num_parts: Any
+    gpu_bytes: Any
     """GPU memory of the slots, and of what chunks keep meanwhile: all layers share the largest."""
-    copy_ps: int
+    copy_ps: Any
     """Picoseconds of the copy of one part."""
     moved_ps: NDArray[np.int64]
     """Of a prompt's compute in the layer, what its parts take instead, [settings]."""
@@ -155,6 +158,11 @@ class RoutedExperts:
             return None
         return cls(space, segment_class, slots) if any(slots) else None
 
+    @property
+    def most(self) -> int:
+        """Experts that every layer which has any can keep."""
+        return min(each.num_experts for each in self.slots if each is not None)
+
     @cached_property
     def missed(self) -> list[tuple[CoresUse, list[int]]]:
         """Bytes that a step misses of each kind of layer with none, one, two ... experts in slots.
@@ -202,8 +210,8 @@ class KeepsExperts(Option):
         asked = space.question.goal.cached_experts
         prompt, step = space.settings[0].prefill.shapes, space.decode.shapes
         streams = self.prefill.streams
-        times = np.zeros((5, slots.num_experts + 1), dtype=np.int64)
-        for kept in range(1, slots.num_experts + 1):
+        times = np.zeros((5, self.experts.most + 1), dtype=np.int64)
+        for kept in range(1, self.experts.most + 1):
             of = replace(slots, num_slots=kept)
             left = 0 if streams else left_bytes(of, experts, prompt)
             read, *waiting = self._step_ps(space, kind, kept)
@@ -219,7 +227,7 @@ class KeepsExperts(Option):
             slots.table_bytes + BOUNDARY_BYTES * len(slots.units),
             sum(self._step_ps(space, kind, 0)[:2]),
             times,
-            asked if isinstance(asked, int) else None,
+            asked if isinstance(asked, int) else 0,
         )
 
     def _step_ps(self, space: "Space", kind: int, kept: int) -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ Estimates are low, so what is passed over is hardly ever better: more memory or 
 only add plans or make them faster, do not make the best plan found slower.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -20,18 +20,18 @@ from numpy.typing import NDArray
 from offplan.costs.work import makes_values
 from offplan.held.held import Held
 from offplan.held.packing import pack_everything, packable
-from offplan.plan import Budget, Offload, Rule
-from offplan.planner.aims import NEVER, Aim
+from offplan.plan import Budget, Offload
+from offplan.planner.aims import NEVER, Aim, Fastest, limits_ps
 from offplan.planner.candidates import NO_RULE, Candidates, Ints, choose, count_on
 from offplan.planner.estimates import Rules, estimate, list_rules
 from offplan.planner.firsts import Firsts, Rows, list_firsts
 from offplan.planner.in_place import InPlaceRules
 from offplan.planner.limits import check_range
-from offplan.planner.patterns import list_patterns
 from offplan.planner.prices import Prices
 from offplan.planner.runnable import make_check
 from offplan.planner.space import Room, Space, find_room
 from offplan.planner.stages import Stages
+from offplan.planner.writing import rank_all, write_candidate, write_rules
 
 MAX_RULES = 2
 """Rules of a plan, at most."""
@@ -115,6 +115,11 @@ class Searcher:
             if space.packing == offload.packing:
                 return space.held
         return self.space.question.held.pack(offload.packing)
+
+    @property
+    def fastest(self) -> Fastest:
+        """The aim of the question: the least time of a request that keeps the targets."""
+        return Fastest(self.space.weights, limits_ps(self.space.question.goal))
 
     @cached_property
     def prices(self) -> Prices:
@@ -206,7 +211,7 @@ class _Run:
     def try_in_place(self, firsts: Firsts) -> None:
         """Try the plans that copy nothing."""
         for each in firsts.in_place:
-            write = partial(self._write, each.setting, 1, each.rules)
+            write = partial(write_rules, self.space, each.setting, 1, each.rules)
             times = each.times_ps
             if self.stages is not None:
                 more = self.stages.price_offload(write(), each.setting)
@@ -322,59 +327,14 @@ class _Run:
             prompt_ps = np.where(fits & more.has_same_flags, prompt_ps + more.prompt_ps, NEVER)
             step_ps = step_ps + more.step_ps
         values = self.aim.values(prompt_ps, step_ps)
-        ranks = self._rank(candidates, on_host)
+        ranks = rank_all(self.space, candidates, on_host)
         for number in np.argsort(values, kind="stable").tolist():
             if values[number] > self.most * (1 + self.aim.tolerance) or values[number] == NEVER:
                 return
             times = float(prompt_ps[number]), float(step_ps[number])
             rungs = () if own is None else own.rungs[number].tolist()
-            write = partial(self._write_candidate, candidates, number, rungs)
+            write = partial(write_candidate, self.space, candidates, number, rungs)
             self.offer(tuple(ranks[number].tolist()), times, write)
-
-    def _rank(self, candidates: Candidates, on_host: Ints) -> Ints:
-        """Return how plain candidates are, [candidates, 5]."""
-        sizes = np.append(list_patterns(len(self.space.kind_of)).group_size, 0)
-        segments = [len(option.segment_class.segments) for option in self.space.options]
-        num_segments = np.append(segments, 0)
-        return np.column_stack(
-            [
-                1 + (candidates.second != NO_RULE),
-                on_host,
-                num_segments[candidates.first] + num_segments[candidates.second],
-                candidates.prefetch_step,
-                sizes[candidates.first_pattern] + sizes[candidates.second_pattern],
-            ]
-        )
-
-    def _write_candidate(
-        self, candidates: Candidates, number: int, rungs: Sequence[int]
-    ) -> Offload:
-        setting, num_slots, *taken = (int(column[number]) for column in candidates)
-        patterns = list_patterns(len(self.space.kind_of))
-        fewest = min((each for each in rungs if each), default=1)
-        more = sum(each > fewest for each in rungs)
-        rules = tuple(
-            self.space.options[option].rule(
-                int(patterns.group_size[pattern]),
-                int(patterns.num_in_group[pattern]),
-                fewest,
-                more,
-            )
-            for option, pattern in (taken[:2], taken[2:])
-            if option != NO_RULE
-        )
-        return self._write(setting, max(1, num_slots), rules)
-
-    def _write(self, setting: int, prefetch_step: int, rules: tuple[Rule, ...]) -> Offload:
-        chosen = self.space.settings[setting]
-        return Offload(
-            prefetch_step=prefetch_step,
-            prefill_chunk=chosen.prefill_chunk,
-            embeddings=chosen.embeddings,
-            store=self.space.machine.store,
-            packing=self.space.packing,
-            rules=rules,
-        )
 
     def offer(
         self, rank: tuple[int, ...], times_ps: tuple[float, float], write: Callable[[], Offload]

@@ -317,6 +317,7 @@ KEYS = [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6))
 def test_any_config_is_understood_or_refused(changes):

@@ -49,6 +49,7 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
     return {each["prompt"]: each for each in map(json.loads, path.read_text().splitlines())}
 
 
+@pytest.mark.slow
 def test_prompts_in_their_order(run: Run, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbfWei\r\n")
     files = ("--prompt-file", tmp_path / "prompt.txt")
@@ -82,6 +83,7 @@ def test_a_text_ends_before_a_stop_string(run: Run) -> None:
     assert json.loads(run(*short).out)["text"] == " tha"
 
 
+@pytest.mark.slow
 def test_the_plans_batch_and_what_was_predicted(run: Run) -> None:
     data = json.loads(run("--prompt", "Weights", "--prompt", "Wei", "--json").out)
     assert (data["batch"], data["prompt_tokens"]) == (2, 5)

@@ -47,6 +47,7 @@ def test_threads_are_as_many_as_idle_cores(
     assert chosen[-1] == expected
 
 
+@pytest.mark.slow
 def test_a_run_beside_other_work_says_so(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(threads, "find_idle_cores", lambda: 1)

@@ -41,6 +41,7 @@ from tests.costs.builders import (
 )
 from tests.costs.exact import run_request
 from tests.planner.cases import UNLIMITED, WORKLOAD, budget_for, with_cores
+from tests.tiers import first_quick
 
 MACHINE = make_machine(h2d=1e9, uva=0.9e9)
 SLOW = make_machine(h2d=1e8, uva=0.9e8)
@@ -259,7 +260,9 @@ def test_neighbours_step_the_share() -> None:
 
 @pytest.mark.parametrize(
     ("machine", "gib"),
-    [("rtx4090-pcie4", 4), ("rtx4090-pcie4", 12), ("h200-pcie5", 6), ("h200-pcie5", 26)],
+    first_quick(
+        [("rtx4090-pcie4", 4), ("rtx4090-pcie4", 12), ("h200-pcie5", 6), ("h200-pcie5", 26)]
+    ),
 )
 @pytest.mark.parametrize("cores", [False, True])
 def test_no_plan_of_a_real_model_is_slower_for_it(machine: str, gib: int, cores: bool) -> None:

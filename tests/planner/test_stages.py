@@ -171,6 +171,7 @@ def test_a_target_out_of_reach_names_memory_that_would_do(tmp_path: Path) -> Non
     assert enough.prediction.decode.step_s <= 0.9 * fastest
 
 
+@pytest.mark.slow
 def test_each_budget_of_a_frontier_holds_for_the_engine(tmp_path: Path) -> None:
     """What vLLM's ring takes beyond ours is counted against the budget that is asked about."""
     model = read("latent", 7, tmp_path)

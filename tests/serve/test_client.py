@@ -77,6 +77,7 @@ def test_a_chat_whole_and_streamed(served: Served) -> None:
     assert [each.token for each in streamed] == [each.token for each in told]
 
 
+@pytest.mark.slow
 def test_drawn_texts_have_their_seeds(served: Served) -> None:
     client = served.client()
 
