@@ -219,7 +219,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("rules", first_quick(RULES.values()), ids=RULES)
 @pytest.mark.parametrize("chunk", first_quick([64, 3]))
 def test_a_session_runs_by_it(
     fast: Backend, folder: Path, rules: list[tuple[str, str, tuple[str, ...]]], chunk: int

@@ -46,7 +46,7 @@ class Numbers:
         every = {at: each for at, each in found.items() if each is not None}
         columns = []
         for number in range(len(of._fields)):
-            shape = next((np.shape(each[number]) for each in every.values()), ())
+            shape: tuple[int, ...] = next((np.shape(each[number]) for each in every.values()), ())
             column = np.zeros((len(options) + 1, len(kinds), *shape), dtype=np.int64)
             for at, each in every.items():
                 column[at] = each[number]
@@ -81,14 +81,14 @@ class Numbers:
         """
         return np.asarray(self._parts.gpu_bytes.max(axis=1))
 
-    def parts_ps(self, option: Ints, counts: Ints) -> Ints:
+    def parts_ps(self, option: Ints, counts: Ints) -> Floats:
         """Picoseconds of the copies of parts of so many layers of each kind, [rules].
 
         None is counted where a prompt finds all parts in their slots.
         """
         num_parts = counts * self._parts.num_parts[option]
         copied = (num_parts * self._parts.copy_ps[option]).sum(axis=1)
-        return np.where(num_parts.sum(axis=1) > PART_SLOTS, copied, 0)
+        return np.where(num_parts.sum(axis=1) > PART_SLOTS, copied, 0).astype(np.float64)
 
     @cached_property
     def _curves(self) -> Floats:

@@ -168,6 +168,7 @@ def test_one_file_offline(single, tmp_path):
     assert open_from(single.url, tmp_path, HF_HUB_OFFLINE="1") == online
 
 
+@pytest.mark.slow
 def test_offline_without_a_cache(single, tmp_path):
     text = refusal(single, tmp_path, HF_HUB_OFFLINE="1")
     assert "config.json is not in the cache and HF_HUB_OFFLINE is set" in text

@@ -75,6 +75,7 @@ def test_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "is text in UTF-8" in run("--prompt-file", "-").err
 
 
+@pytest.mark.slow
 def test_a_text_ends_before_a_stop_string(run: Run) -> None:
     data = json.loads(run("--prompt", "Weights", "--stop-strings", "fit the", "--json").out)
     ended = {"text": " that do not ", "num_tokens": 20, "finish_reason": "stop"}
@@ -103,6 +104,7 @@ def test_a_chat(run: Run, copy: Path) -> None:
     assert (code, "does not take the messages" in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_lines_with_messages(run: Run, copy: Path, tmp_path: Path) -> None:
     (copy / "chat_template.jinja").write_text("{{ messages[0]['content'] }} that")
     lines = tmp_path / "prompts.jsonl"
@@ -114,6 +116,7 @@ def test_lines_with_messages(run: Run, copy: Path, tmp_path: Path) -> None:
     assert f"Weights that{result['text']}" == WEIGHTS
 
 
+@pytest.mark.slow
 def test_lines_that_say_how_they_are_continued(run: Run, copy: Path, tmp_path: Path) -> None:
     (copy / "chat_template.jinja").write_text(
         "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"

@@ -145,6 +145,7 @@ def test_a_second_gpu_from_plan_to_export(cli: CLI, tmp_path: Path) -> None:
     assert (code, "has a second GPU's memory as its store" in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_routing_is_recorded(cli: CLI, tmp_path: Path) -> None:
     plan, path = write_plan(tmp_path, RULES["resident"]), tmp_path / "routing.json"
     arguments = ("--prompt", "Weights", "--device", "cpu", "--record-routing", path)

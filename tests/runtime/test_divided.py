@@ -68,6 +68,7 @@ def test_counts_are_those_of_a_list(
         assert share is not None or found.by_cores == found.misses
 
 
+@pytest.mark.slow
 def test_the_same_bits_for_the_same_history(folder: Path) -> None:
     """With aborted prompts and steps between."""
     runs = []
@@ -80,6 +81,7 @@ def test_the_same_bits_for_the_same_history(folder: Path) -> None:
     assert all(map(torch.equal, *runs))
 
 
+@pytest.mark.slow
 def test_an_aborted_pass_leaves_slots_empty(folder: Path) -> None:
     """What then comes is what a session makes that has seen nothing else."""
     decision = offload(dividing(2, 0.5), prefill_chunk=7)

@@ -40,6 +40,7 @@ def test_several_prompts_as_texts_and_as_tokens(served: Served, tiny: Tiny) -> N
         assert made.choices[1].logprobs.text_offset == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_chat_whole_and_streamed(served: Served) -> None:
     client = served.client()
     asked = {
