@@ -178,7 +178,7 @@ class Searcher:
         firsts = self.firsts(budget)
         run = _Run(self, find_room(self.space, budget), aim, limit)
         run.try_in_place(firsts)
-        run.try_all(choose(firsts.rows, firsts.rows.lacking_bytes <= 0), 16)
+        run.try_all(choose(firsts.rows, firsts.rows.is_plan), 16)
         if rival is not None:
             run.offer(rival.rank, rival.times_ps, rival.write)
         if not self.space.runner.takes_one_rule and max_rules > 1:
@@ -227,7 +227,9 @@ class _Run:
         rows = choose(firsts, self._gain(self._relieve(firsts)))
         # what each option's second rules have to free, and the smallest rule that does
         more = np.maximum(0, rules.least_slot - slot_bytes[rows.first][:, None])
-        missing = np.maximum(1, rows.lacking_bytes[:, None] + rows.num_slots[:, None] * more)
+        # the second has to free something where the first is no plan alone: enough layers stream
+        left = np.maximum(rows.lacking_bytes, np.where(rows.is_plan, -np.inf, 1))
+        missing = np.maximum(1, left[:, None] + rows.num_slots[:, None] * more)
         second = rules.find(missing)
         disjoint = self.searcher.disjoint[rules.option[rows.first]]
         row, option = np.nonzero((second < rules.ends) & disjoint)

@@ -1,6 +1,8 @@
 """Experts that rules keep one by one: priced as schedules have it, and chosen where they pay."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -316,6 +318,22 @@ def test_a_batch_that_was_not_recorded_is_refused() -> None:
     routing, work = record(model, repeat=0.5), Workload(batch=3)
     with pytest.raises(InputError, match="has batches of 1, 2, 4 and none of 3"):
         ask(model, None, "auto", routing, work)
+
+
+@pytest.mark.slow
+def test_a_plan_that_keeps_a_target_is_found(tmp_path: Path) -> None:
+    """The first rule leaves memory free, but is no plan alone: nothing streams through its ring."""
+    stored = ROOT / "benchmarks" / "models" / "qwen3-30b-a3b-fp8" / "config.json"
+    config = json.loads(stored.read_text("utf-8"))
+    config.pop("quantization_config")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**config, "dtype": "bfloat16"}), "utf-8")
+    machine = load_machine("rtx3080ti-pcie4")
+    memory = round(0.652 * machine.profile.gpu_memory.value)
+    work = Workload(prompt_tokens=8192, output_tokens=16, context=8208)
+    asked = {"gpu_memory": memory, "cached_experts": 16, "max_tpot_s": 0.1587}
+    plan = make_plan(plan_ask(open_model(str(path)), machine, work, **asked)).plan
+    assert plan.prediction.decode.step_s <= 0.1587
 
 
 def test_the_frontier_has_them() -> None:
