@@ -74,12 +74,21 @@ class Numbers:
         return int(self.climbs.any()) and self.ladders.times_ps.shape[-1] - 1
 
     @cached_property
+    def _times_ps(self) -> list[Ints]:
+        """The times of ladders one by one, [options + 1, kinds, rungs + 1] each."""
+        return [*np.ascontiguousarray(self.ladders.times_ps.transpose(2, 0, 1, 3))]
+
+    @cached_property
     def shared_bytes(self) -> Ints:
         """Bytes on the GPU for parts, once for all layers, [options + 1].
 
         They are those of all kinds of layers: a larger rule of an option never frees less.
         """
         return np.asarray(self._parts.gpu_bytes.max(axis=1))
+
+    @cached_property
+    def _has_parts(self) -> bool:
+        return bool(self.shared_bytes.any())
 
     def parts_ps(self, option: Ints, counts: Ints) -> Floats:
         """Picoseconds of the copies of parts of so many layers of each kind, [rules].
@@ -126,10 +135,11 @@ class Numbers:
         is_first, is_second = (has_own[each] for each in options)
         option = np.select((is_first, is_second), options, NO_RULE)
         taken = np.where(is_first[:, None], takes[0], is_second[:, None] * takes[1])
-        kinds = np.array(self.space.kind_of)
-        shared = (taken * self._parts.gpu_bytes[option][:, kinds]).max(axis=1)
         rungs = self._climb(option, taken, spare)
-        fits = (spare >= shared) & (rungs.any(axis=1) | ~self.climbs[option])
+        fits = rungs.any(axis=1) | ~self.climbs[option]
+        if self._has_parts:
+            gpu_bytes = self._parts.gpu_bytes[option][:, np.array(self.space.kind_of)]
+            fits &= spare >= (taken * gpu_bytes).max(axis=1)
         return fits, Own(option, taken, rungs)
 
     def _climb(self, option: Ints, takes: Ints, spare: Ints) -> Ints:
@@ -159,15 +169,13 @@ class Numbers:
         """Add what candidates' numbers take to the times of both phases."""
         at = own.option[:, None], np.array(self.space.kind_of)
         if self.num_rungs:
-            times_ps = self.ladders.times_ps.transpose(2, 0, 1, 3)
             read, computed, read_again, alone, beside = (
-                each[(*at, own.rungs)] for each in times_ps
+                each[(*at, own.rungs)] for each in self._times_ps
             )
-            waiting = np.where(step.streams.any(axis=1, keepdims=True), beside, alone)
+            waiting = np.where(step.streams.any(axis=1)[:, None], beside, alone)
             prompt, step = prompt.with_more(read, computed), step.with_more(read_again, waiting)
         parts = self._parts
-        num_parts = own.takes * parts.num_parts[at]
-        if num_parts.any():
+        if self._has_parts and (num_parts := own.takes * parts.num_parts[at]).any():
             of_setting = *at, setting[:, None]
             table = PartTable(num_parts, parts.part_ps[of_setting], parts.copy_ps[at])
             moved = own.takes * parts.moved_ps[of_setting]
