@@ -172,7 +172,7 @@ class Numbers:
             read, computed, read_again, alone, beside = (
                 each[(*at, own.rungs)] for each in self._times_ps
             )
-            waiting = np.where(step.streams.any(axis=1)[:, None], beside, alone)
+            waiting = np.where(step.streams.any(axis=1, keepdims=True), beside, alone)
             prompt, step = prompt.with_more(read, computed), step.with_more(read_again, waiting)
         parts = self._parts
         if self._has_parts and (num_parts := own.takes * parts.num_parts[at]).any():

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -331,7 +332,7 @@ def test_a_plan_that_keeps_a_target_is_found(tmp_path: Path) -> None:
     machine = load_machine("rtx3080ti-pcie4")
     memory = round(0.652 * machine.profile.gpu_memory.value)
     work = Workload(prompt_tokens=8192, output_tokens=16, context=8208)
-    asked = {"gpu_memory": memory, "cached_experts": 16, "max_tpot_s": 0.1587}
+    asked: dict[str, Any] = {"gpu_memory": memory, "cached_experts": 16, "max_tpot_s": 0.1587}
     plan = make_plan(plan_ask(open_model(str(path)), machine, work, **asked)).plan
     assert plan.prediction.decode.step_s <= 0.1587
 
