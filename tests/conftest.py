@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,18 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 def copy(tmp_path: Path) -> Path:
     """A copy of the tiny checkpoint, to be changed."""
     return Path(shutil.copytree(TINY_MOE, tmp_path / "model"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def planned_unasked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Prices and the search have made-up models: nobody asks whether transformers would run one.
+
+    Asking takes seconds for each model, in a process of its own where torch is not imported.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.parent.name in {"costs", "planner"}:
+            patch.setattr("offplan.library.asking.needs_stock", lambda *_: False)
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -35,6 +35,7 @@ from tests.planner.cases import MODELS, UNLIMITED, ask, budget_for
 from tests.runtime import plans
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import group, offload, run_greedily
+from tests.tiers import first_quick
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7]])
 BATCH = torch.tensor([[3, 14, 15, 9, 26], [58, 9, 7, 9, 3], [2, 38, 4, 6, 2]])
@@ -218,8 +219,8 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("chunk", [64, 3])
+@pytest.mark.parametrize("rules", first_quick(RULES.values()), ids=RULES)
+@pytest.mark.parametrize("chunk", first_quick([64, 3]))
 def test_a_session_runs_by_it(
     fast: Backend, folder: Path, rules: list[tuple[str, str, tuple[str, ...]]], chunk: int
 ) -> None:

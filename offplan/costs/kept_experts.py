@@ -60,10 +60,11 @@ def find_experts(
             for weight, missed in spread(chosen, chosen * (1 - rate))
         )
 
-    for _ in range(_ROUNDS if slots.host_share and reuse is not None else 0):
-        entering = 1 - by_cores() / chosen
-        reached = reuse.hit_rate(slots.num_slots / entering) if entering > 0 else 0.0
-        rate = max(entering * reached, min(rate, static))
+    if slots.host_share and reuse is not None:
+        for _ in range(_ROUNDS):
+            entering = 1 - by_cores() / chosen
+            reached = reuse.hit_rate(slots.num_slots / entering) if entering > 0 else 0.0
+            rate = max(entering * reached, min(rate, static))
     hits = chosen * rate
     return ExpertsFound(hits, chosen - hits, by_cores() if slots.host_share else 0.0)
 

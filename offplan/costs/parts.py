@@ -44,17 +44,18 @@ def part_times(placement: Placement, priced: PassCompute) -> dict[int, PartTimes
     """
     if priced.shapes[0].phase is Phase.DECODE:
         return {}
-    launching = launching_ps(len(priced.shapes))
+    num_chunks = len(priced.shapes)
     return {
-        layer: PartTimes(routed, -(-routed // len(parts)) + launching, len(parts) * launching)
+        layer: divide_ps(priced.routed_ps[layer], len(parts), num_chunks)
         for layer, parts in placement.parts.items()
-        for routed in (priced.routed_ps[layer],)
     }
 
 
-def launching_ps(num_chunks: int) -> int:
-    """Picoseconds that the chunks of a prompt take to launch a part: PART_OPERATORS each."""
-    return to_ps(num_chunks * PART_OPERATORS * LAUNCH_S)
+def divide_ps(routed_ps: int, num_parts: int, num_chunks: int) -> PartTimes:
+    """Divide the picoseconds of routed experts; each chunk launches PART_OPERATORS a part."""
+    launching_ps = to_ps(num_chunks * PART_OPERATORS * LAUNCH_S)
+    part_ps = -(-routed_ps // num_parts) + launching_ps
+    return PartTimes(routed_ps, part_ps, num_parts * launching_ps)
 
 
 def parts_bytes(stage: Stage, workload: Workload) -> int:

@@ -98,6 +98,11 @@ class PassTable:
         chosen = {name: each[rows] for name, each in every.items() if each is not None}
         return PassTable(**chosen)
 
+    def with_more(self, read_ps: Ints, compute_ps: Ints) -> "PassTable":
+        """Return the same of layers that read and compute for so much longer."""
+        times = self.read_ps + read_ps, self.compute_ps + compute_ps
+        return replace(self, read_ps=times[0], compute_ps=times[1])
+
     def on_engine(self, engine: PassRules) -> "PassTable":
         """Return the same with the slots that an engine fills ahead."""
         return replace(self, prefetch_step=engine.slots_ahead(self.num_slots[:, 0]))

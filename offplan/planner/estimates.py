@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offplan.placement import PART_SLOTS
 from offplan.planner.aims import Floats
+from offplan.planner.candidates import NO_RULE, Ints
 from offplan.planner.patterns import group_patterns
-from offplan.planner.prices import NO_RULE, Ints, Prices
+from offplan.planner.prices import Prices
 from offplan.planner.space import Space
 
 
@@ -27,7 +27,7 @@ class Loads(NamedTuple):
     """
 
     unit_bytes: Floats
-    """Bytes off the GPU, less those that parts of layers take there."""
+    """Bytes off the GPU, less those that the rule's own numbers take there at least."""
     slab_bytes: Floats
     """Bytes on the host."""
     prompt_copied: Floats
@@ -49,8 +49,8 @@ class Loads(NamedTuple):
     """Bytes of all rungs."""
     none_ps: Floats
     """What a step takes without any."""
-    prompt_parts: Floats
-    """Copies of parts of layers."""
+    prompt_beside: Floats
+    """Copies beside whatever computes."""
     slot_bytes: Floats
     """The largest span of a layer in either phase."""
     prompt_turns: Floats
@@ -147,9 +147,8 @@ def list_rules(space: Space, prices: Prices) -> Rules:
 
 def _sum_up(space: Space, prices: Prices, option: Ints, numbers: Ints, counts: Ints) -> Loads:
     """Add up contents, [options, kinds] by number, of so many layers of each kind."""
-    layers, ladders = numbers[option], prices.ladders
+    layers, own, example = numbers[option], prices.numbers, list(space.first_of)
     contents, prompt_reads = prices.contents
-    example = [space.kind_of.index(kind) for kind in range(counts.shape[1])]
 
     def total(each: Any) -> NDArray[Any]:
         return np.asarray((each * counts).sum(axis=-1))
@@ -161,13 +160,8 @@ def _sum_up(space: Space, prices: Prices, option: Ints, numbers: Ints, counts: I
     prompt_ps, step_ps = contents.prompt_copy_ps[layers], contents.step_copy_ps[layers]
     step_read = contents.step_read_ps[layers]
     streams, streams_again = prompt_bytes > 0, step_bytes > 0
-    num_parts = total(contents.num_parts[layers])
-    parts_ps = total(contents.num_parts[layers] * contents.part_copy_ps[layers])
-    # of all kinds of layers: a larger rule of an option then never frees less
-    slots = PART_SLOTS * contents.part_bytes[layers].max(axis=-1)
-    for_parts = np.where(slots > 0, slots + space.parts_bytes, 0)
     columns = Loads(
-        unit_bytes=np.maximum(0, total(contents.unit_bytes[layers]) - for_parts),
+        unit_bytes=np.maximum(0, total(contents.unit_bytes[layers]) - own.shared_bytes[option]),
         slab_bytes=total(contents.slab_bytes[layers]),
         prompt_copied=total(prompt_ps - space.start_ps * streams),
         prompt_copy=most(prompt_ps),
@@ -178,15 +172,15 @@ def _sum_up(space: Space, prices: Prices, option: Ints, numbers: Ints, counts: I
         step_spared=most(step_read * streams),
         step_cores=total(contents.step_cores_ps[layers]),
         cores_spared=most(contents.step_cores_ps[layers] * streams),
-        rungs_bytes=total(ladders.num_rungs * ladders.rung_bytes[option]),
-        none_ps=total(ladders.none_ps[option]),
-        prompt_parts=np.where(num_parts > PART_SLOTS, parts_ps, 0),
+        rungs_bytes=total(own.num_rungs * own.ladders.rung_bytes[option]),
+        none_ps=total(own.ladders.none_ps[option]),
+        prompt_beside=own.parts_ps(option, counts),
         slot_bytes=most(np.maximum(prompt_bytes, step_bytes)),
         prompt_turns=total(streams),
         prompt_compute=np.array([total(streams * each[example]) for each in space.table.layer_ps]),
         step_turns=total(streams_again),
         step_compute=total(streams_again * np.array(space.decode.layer_ps)[example]),
-        climbing=np.where(ladders.climbs[option], option, NO_RULE),
+        climbing=np.where(own.climbs[option], option, NO_RULE),
     )
     shape = len(space.settings), len(counts) + 1
     padded = (np.pad(each, [(0, 0)] * (each.ndim - 1) + [(0, 1)]) for each in columns)
@@ -205,7 +199,7 @@ def estimate(
     holds for decode's own copies as well, and up to K layers are never copied at all. Where decode
     streams nothing, it finds in each slot what prefill left there.
     """
-    space, ladders = prices.space, prices.ladders
+    space, own = prices.space, prices.numbers
     table, engine = space.table, space.stage.runner.pass_rules
     owners, owners_again = (
         np.maximum(0, 2 * num_slots - turns) for turns in (loads.prompt_turns, loads.step_turns)
@@ -218,13 +212,9 @@ def estimate(
     copied_again = np.where(loads.step_turns > num_slots, copied_again, 0)
     kept = np.where(loads.step_turns > 0, 0, num_slots)
     read = np.maximum(0, loads.step_read - kept * loads.step_spared)
-    if spare is not None and ladders.num_rungs:
-        share = np.clip(spare / np.maximum(1, loads.rungs_bytes), 0, 1) * ladders.num_rungs
-        below, curves = np.floor(share).astype(np.int64), ladders.curves[loads.climbing.astype(int)]
-        row, part = np.arange(len(below)), share - below
-        above = np.minimum(below + 1, ladders.num_rungs)
-        curve = (1 - part) * curves[row, below] + part * curves[row, above]
-        read = read + loads.none_ps * curve
+    if spare is not None and own.num_rungs:
+        share = spare / np.maximum(1, loads.rungs_bytes)
+        read = read + loads.none_ps * own.curve(loads.climbing.astype(int), share)
     resident_ps, row_ps = table.resident_ps[setting], table.row_ps[setting]
     by_cores = np.maximum(0, loads.step_cores - kept * loads.cores_spared)
     in_turn = num_slots == 1
@@ -235,8 +225,7 @@ def estimate(
         slowly = np.where(copied_again > 0, (space.slowdown - 1) * read, 0)
         step_ps = copied_again + (in_turn & (copied_again > 0)) * loads.step_compute
         step_ps = np.maximum(resident_ps[:, 1] + slowly + by_cores, step_ps)
-    # parts are copied beside whatever computes
-    copied = np.maximum(copied + in_turn * loads.prompt_compute, copied + loads.prompt_parts)
+    copied = np.maximum(copied + in_turn * loads.prompt_compute, copied + loads.prompt_beside)
     prompt_ps = copied + table.outside_ps[setting]
     prompt_ps = np.maximum(resident_ps[:, 0], prompt_ps) + loads.prompt_read
     return prompt_ps + row_ps[:, 0], step_ps + read + row_ps[:, 1]

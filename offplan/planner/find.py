@@ -8,7 +8,7 @@ from offplan.costs.floor import Floor, find_floor
 from offplan.costs.predict import predict
 from offplan.costs.timeline import PS_PER_S
 from offplan.plan import Budget, Offload, Plan
-from offplan.planner.aims import NEVER, Fastest, Soonest, limits_ps
+from offplan.planner.aims import NEVER, Soonest
 from offplan.planner.infeasible import explain_infeasible
 from offplan.planner.packed import find_best
 from offplan.planner.question import Question
@@ -51,7 +51,7 @@ def find_plan(searcher: Searcher, question: Question, below_s: float = NEVER) ->
     fits.
     """
     space, goal = searcher.space, question.goal
-    aim = Fastest(space.weights, limits_ps(goal))
+    aim = searcher.fastest
     search = find_best(searcher, question.budget, aim, below_s * PS_PER_S)
     if search.best is None:
         if search.gpu_lack or search.host_lack or (below_s == NEVER and not goal.targets):

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from offplan.planner.aims import NEVER, Floats
+from offplan.planner.candidates import NO_RULE, Ints, choose
 from offplan.planner.estimates import Rules, estimate
 from offplan.planner.in_place import InPlace, InPlaceRules
-from offplan.planner.patterns import choose
-from offplan.planner.prices import NO_RULE, Ints, Prices
+from offplan.planner.prices import Prices
 from offplan.planner.space import PREFETCH_STEPS, Room
 
 
@@ -27,7 +28,9 @@ class Rows(NamedTuple):
     second: Ints
     """The second rule; NO_RULE for none."""
     lacking_bytes: Floats
-    """Bytes that these rules leave to be taken off the GPU; at most 0 where they are a plan."""
+    """Bytes that the first rule leaves to be taken off the GPU."""
+    is_plan: NDArray[np.bool_]
+    """Whether the first rule is a plan alone."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,8 @@ def list_firsts(prices: Prices, rules: Rules, in_place: InPlaceRules, room: Room
         times = estimate(
             prices, choose(rules.loads, setting, first), setting, slots, -lacking[rows]
         )
-        # what is no plan by itself leaves something
-        left = np.where(fits[rows], lacking[rows], np.maximum(1, lacking[rows]))
-        found.append(Rows(*times, setting, slots, first, np.full(len(rows), NO_RULE), left))
+        second = np.full(len(rows), NO_RULE)
+        found.append(Rows(*times, setting, slots, first, second, lacking[rows], fits[rows]))
     lacks, on_hosts = np.concatenate(gpu_lacks), np.concatenate(host_lacks)
     return Firsts(
         fitting,

@@ -6,25 +6,26 @@ from math import ceil
 from offplan.costs.steady import MOST, NUM_STEPS
 from offplan.costs.timeline import to_ps
 from offplan.errors import InputError
-from offplan.planner.space import Space
+from offplan.planner.at_use import AtUse
 
 
-def check_range(space: Space) -> None:
+def check_range(at_use: AtUse) -> None:
     """Raise InputError for a question some of whose plans may take more than MOST.
 
     What is taken as the most is a plan that reads every layer at use, by the backend that takes
     longest, and copies it as well, in each setting.
     """
+    space = at_use.space
     settings, most_bytes = space.settings, space.stage.loaded_bytes
     copies_ps = to_ps(space.machine.copy_seconds(most_bytes)) + len(space.kind_of) * space.start_ps
     if space.stage.runner.pass_rules is not None:  # for each chunk, and in a step at most twice
         copies_ps *= max(2, int(space.table.num_chunks.max()))
-    at_use = [way for way in space.runner.backends if not way.streams]
+    backends = [way for way in space.runner.backends if not way.streams]
     reads = [*(space.reading_ps(each.row_bytes[0]) for each in settings), 0]
     for kind, count in Counter(space.kind_of).items():
-        ways = [[(unit, way) for unit in space.units[kind]] for way in at_use]
+        ways = [[(unit, way) for unit in space.units[kind]] for way in backends]
         taken = zip(
-            *((*space.prompt_reads(each), space.step_reads(each)) for each in ways), strict=True
+            *((*at_use.prompt_reads(each), at_use.step_reads(each)) for each in ways), strict=True
         )
         reads = [read + count * max(each) for read, each in zip(reads, taken, strict=True)]
     resident = [*(each.prefill.resident_ps for each in settings), space.decode.resident_ps]

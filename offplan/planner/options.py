@@ -26,9 +26,14 @@ from offplan.costs.cores import CoresUse, find_use
 from offplan.costs.kept_experts import brought_bytes, find_experts, keeping_ps, left_bytes
 from offplan.costs.link import use_bytes
 from offplan.costs.missed import Missed
+from offplan.costs.parts import divide_ps, parts_bytes, span_seconds
+from offplan.costs.timeline import to_ps
 from offplan.errors import PlanError
 from offplan.expert_slots import BOUNDARY_BYTES, ExpertSlots, check_parts, find_expert_slots
+from offplan.forms.form import Part
+from offplan.forms.host_kernels import why_no_kernel
 from offplan.kernel_sizes import MAX_PAIRS
+from offplan.placement import PART_SLOTS, build_slab
 from offplan.plan import Rule
 from offplan.planner.classes import SegmentClass, expert_class
 
@@ -42,19 +47,36 @@ NUM_PARTS = (2, 4, 8, 16, 32)
 
 
 class Ladder(NamedTuple):
-    """What a layer takes and costs by its number of rungs."""
+    """What a layer takes and costs by its number of rungs; an array of each for many layers."""
 
-    rung_bytes: int
+    rung_bytes: Any
     """GPU memory of each rung."""
-    fixed_bytes: int
+    fixed_bytes: Any
     """GPU memory that comes with the first."""
-    none_ps: int
+    none_ps: Any
     """Picoseconds that a decode step would take without any rung, beyond the option's content."""
     times_ps: NDArray[np.int64]
     """Picoseconds beyond the option's content, [5, rungs + 1]: a prompt's reading and its compute,
     a step's reading and its compute, and the latter in a step that copies. None at 0 rungs."""
-    asked: int | None = None
-    """The rungs that each layer must have; None where as many as memory is left for."""
+    asked: Any
+    """The rungs that each layer must have; 0 for as many as memory is left for."""
+
+
+class Parts(NamedTuple):
+    """What a layer takes and costs whose prompts stream what a rule takes part by part.
+
+    An array of each for many layers.
+    """
+
+    num_parts: Any
+    gpu_bytes: Any
+    """GPU memory of the slots, and of what chunks keep meanwhile: all layers share the largest."""
+    copy_ps: Any
+    """Picoseconds of the copy of one part."""
+    moved_ps: NDArray[np.int64]
+    """Of a prompt's compute in the layer, what its parts take instead, [settings]."""
+    part_ps: NDArray[np.int64]
+    """Picoseconds that a prompt computes with each part, [settings]."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +99,21 @@ class Option:
         """Whether it has ladders: decode is then priced by rungs, and not by content."""
         return False
 
+    @property
+    def fills_ring(self) -> bool:
+        """Whether a prompt streams layers whole, so that decode may find them in the ring."""
+        return self.prefill.streams
+
     def numbers(self, rungs: int, more: int) -> Mapping[str, Any]:
         """Return the rule's own keys, at so many rungs, of which ``more`` layers have one more."""
         return {}
 
     def ladder(self, space: "Space", kind: int) -> Ladder | None:
         """Return the ladder of a kind of layer; None where it has none."""
+        return None
+
+    def parts(self, space: "Space", kind: int) -> Parts | None:
+        """Return the parts of a kind of layer; None where prompts stream it whole, or not."""
         return None
 
     def rule(self, group_size: int, num_in_group: int, rungs: int = 1, more: int = 0) -> Rule:
@@ -116,18 +147,22 @@ class RoutedExperts:
         if space.question.workload.batch * stage.experts.num_experts_per_token > MAX_PAIRS:
             return None
         segment_class = expert_class(stage)
-        layers = {layer.key: layer for layer in reversed(stage.layers)}
-        kinds = zip(space.compute.works, space.taken(segment_class), strict=True)
+        kinds = zip(space.layers, space.taken(segment_class), strict=True)
         way: dict[str, Any] = {"prefill": Backend.UVA, "decode": Backend.UVA, "cached_experts": 1}
         rule = Rule(**{**way, "group_size": 1, "num_in_group": 1})
         try:
             slots = tuple(
-                find_expert_slots(stage, layers[key], 1, rule, units, 0) if units else None
-                for key, units in kinds
+                find_expert_slots(stage, layer, 1, rule, units, 0) if units else None
+                for layer, units in kinds
             )
         except PlanError:  # its bytes are not those of whole experts
             return None
         return cls(space, segment_class, slots) if any(slots) else None
+
+    @property
+    def most(self) -> int:
+        """Experts that every layer which has any can keep."""
+        return min(each.num_experts for each in self.slots if each is not None)
 
     @cached_property
     def chosen(self) -> list[tuple[int, CoresUse]]:
@@ -175,12 +210,12 @@ class KeepsExperts(Option):
         asked = space.question.goal.cached_experts
         prompt, step = space.settings[0].prefill.shapes, space.decode.shapes
         streams = self.prefill.streams
-        times = np.zeros((5, slots.num_experts + 1), dtype=np.int64)
+        times = np.zeros((5, self.experts.most + 1), dtype=np.int64)
         none_ps = space.reading_ps(self.experts.chosen[kind][0])
         if self.host_share:
             none = replace(slots, num_slots=0, host_share=self.host_share)
             none_ps = sum(self._step_ps(space, kind, none, experts)[:2])
-        for kept in range(1, slots.num_experts + 1):
+        for kept in range(1, self.experts.most + 1):
             of = replace(slots, num_slots=kept, host_share=self.host_share or 0.0)
             left = 0 if streams else left_bytes(of, experts, prompt)
             read, *waiting = self._step_ps(space, kind, of, experts)
@@ -196,7 +231,7 @@ class KeepsExperts(Option):
             slots.table_bytes + BOUNDARY_BYTES * len(slots.units),
             none_ps,
             times,
-            asked if isinstance(asked, int) else None,
+            asked if isinstance(asked, int) else 0,
         )
 
     def _step_ps(
@@ -221,9 +256,30 @@ class StreamsParts(Option):
 
     num_parts: int
 
+    @property
+    def fills_ring(self) -> bool:
+        """Parts have slots of their own, which the next part takes."""
+        return False
+
     def numbers(self, rungs: int, more: int) -> Mapping[str, Any]:
         """Return the number of parts."""
         return {"parts": self.num_parts}
+
+    def parts(self, space: "Space", kind: int) -> Parts | None:
+        """Price the parts of a kind of layer."""
+        units = space.taken(self.segment_class)[kind]
+        if not units:
+            return None
+        first, *_ = build_slab((unit, self.rule(1, 1)) for unit in units).parts
+        prompts, layer = [each.prefill for each in space.settings], space.kind_of.index(kind)
+        times = [divide_ps(p.routed_ps[layer], self.num_parts, len(p.shapes)) for p in prompts]
+        return Parts(
+            self.num_parts,
+            PART_SLOTS * first.slot_bytes + parts_bytes(space.stage, space.question.workload),
+            to_ps(span_seconds(space.machine, first)),
+            np.array([each.routed_ps for each in times]),
+            np.array([each.part_ps for each in times]),
+        )
 
 
 def _list_parts(space: "Space", ways: Iterable[tuple[Backend, Backend]]) -> Iterator[StreamsParts]:
@@ -232,18 +288,16 @@ def _list_parts(space: "Space", ways: Iterable[tuple[Backend, Backend]]) -> Iter
     if goal.parts == "off" or stage.experts is None:
         return
     experts = expert_class(stage)
-    layers = {layer.key: layer for layer in reversed(stage.layers)}
-    taken = [*zip(space.compute.works, space.taken(experts), strict=True)]
     for way in ways:
         if not way[0].streams or way[1].streams or way[1].is_served:
             continue
-        if way[1].is_by_cores and not space.suits_cores(experts):
+        if way[1].is_by_cores and not suits_cores(space, experts):
             continue
         for num_parts in NUM_PARTS:
             option = StreamsParts(experts, *way, num_parts)
             with suppress(PlanError):  # it does not divide the experts
-                for key, units in taken:
-                    check_parts(stage, layers[key], 1, option.rule(1, 1), units)
+                for layer, units in zip(space.layers, space.taken(experts), strict=True):
+                    check_parts(stage, layer, 1, option.rule(1, 1), units)
                 yield option
 
 
@@ -264,6 +318,22 @@ def backend_pairs(backends: Iterable[Backend], store: Store) -> list[tuple[Backe
     ]
 
 
+def suits_cores(space: "Space", segment_class: SegmentClass) -> bool:
+    """Whether the host's cores have kernels for what a class takes, experts as a whole."""
+    taken = space.taken(segment_class)
+    for units, kind in zip(taken, space.units, strict=True):
+        routed = [unit for unit in kind if unit.is_expert]
+        if any(u.is_expert for u in units) and not all(u in units for u in routed):
+            return False
+    matrices = [u for u in chain(*taken) if u.part is Part.WEIGHT and len(u.shape) > 1]
+    dtype = space.stage.dtype
+    return bool(matrices) and not any(
+        why_no_kernel(parameter.form, dtype, parameter.shape[-1])
+        for unit in matrices
+        for parameter in unit.parameters
+    )
+
+
 def list_options(space: "Space") -> tuple[Option, ...]:
     """List what a rule may take and how, by rank, as store and engine allow.
 
@@ -279,13 +349,13 @@ def list_options(space: "Space") -> tuple[Option, ...]:
         units = [*chain(*space.taken(each))]
         if any(u.nbytes for u in units) and not (kept_alone and any(u.is_expert for u in units)):
             options = (Option(each, *way) for way in ways)
-            found += [o for o in options if not o.decode.is_by_cores or space.suits_cores(each)]
+            found += [o for o in options if not o.decode.is_by_cores or suits_cores(space, each)]
     if (experts := RoutedExperts.of(space)) is not None:
         for way in ways:
             keeps = KeepsExperts(experts.segment_class, *way, experts)
             if keeps.decode is Backend.UVA:
                 found.append(keeps)
-            elif keeps.decode.is_by_cores and space.suits_cores(keeps.segment_class):
+            elif keeps.decode.is_by_cores and suits_cores(space, keeps.segment_class):
                 found += _best_shares(space, keeps)
     found += _list_parts(space, ways)
     return tuple(sorted(found, key=lambda option: option.rank))

@@ -31,7 +31,7 @@ def find_best(
     if packed is None:
         return searcher.find(budget, aim, limit, max_rules, rival)
     fewest = _find_fewest(searcher.space, packed.space, budget, aim)
-    if fewest is not None and not searcher.can_export(fewest.offload, budget):
+    if fewest is not None and not searcher.can_run(fewest.offload, budget):
         fewest = None
     if rival is None and fewest is not None and fewest.value < limit:
         rival = fewest

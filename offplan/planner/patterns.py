@@ -1,17 +1,10 @@
 """Group patterns: the layer sets that ``group_size`` and ``num_in_group`` can say."""
 
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-Columns = TypeVar("Columns", bound=NamedTuple)
-
-
-def choose(columns: Columns, *rows: NDArray[Any]) -> Columns:
-    """Keep some rows of every column."""
-    return columns._make(column[rows] for column in columns)
 
 
 class Patterns(NamedTuple):

@@ -1,58 +1,25 @@
 """Exact memory and times of candidates, many at once."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offplan.costs.parts import span_seconds
-from offplan.costs.steady import (
-    PartTable,
-    PassTable,
-    engine_prompt_ps,
-    engine_step_ps,
-    prompt_ps,
-    step_ps,
-)
-from offplan.costs.timeline import to_ps
+from offplan.costs.steady import PassTable, engine_prompt_ps, engine_step_ps, prompt_ps, step_ps
 from offplan.held.unit import Unit
-from offplan.placement import PART_SLOTS, Phase, build_slab, off_gpu_bytes
+from offplan.placement import Phase, build_slab, off_gpu_bytes
 from offplan.planner.aims import Floats
-from offplan.planner.ladders import Ladders
+from offplan.planner.at_use import AtUse
+from offplan.planner.candidates import NO_RULE, Candidates, Ints
+from offplan.planner.numbers import Numbers, Own
 from offplan.planner.options import Option
 from offplan.planner.patterns import list_patterns
 from offplan.planner.space import Space
 
-Ints = NDArray[np.int64]
-
-
 MOST = 2**30
 """More units than a layer has."""
-NO_RULE = -1
-"""Stands for a rule that a candidate does not have, and for its pattern."""
-
-
-class Candidates(NamedTuple):
-    """Plans of up to two rules: arrays of one number for each candidate."""
-
-    setting: Ints
-    prefetch_step: Ints
-    first: Ints
-    """The option of the first rule, by number."""
-    first_pattern: Ints
-    second: Ints
-    second_pattern: Ints
-
-
-class Rungs(NamedTuple):
-    """The rungs that candidates have memory for."""
-
-    option: Ints
-    """The option whose ladders they are of; NO_RULE where none has any, [candidates]."""
-    of_layer: Ints
-    """Rungs of each layer, [candidates, layers]."""
 
 
 class Content(NamedTuple):
@@ -78,11 +45,6 @@ class Content(NamedTuple):
     """The same in a step that copies, too."""
     kept_cores_ps: Any = 0
     """What of it remains when the ring keeps what prefill streamed."""
-    num_parts: Any = 0
-    """Parts in which prompts stream its experts."""
-    part_bytes: Any = 0
-    """Bytes of a slot that holds one."""
-    part_copy_ps: Any = 0
 
 
 @dataclass
@@ -95,6 +57,16 @@ class Prices:
     _numbers: dict[tuple[int, tuple[int, ...], int], int] = field(default_factory=dict)
     _tables: dict[tuple[int, int], Ints] = field(default_factory=dict)
     _arrays: tuple[Content, Ints] = (Content(), np.zeros(0, dtype=np.int64))
+
+    @cached_property
+    def at_use(self) -> AtUse:
+        """What layers take at use."""
+        return AtUse(self.space)
+
+    @cached_property
+    def numbers(self) -> Numbers:
+        """What rules' own numbers take and cost."""
+        return Numbers(self.space)
 
     @property
     def contents(self) -> tuple[Content, Ints]:
@@ -128,11 +100,10 @@ class Prices:
         return self._numbers[key]
 
     def _price(self, chosen: list[tuple[Unit, Option]]) -> tuple[Content, list[int]]:
-        space, layout = self.space, self.space.stage.layout
+        space, at_use, layout = self.space, self.at_use, self.space.stage.layout
         if not chosen:
             return Content(), [0] * len(space.settings)
-        rules = {way: way.rule(1, 1) for _, way in chosen}
-        slab = build_slab((unit, rules[way]) for unit, way in chosen)
+        slab = build_slab((unit, way.rule(1, 1)) for unit, way in chosen)
         spans = [slab.span(phase) for phase in Phase]
         sizes = [0 if span is None else span.nbytes for span in spans]
         copies = [space.copying_ps(size) if size else 0 for size in sizes]
@@ -140,9 +111,9 @@ class Prices:
         # what climbs a ladder is priced by its rungs
         reads = [(u, way) for u, way in chosen if not (way.climbs or way.decode.streams)]
         in_decode = [(u, way.decode) for u, way in reads]
-        never = [(u, way.decode) for u, way in reads if not way.prefill.streams or rules[way].parts]
+        never = [(u, way.decode) for u, way in reads if not way.fills_ring]
         by_cores = [[u for u, way in each if way.is_by_cores] for each in (in_decode, never)]
-        prompt_reads, step_read_ps = space.prompt_reads(in_prefill), space.step_reads(in_decode)
+        prompt_reads, step_read_ps = at_use.prompt_reads(in_prefill), at_use.step_reads(in_decode)
         engine = space.stage.runner.pass_rules
         if engine is not None and engine.copies_in_place and not any(spans):
             # it copies what it is told to read in place, for each chunk
@@ -161,17 +132,11 @@ class Prices:
             prompt_copy_ps=copies[0],
             step_copy_ps=copies[1],
             step_read_ps=step_read_ps,
-            kept_read_ps=space.step_reads(never),
-            step_cores_ps=space.cores_ps(by_cores[0]),
-            beside_cores_ps=space.cores_ps(by_cores[0], beside=True),
-            kept_cores_ps=space.cores_ps(by_cores[1]),
+            kept_read_ps=at_use.step_reads(never),
+            step_cores_ps=at_use.cores_ps(by_cores[0]),
+            beside_cores_ps=at_use.cores_ps(by_cores[0], beside=True),
+            kept_cores_ps=at_use.cores_ps(by_cores[1]),
         )
-        for part in slab.parts[:1]:
-            content = content._replace(
-                num_parts=len(slab.parts),
-                part_bytes=part.slot_bytes,
-                part_copy_ps=to_ps(span_seconds(space.machine, part)),
-            )
         return content, prompt_reads
 
     def _table(self, first: int, second: int) -> Ints:
@@ -189,9 +154,13 @@ class Prices:
         pairs = np.column_stack([candidates.first, candidates.second])
         distinct, which = np.unique(pairs, axis=0, return_inverse=True)
         tables = np.stack([self._table(int(first), int(second)) for first, second in distinct])
-        takes = [self._layers[p] for p in (candidates.first_pattern, candidates.second_pattern)]
+        takes = self._takes(candidates)
         numbers: Ints = tables[which.reshape(-1, 1), self._kind_of, takes[0] + 2 * takes[1]]
         return numbers
+
+    def _takes(self, candidates: Candidates) -> tuple[Ints, Ints]:
+        """1 for each layer that the first rule takes, and the second one, [candidates, layers]."""
+        return self._layers[candidates.first_pattern], self._layers[candidates.second_pattern]
 
     @cached_property
     def _layers(self) -> Ints:
@@ -206,42 +175,25 @@ class Prices:
     def weigh(self, numbers: Ints, prefetch_step: Ints) -> tuple[Ints, Ints, Ints]:
         """Bytes off the GPU less those of slots, bytes of slabs, and layers that stream.
 
-        Less also what chunks keep at experts in parts, where a plan has any.
-
         Plans are given by the numbers of their layers' contents, [plans, layers].
         """
         contents, _ = self.contents
         spans = contents.prompt_bytes[numbers], contents.step_bytes[numbers]
         num_turns = np.maximum(*((each > 0).sum(axis=1) for each in spans))
         ring = np.minimum(prefetch_step, num_turns) * np.maximum(*spans).max(axis=1)
-        part_bytes = contents.part_bytes[numbers].max(axis=1)
-        ring += PART_SLOTS * part_bytes + self.space.parts_bytes * (part_bytes > 0)
         off_gpu = contents.unit_bytes[numbers].sum(axis=1) - ring
         return off_gpu, contents.slab_bytes[numbers].sum(axis=1), num_turns
 
-    @cached_property
-    def ladders(self) -> Ladders:
-        """What rungs take and cost."""
-        return Ladders(self.space)
+    def spend(self, candidates: Candidates, spare: Ints) -> tuple[NDArray[np.bool_], Own | None]:
+        """Spend the bytes that candidates leave on what their rules' own numbers take.
 
-    def climb(self, candidates: Candidates, spare: Ints) -> tuple[NDArray[np.bool_], Rungs | None]:
-        """Spend the bytes that candidates leave on rungs.
-
-        Returns whether each has as many as it needs, [candidates], and the rungs of each layer;
-        None where no option has any.
+        Returns whether the bytes do, [candidates]; None where no option has such numbers.
         """
-        ladders = self.ladders
-        if not ladders.climbs.any():
-            return np.ones(len(spare), dtype=bool), None
-        both = ladders.climbs[candidates.first], ladders.climbs[candidates.second]
-        option = np.select(both, (candidates.first, candidates.second), NO_RULE)
-        patterns = candidates.first_pattern, candidates.second_pattern
-        takes = self._layers[np.select(both, patterns, NO_RULE)]
-        rungs = ladders.climb(option, takes, spare)
-        return rungs.any(axis=1) | (option == NO_RULE), Rungs(option, rungs)
+        options = candidates.first, candidates.second
+        return self.numbers.spend(options, self._takes(candidates), spare)
 
     def price(
-        self, numbers: Ints, setting: Ints, prefetch_step: Ints, rungs: Rungs | None = None
+        self, numbers: Ints, setting: Ints, prefetch_step: Ints, own: Own | None = None
     ) -> tuple[Floats, Floats]:
         """Price both phases as the plans' schedules would be, on an engine or not.
 
@@ -259,13 +211,6 @@ class Prices:
             outside_ps=table.outside_ps[setting],
             prefetch_step=prefetch_step,
         )
-        num_parts = contents.num_parts[numbers]
-        if num_parts.any():
-            routed_ps = np.where(num_parts > 0, table.routed_ps[setting], 0)
-            part_ps = -(-routed_ps // np.maximum(1, num_parts))
-            part_ps += table.launching_ps[setting][:, None]
-            parts = PartTable(num_parts, part_ps, contents.part_copy_ps[numbers])
-            prompt = replace(prompt, compute_ps=prompt.compute_ps - routed_ps, parts=parts)
         prompt.read_ps[:, 0] += row_ps[:, 0]  # rows are read just before the first layer
         streamed = contents.step_bytes[numbers]
         copies = streamed.any(axis=1, keepdims=True)
@@ -282,13 +227,8 @@ class Prices:
             prefetch_step=prefetch_step,
         )
         step.read_ps[:, 0] += row_ps[:, 1]
-        if rungs is not None:
-            at = rungs.option[:, None], self._kind_of, rungs.of_layer
-            more = [each[at] for each in self.ladders.times_ps]
-            waiting = np.where(copies, more[4], more[3])
-            prompt.read_ps[:], step.read_ps[:] = prompt.read_ps + more[0], step.read_ps + more[2]
-            prompt = replace(prompt, compute_ps=prompt.compute_ps + more[1])
-            step = replace(step, compute_ps=step.compute_ps + waiting)
+        if own is not None:
+            prompt, step = self.numbers.add(prompt, step, setting, own)
         if (engine := space.stage.runner.pass_rules) is not None:
             prompts_ps = engine_prompt_ps(engine, prompt, table.num_chunks[setting])
             return prompts_ps.astype(float), engine_step_ps(engine, step).astype(float)

@@ -10,7 +10,6 @@ from offplan.costs.work import prefill_shapes
 from offplan.held.held import Held
 from offplan.placement import place
 from offplan.plan import Budget, Offload, Plan, Prediction, Workload
-from offplan.planner.aims import Fastest, limits_ps
 from offplan.planner.packed import find_best
 from offplan.planner.question import Question
 from offplan.planner.search import Searcher
@@ -75,8 +74,7 @@ def _count_reads(held: Held, workload: Workload, offload: Offload, prediction: P
 def _reads_once(searcher: Searcher, budget: Budget) -> bool:
     """Whether the prompt of a budget's plan reads weights once."""
     question = searcher.space.question
-    aim = Fastest(searcher.space.weights, limits_ps(question.goal))
-    best = find_best(searcher, budget, aim).best
+    best = find_best(searcher, budget, searcher.fastest).best
     if best is None:
         return False
     held, workload = searcher.hold(best.offload), question.workload

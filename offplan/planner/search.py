@@ -9,29 +9,29 @@ Estimates are low, so what is passed over is hardly ever better: more memory or 
 only add plans or make them faster, do not make the best plan found slower.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offplan.costs.predict import predict
 from offplan.costs.work import makes_values
 from offplan.held.held import Held
 from offplan.held.packing import pack_everything, packable
-from offplan.held.runner import Demand
-from offplan.plan import Budget, Offload, Packing, Rule
-from offplan.planner.aims import NEVER, Aim
+from offplan.plan import Budget, Offload
+from offplan.planner.aims import NEVER, Aim, Fastest, limits_ps
+from offplan.planner.candidates import NO_RULE, Candidates, Ints, choose, count_on
 from offplan.planner.estimates import Rules, estimate, list_rules
 from offplan.planner.firsts import Firsts, Rows, list_firsts
 from offplan.planner.in_place import InPlaceRules
 from offplan.planner.limits import check_range
-from offplan.planner.patterns import choose, list_patterns
-from offplan.planner.prices import NO_RULE, Candidates, Ints, Prices
+from offplan.planner.prices import Prices
+from offplan.planner.runnable import make_check
 from offplan.planner.space import Room, Space, find_room
 from offplan.planner.stages import Stages
+from offplan.planner.writing import rank_all, write_candidate, write_rules
 
 MAX_RULES = 2
 """Rules of a plan, at most."""
@@ -88,7 +88,7 @@ class Searcher:
     _firsts: tuple[Budget, Firsts] | None = None
 
     def __post_init__(self) -> None:
-        check_range(self.space)
+        check_range(self.prices.at_use)
 
     @cached_property
     def packed(self) -> "Searcher | None":
@@ -116,6 +116,11 @@ class Searcher:
             if space.packing == offload.packing:
                 return space.held
         return self.space.question.held.pack(offload.packing)
+
+    @property
+    def fastest(self) -> Fastest:
+        """The aim of the question: the least time of a request that keeps the targets."""
+        return Fastest(self.space.weights, limits_ps(self.space.question.goal))
 
     @cached_property
     def prices(self) -> Prices:
@@ -154,34 +159,9 @@ class Searcher:
         return np.array([[one.isdisjoint(other) for other in held] for one in held])
 
     @cached_property
-    def can_export(self) -> Callable[[Offload, Budget], bool]:
-        """Whether the runner can run a plan, and what it takes fits."""
-        question = self.space.question
-        if self.space.runner.checker(question.held) is None:
-            return lambda _, __: True
-
-        @cache
-        def check_by(packing: Packing | None) -> tuple[Held, Callable[[Offload], Demand | None]]:
-            # a rival may be of another packing
-            is_own = packing == self.space.packing
-            held = self.space.held if is_own else question.held.pack(packing)
-            check = held.runner.checker(held)
-            assert check is not None
-            return held, check
-
-        def fits(offload: Offload, budget: Budget) -> bool:
-            held, check = check_by(offload.packing)
-            demand, host = check(offload), budget.host_memory
-            if demand is None or (host is not None and demand.pinned_bytes > host):
-                return False
-            if demand.more_gpu_bytes <= 0 and question.goal.pipeline_parallel == 1 and host is None:
-                return True
-            taken = predict(held, self.space.machine, question.workload, budget, offload)
-            fits_host = host is None or taken.host_memory_bytes <= host
-            more = max(0, demand.more_gpu_bytes)
-            return fits_host and taken.gpu_memory.total_bytes + more <= budget.gpu_memory
-
-        return fits
+    def can_run(self) -> Callable[[Offload, Budget], bool]:
+        """Tells whether the runner can run a plan, and what it takes fits a budget."""
+        return make_check(self.space)
 
     def find(
         self,
@@ -199,7 +179,7 @@ class Searcher:
         firsts = self.firsts(budget)
         run = _Run(self, find_room(self.space, budget), aim, limit)
         run.try_in_place(firsts)
-        run.try_all(choose(firsts.rows, firsts.rows.lacking_bytes <= 0), 16)
+        run.try_all(choose(firsts.rows, firsts.rows.is_plan), 16)
         if rival is not None:
             run.offer(rival.rank, rival.times_ps, rival.write)
         if not self.space.runner.takes_one_rule and max_rules > 1:
@@ -232,7 +212,7 @@ class _Run:
     def try_in_place(self, firsts: Firsts) -> None:
         """Try the plans that copy nothing."""
         for each in firsts.in_place:
-            write = partial(self._write, each.setting, 1, each.rules)
+            write = partial(write_rules, self.space, each.setting, 1, each.rules)
             times = each.times_ps
             if self.stages is not None:
                 more = self.stages.price_offload(write(), each.setting)
@@ -248,7 +228,9 @@ class _Run:
         rows = choose(firsts, self._gain(self._relieve(firsts)))
         # what each option's second rules have to free, and the smallest rule that does
         more = np.maximum(0, rules.least_slot - slot_bytes[rows.first][:, None])
-        missing = np.maximum(1, rows.lacking_bytes[:, None] + rows.num_slots[:, None] * more)
+        # the second has to free something where the first is no plan alone: enough layers stream
+        left = np.maximum(rows.lacking_bytes, np.where(rows.is_plan, -np.inf, 1))
+        missing = np.maximum(1, left[:, None] + rows.num_slots[:, None] * more)
         second = rules.find(missing)
         disjoint = self.searcher.disjoint[rules.option[rows.first]]
         row, option = np.nonzero((second < rules.ends) & disjoint)
@@ -265,11 +247,8 @@ class _Run:
             np.concatenate(each) for each in zip(better, (row[climbs], second[climbs]), strict=True)
         )
         # every rule of the option from the smallest one on
-        counts = rules.ends[rules.option[second]] - second
-        following = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        row, second = self._better(
-            rows, np.repeat(row, counts), np.repeat(second, counts) + following
-        )
+        which, second = count_on(second, rules.ends[rules.option[second]] - second)
+        row, second = self._better(rows, row[which], second)
         return self._pair(choose(rows, row), second)
 
     def _pair(self, rows: Rows, second: Ints) -> Rows:
@@ -317,14 +296,13 @@ class _Run:
         """Spread rules over layers: alone by all patterns, in pairs by that of smallest groups."""
         rules = self.rules
         counts = np.where(rows.second == NO_RULE, rules.num_patterns[rows.first], 1)
-        row = np.repeat(np.arange(len(counts)), counts)
-        following = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        row, at = count_on(rules.first_pattern[rows.first], counts)
         rows = choose(rows, row)
         return Candidates(
             rows.setting,
             rows.num_slots,
             rules.option[rows.first],
-            rules.patterns[rules.first_pattern[rows.first] + following],
+            rules.patterns[at],
             rules.option[rows.second],
             rules.patterns[rules.first_pattern[rows.second]],
         )
@@ -335,16 +313,16 @@ class _Run:
         off_gpu, on_host, num_turns = self.prices.weigh(numbers, candidates.prefetch_step)
         padding = self.space.padding_bytes[candidates.first]
         spare = off_gpu - self.room.lacking_bytes[candidates.setting] - padding
-        fits, rungs = self.prices.climb(candidates, spare)
+        fits, own = self.prices.spend(candidates, spare)
         fits &= (spare >= 0) & (on_host <= self.room.host_bytes[candidates.setting])
         fits &= (num_turns > candidates.prefetch_step) | (candidates.prefetch_step == 0)
         rows = np.flatnonzero(fits)
         candidates, on_host = choose(candidates, rows), on_host[fits]
-        rungs = None if rungs is None else choose(rungs, rows)
+        own = None if own is None else choose(own, rows)
         if not fits.any():
             return
         self.search.num_priced += len(on_host)
-        given = numbers[rows], candidates.setting, candidates.prefetch_step, rungs
+        given = numbers[rows], candidates.setting, candidates.prefetch_step, own
         prompt_ps, step_ps = self.prices.price(*given)
         if self.stages is not None:
             more = self.stages.price(candidates)
@@ -352,59 +330,14 @@ class _Run:
             prompt_ps = np.where(fits & more.has_same_flags, prompt_ps + more.prompt_ps, NEVER)
             step_ps = step_ps + more.step_ps
         values = self.aim.values(prompt_ps, step_ps)
-        ranks = self._rank(candidates, on_host)
+        ranks = rank_all(self.space, candidates, on_host)
         for number in np.argsort(values, kind="stable").tolist():
             if values[number] > self.most * (1 + self.aim.tolerance) or values[number] == NEVER:
                 return
             times = float(prompt_ps[number]), float(step_ps[number])
-            of_layer = () if rungs is None else rungs.of_layer[number].tolist()
-            write = partial(self._write_candidate, candidates, number, of_layer)
+            rungs = () if own is None else own.rungs[number].tolist()
+            write = partial(write_candidate, self.space, candidates, number, rungs)
             self.offer(tuple(ranks[number].tolist()), times, write)
-
-    def _rank(self, candidates: Candidates, on_host: Ints) -> Ints:
-        """Return how plain candidates are, [candidates, 5]."""
-        sizes = np.append(list_patterns(len(self.space.kind_of)).group_size, 0)
-        segments = [len(option.segment_class.segments) for option in self.space.options]
-        num_segments = np.append(segments, 0)
-        return np.column_stack(
-            [
-                1 + (candidates.second != NO_RULE),
-                on_host,
-                num_segments[candidates.first] + num_segments[candidates.second],
-                candidates.prefetch_step,
-                sizes[candidates.first_pattern] + sizes[candidates.second_pattern],
-            ]
-        )
-
-    def _write_candidate(
-        self, candidates: Candidates, number: int, rungs: Sequence[int]
-    ) -> Offload:
-        setting, num_slots, *taken = (int(column[number]) for column in candidates)
-        patterns = list_patterns(len(self.space.kind_of))
-        fewest = min((each for each in rungs if each), default=1)
-        more = sum(each > fewest for each in rungs)
-        rules = tuple(
-            self.space.options[option].rule(
-                int(patterns.group_size[pattern]),
-                int(patterns.num_in_group[pattern]),
-                fewest,
-                more,
-            )
-            for option, pattern in (taken[:2], taken[2:])
-            if option != NO_RULE
-        )
-        return self._write(setting, max(1, num_slots), rules)
-
-    def _write(self, setting: int, prefetch_step: int, rules: tuple[Rule, ...]) -> Offload:
-        chosen = self.space.settings[setting]
-        return Offload(
-            prefetch_step=prefetch_step,
-            prefill_chunk=chosen.prefill_chunk,
-            embeddings=chosen.embeddings,
-            store=self.space.machine.store,
-            packing=self.space.packing,
-            rules=rules,
-        )
 
     def offer(
         self, rank: tuple[int, ...], times_ps: tuple[float, float], write: Callable[[], Offload]
@@ -414,7 +347,7 @@ class _Run:
         if value == NEVER or value > self.most * (1 + self.aim.tolerance):
             return
         if value < self.most:
-            if not self.searcher.can_export(write(), self.room.budget):
+            if not self.searcher.can_run(write(), self.room.budget):
                 return
             self.most = value
         self.found.append(Found(value, rank, times_ps, write))
@@ -426,7 +359,7 @@ class _Run:
             (
                 each
                 for each in sorted(good, key=lambda each: (each.rank[0], each.value, each.rank))
-                if self.searcher.can_export(each.offload, self.room.budget)
+                if self.searcher.can_run(each.offload, self.room.budget)
             ),
             None,
         )

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from offplan.costs.timeline import PS_PER_S
 from offplan.plan import Plan
-from offplan.planner.aims import Fastest, limits_ps
 from offplan.planner.find import PlanResult, write_plan
 from offplan.planner.packed import find_best
 from offplan.planner.question import Question
@@ -29,9 +28,8 @@ def find_sooner(question: Question, result: PlanResult) -> Plan | None:
         return None
     asked = replace(question, goal=goal.model_copy(update={"max_ttft_s": wanted_s}))
     searcher = Searcher(Space(asked))
-    aim = Fastest(searcher.space.weights, limits_ps(asked.goal))
     most_ps = HARDLY_MORE * PS_PER_S * fastest.objective_s
-    best = find_best(searcher, asked.budget, aim, most_ps).best
+    best = find_best(searcher, asked.budget, searcher.fastest, most_ps).best
     if best is None:
         return None
     return write_plan(searcher, asked, best.offload)

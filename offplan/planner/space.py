@@ -16,7 +16,6 @@ Of a pipeline it is the space of the largest stage; ``planner.stages`` prices th
 A space has one packing for all its plans; ``planner.packed`` goes over those.
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -26,25 +25,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offplan.backends import Backend
+from offplan.checkpoint.model import Layer
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs.activations import activation_bytes
 from offplan.costs.calls import count_calls
 from offplan.costs.compute import ModelCompute, PassCompute
-from offplan.costs.cores import find_use
 from offplan.costs.link import (
-    UnitUse,
     embedding_bytes,
-    group_by_backend,
-    times_read,
     uva_slowdown,
 )
 from offplan.costs.memory import kv_cache_bytes, overhead_bytes
-from offplan.costs.parts import launching_ps, parts_bytes
 from offplan.costs.pass_times import read_ps
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import decode_shape, prefill_shapes
-from offplan.forms.form import Part
-from offplan.forms.host_kernels import why_no_kernel
 from offplan.held.held import Held
 from offplan.held.runner import Runner
 from offplan.held.stage import Stage
@@ -66,9 +59,6 @@ PREFILL_CHUNKS = (8192, 4096, 2048, 1024, 512)
 TIE_WEIGHT = 2.0**-32
 """Weight of a decode step that never runs: 23 picoseconds for a step of 0.1 s. A power of two, so
 that products are exact; not less, so that floats still tell values apart."""
-
-Served = Iterable[tuple[Unit, Backend]]
-"""Units of one layer, each with the backend that reads it at use."""
 
 
 def prefill_chunks(prompt_tokens: int) -> tuple[int, ...]:
@@ -98,10 +88,6 @@ class SettingTable(NamedTuple):
     """Reading embedding rows in place, [settings, 2]: in a prompt, and in a decode step."""
     layer_ps: NDArray[np.int64]
     """A prompt's compute in each layer, [settings, layers]."""
-    routed_ps: NDArray[np.int64]
-    """What of that routed experts take."""
-    launching_ps: NDArray[np.int64]
-    """Launching a part of a layer's experts for all chunks."""
     outside_ps: NDArray[np.int64]
     resident_ps: NDArray[np.int64]
     """All compute of a prompt, and of a decode step, [settings, 2]."""
@@ -167,14 +153,23 @@ class Space:
     @cached_property
     def units(self) -> tuple[tuple[Unit, ...], ...]:
         """What rules can take, by kind of layer."""
-        layers = {layer.key: layer for layer in reversed(self.stage.layers)}
-        return tuple(group_units(layers[key]) for key in self.compute.works)
+        return tuple(map(group_units, self.layers))
 
     @cached_property
     def kind_of(self) -> tuple[int, ...]:
         """The number of each layer's kind: equal layers are merged."""
         kinds = list(self.compute.works)
         return tuple(kinds.index(key) for key in self.compute.keys)
+
+    @cached_property
+    def first_of(self) -> tuple[int, ...]:
+        """The first layer of each kind, by number."""
+        return tuple(map(self.kind_of.index, range(len(self.compute.works))))
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The first layer of each kind."""
+        return tuple(self.stage.layers[number] for number in self.first_of)
 
     @cached_property
     def classes(self) -> tuple[SegmentClass, ...]:
@@ -198,11 +193,6 @@ class Space:
         return list_options(self)
 
     @cached_property
-    def parts_bytes(self) -> int:
-        """Bytes that chunks keep at experts in parts, where a plan has any."""
-        return parts_bytes(self.stage, self.question.workload)
-
-    @cached_property
     def dense_bytes(self) -> int:
         """Bytes of the layers beside their routed experts."""
         return sum(layer.nbytes - layer.expert_bytes for layer in self.stage.layers)
@@ -211,21 +201,6 @@ class Space:
     def reuse(self) -> BatchReuse | None:
         """How a decode step's tokens choose experts; None where they choose all alike."""
         return self.stage.reuse(self.question.workload.batch)
-
-    def suits_cores(self, segment_class: SegmentClass) -> bool:
-        """Whether the host's cores have kernels for what a class takes, experts as a whole."""
-        taken = self.taken(segment_class)
-        for units, kind in zip(taken, self.units, strict=True):
-            routed = [unit for unit in kind if unit.is_expert]
-            if any(u.is_expert for u in units) and not all(u in units for u in routed):
-                return False
-        matrices = [u for u in chain(*taken) if u.part is Part.WEIGHT and len(u.shape) > 1]
-        dtype = self.stage.dtype
-        return bool(matrices) and not any(
-            why_no_kernel(parameter.form, dtype, parameter.shape[-1])
-            for unit in matrices
-            for parameter in unit.parameters
-        )
 
     @cached_property
     def settings(self) -> tuple[Setting, ...]:
@@ -254,8 +229,6 @@ class Space:
         return SettingTable(
             row_ps=np.array([[*map(self.reading_ps, each.row_bytes)] for each in settings]),
             layer_ps=np.array([each.layer_ps for each in prompts]),
-            routed_ps=np.array([each.routed_ps for each in prompts]),
-            launching_ps=np.array([launching_ps(len(each.shapes)) for each in prompts]),
             outside_ps=np.array([each.outside_ps for each in prompts]),
             resident_ps=np.array([[each.resident_ps, step_ps] for each in prompts]),
             num_chunks=np.array([len(each.shapes) for each in prompts]),
@@ -298,58 +271,6 @@ class Space:
     def copying_ps(self, num_bytes: int) -> int:
         """Picoseconds of one copy of so many bytes."""
         return to_ps(self.machine.copy_seconds(num_bytes))
-
-    def prompt_reads(self, served: Served) -> list[int]:
-        """Picoseconds that prompts read one layer at use, for each setting."""
-        times = [0] * len(self.settings)
-        chunks = [[shape.num_tokens for shape in each.prefill.shapes] for each in self.settings]
-        for backend, units in group_by_backend(served).items():
-            reads = [times_read(backend, tokens) for tokens in chunks]
-            read = {n: self._use_bytes(backend, units, n) for n in set().union(*reads)}
-            for number, counts in enumerate(reads):
-                num_bytes = sum(count * read[n] for n, count in counts.items())
-                times[number] += self.reading_ps(num_bytes, backend)
-        return times
-
-    def step_reads(self, served: Served) -> int:
-        """Picoseconds that a decode step reads one layer at use."""
-        batch = self.question.workload.batch
-        return sum(
-            self.reading_ps(self._use_bytes(backend, units, batch, self.reuse), backend)
-            for backend, units in group_by_backend(served).items()
-            if not backend.is_by_cores
-        )
-
-    def cores_ps(self, units: Sequence[Unit], *, beside: bool = False) -> int:
-        """Picoseconds that a layer of a decode step waits for the host's cores."""
-        if not units:
-            return 0
-        batch, experts = self.question.workload.batch, self.stage.experts
-        use = find_use(units, self.machine, experts, batch, self.reuse)
-        return to_ps(use.seconds(self.machine, beside=beside))
-
-    def _use_bytes(
-        self,
-        backend: Backend,
-        units: Sequence[Unit],
-        num_tokens: int,
-        reuse: BatchReuse | None = None,
-    ) -> int:
-        return round(sum(self._link_bytes(backend, unit, num_tokens, reuse) for unit in units))
-
-    def _link_bytes(
-        self, backend: Backend, unit: Unit, num_tokens: int, reuse: BatchReuse | None
-    ) -> float:
-        # units live as long as the space
-        key = backend, id(unit), num_tokens, reuse is None
-        if key not in self._uses:
-            use = UnitUse(unit, num_tokens, self.stage.experts, self.machine, reuse)
-            self._uses[key] = backend.link_bytes(use)
-        return self._uses[key]
-
-    @cached_property
-    def _uses(self) -> dict[tuple[Backend, int, int, bool], float]:
-        return {}
 
 
 @dataclass(frozen=True)

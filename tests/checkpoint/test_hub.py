@@ -161,12 +161,14 @@ def test_second_run_and_offline_need_no_shard(sharded, tmp_path):
     assert open_from("http://127.0.0.1:9", tmp_path) == online
 
 
+@pytest.mark.slow
 def test_one_file_offline(single, tmp_path):
     online = open_from(single.url, tmp_path)
     assert [name for _, name, _ in single.shard_gets()] == [SINGLE]
     assert open_from(single.url, tmp_path, HF_HUB_OFFLINE="1") == online
 
 
+@pytest.mark.slow
 def test_offline_without_a_cache(single, tmp_path):
     text = refusal(single, tmp_path, HF_HUB_OFFLINE="1")
     assert "config.json is not in the cache and HF_HUB_OFFLINE is set" in text
@@ -206,6 +208,7 @@ def test_weights_in_the_hubs_own_cache_are_used(sharded, folders, tmp_path):
     assert open_from(sharded.url, tmp_path, HF_HUB_OFFLINE="1") == online
 
 
+@pytest.mark.slow
 def test_header_longer_than_the_first_read(serve, folders, tmp_path):
     hub = serve(folders[0])
     header, size = entries(dense_shapes())
@@ -264,11 +267,13 @@ def test_refused_shard(sharded, tmp_path, status, code, message):
     assert len(tries) == (4 if busy else 1)
 
 
+@pytest.mark.slow
 def test_server_that_fails_from_the_first_request(single, tmp_path):
     single.statuses = {"config.json": [503]}
     assert "the server failed (HTTP 503)" in refusal(single, tmp_path, exit_code=1)
 
 
+@pytest.mark.slow
 def test_connection_that_is_always_cut(sharded, tmp_path):
     sharded.drops = {FIRST: 99}
     assert f"{FIRST}: no valid answer from {sharded.url}" in refusal(sharded, tmp_path, exit_code=1)
@@ -287,6 +292,7 @@ def test_server_that_drips(sharded, tmp_path):
     assert "bytes came in time" in refusal(sharded, tmp_path, exit_code=1)
 
 
+@pytest.mark.slow
 def test_nothing_listens(tmp_path):
     got = open_from("http://127.0.0.1:9", tmp_path)
     text = got["error"]
@@ -309,6 +315,7 @@ def test_model_that_is_not_there(single, tmp_path, options, message):
     assert message in refusal(single, tmp_path, **options)
 
 
+@pytest.mark.slow
 def test_repository_without_safetensors(serve, folders, tmp_path):
     hub = serve(folders[0])
     del hub.files[SINGLE]
@@ -366,6 +373,7 @@ def test_body_of_an_error_is_not_read(sharded, tmp_path, name, kind, status):
     refusal(sharded, tmp_path, exit_code=2 if status == 403 else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [FIRST, "config.json"])
 def test_endless_error(sharded, tmp_path, name):
     def answer(handler):
@@ -379,6 +387,7 @@ def test_endless_error(sharded, tmp_path, name):
     assert sharded.sent_bytes < 2**25
 
 
+@pytest.mark.slow
 def test_endless_config(single, tmp_path):
     def answer(handler):
         handler.send_head(200, X_Repo_Commit=COMMIT, ETag='"a"')
@@ -504,6 +513,7 @@ def test_token_goes_to_no_other_host_for_xet(serve, folders, tmp_path, way, rout
     assert "no valid answer" in got["error"] if route == "[" else got["revision"] == COMMIT
 
 
+@pytest.mark.slow
 def test_weights_and_small_files_are_fetched(sharded, folders, tmp_path):
     sharded.files["tokenizer.json"] = b"{}"
     sharded.statuses = {SECOND: [200, 503, 429, 200]}
@@ -518,6 +528,7 @@ def test_weights_and_small_files_are_fetched(sharded, folders, tmp_path):
     assert open_from("http://127.0.0.1:9", tmp_path, **options)["files"] == sizes
 
 
+@pytest.mark.slow
 def test_small_files_that_are_not_known_offline_are_lacked(sharded, tmp_path):
     open_from(sharded.url, tmp_path, files="a.json")
     options: dict[str, Any] = {"files": "b.json", "HF_HUB_OFFLINE": "1"}
@@ -537,6 +548,7 @@ def test_download_that_fails(sharded, tmp_path, name, status, exit_code):
     assert str(status) in text
 
 
+@pytest.mark.slow
 def test_shard_that_is_longer_than_its_header_says(sharded, tmp_path):
     open_from(sharded.url, tmp_path)
     sharded.tails = {SECOND: 2**30}
@@ -544,6 +556,7 @@ def test_shard_that_is_longer_than_its_header_says(sharded, tmp_path):
     assert sharded.sent_bytes < 2**26
 
 
+@pytest.mark.slow
 def test_cache_that_cannot_be_written(single, tmp_path):
     (tmp_path / "hub").write_text("a file where the folder should be")
     text = refusal(single, tmp_path)
@@ -551,6 +564,7 @@ def test_cache_that_cannot_be_written(single, tmp_path):
     assert "try again" not in text
 
 
+@pytest.mark.slow
 def test_adapter_is_called_one(serve, folders, tmp_path):
     hub = serve(folders[0])
     hub.files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b""}

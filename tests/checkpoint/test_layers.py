@@ -317,6 +317,7 @@ KEYS = [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6))
 def test_any_config_is_understood_or_refused(changes):
@@ -329,6 +330,7 @@ def test_any_config_is_understood_or_refused(changes):
     assert all(layer.kv_cache.nbytes(1, 16) >= 0 for layer in got.layers)
 
 
+@pytest.mark.slow
 def test_ninety_thousand_tensors():
     # The shape of DeepSeek-R1: 61 layers, 256 experts, a scale beside every weight.
     shapes = {"model.embed_tokens.weight": ("BF16", (100, 10))}

@@ -134,6 +134,7 @@ def test_one_output_token_is_the_prompts(cli: CLI) -> None:
     assert told in out
 
 
+@pytest.mark.slow
 def test_the_next_command_has_weights_to_run_with(cli: CLI, tmp_path: Path) -> None:
     path, asked = tmp_path / "plan.yaml", ("--machine", "cpu", "--context", 1024)
 

@@ -215,6 +215,7 @@ def test_the_longest_context_is_found(cli: CLI) -> None:
     assert "--context max: 40960 tokens, all that the model was trained for\n" in err
 
 
+@pytest.mark.slow
 def test_a_context_beyond_the_models_is_told(cli: CLI) -> None:
     config = "tests/models/qwen3-8b/config.json"
     code, _, err = cli("analyze", config, "--machine", "h200", "--context", 40961)
@@ -457,6 +458,7 @@ def test_export_makes_the_plan_again(cli: CLI, plan_file: Path) -> None:
     assert yaml.safe_load(out)["model"] == str(ROOT / TINY_MOE)
 
 
+@pytest.mark.slow
 def test_a_plan_for_the_worker_is_exported_with_its_file(cli: CLI, tmp_path: Path) -> None:
     """What no flag can say: the input embedding on the host."""
     path = tmp_path / "plan.yaml"

@@ -49,6 +49,7 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
     return {each["prompt"]: each for each in map(json.loads, path.read_text().splitlines())}
 
 
+@pytest.mark.slow
 def test_prompts_in_their_order(run: Run, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbfWei\r\n")
     files = ("--prompt-file", tmp_path / "prompt.txt")
@@ -74,6 +75,7 @@ def test_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "is text in UTF-8" in run("--prompt-file", "-").err
 
 
+@pytest.mark.slow
 def test_a_text_ends_before_a_stop_string(run: Run) -> None:
     data = json.loads(run("--prompt", "Weights", "--stop-strings", "fit the", "--json").out)
     ended = {"text": " that do not ", "num_tokens": 20, "finish_reason": "stop"}
@@ -82,6 +84,7 @@ def test_a_text_ends_before_a_stop_string(run: Run) -> None:
     assert json.loads(run(*short).out)["text"] == " tha"
 
 
+@pytest.mark.slow
 def test_the_plans_batch_and_what_was_predicted(run: Run) -> None:
     data = json.loads(run("--prompt", "Weights", "--prompt", "Wei", "--json").out)
     assert (data["batch"], data["prompt_tokens"]) == (2, 5)
@@ -101,6 +104,7 @@ def test_a_chat(run: Run, copy: Path) -> None:
     assert (code, "does not take the messages" in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_lines_with_messages(run: Run, copy: Path, tmp_path: Path) -> None:
     (copy / "chat_template.jinja").write_text("{{ messages[0]['content'] }} that")
     lines = tmp_path / "prompts.jsonl"
@@ -112,6 +116,7 @@ def test_lines_with_messages(run: Run, copy: Path, tmp_path: Path) -> None:
     assert f"Weights that{result['text']}" == WEIGHTS
 
 
+@pytest.mark.slow
 def test_lines_that_say_how_they_are_continued(run: Run, copy: Path, tmp_path: Path) -> None:
     (copy / "chat_template.jinja").write_text(
         "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"

@@ -197,6 +197,7 @@ def test_a_full_disk_for_stdout() -> None:
     assert done.stderr.endswith(f"{RUNS}offplan: [Errno 28] No space left on device\n")
 
 
+@pytest.mark.slow
 def test_the_c_locale() -> None:
     done = run(f"{MAKE} --source 'é'", LC_ALL="C", PYTHONUTF8="0")
     assert done.returncode == 2

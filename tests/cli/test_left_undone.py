@@ -40,6 +40,7 @@ def test_the_short_answer_prices_no_crossovers(cli: CLI, monkeypatch: pytest.Mon
     assert cli("analyze", *asked).code == 0
 
 
+@pytest.mark.slow
 def test_other_checkpoints_are_planned_once(
     cli: CLI, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

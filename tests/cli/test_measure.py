@@ -167,6 +167,7 @@ def test_measure_prints_a_profile_or_json(cli: CLI, machine: Machine) -> None:
     assert machine.num_layer_times == 0
 
 
+@pytest.mark.slow
 def test_a_cpu_is_measured_as_one_that_plays_gpu(
     cli: CLI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

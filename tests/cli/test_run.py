@@ -50,6 +50,7 @@ def test_the_shipped_plan_in_json(cli: CLI) -> None:
     assert data["measured"]["gpu_memory"]["total_bytes"] is None
 
 
+@pytest.mark.slow
 def test_a_text_ends_where_the_generation_config_says(cli: CLI, tmp_path: Path) -> None:
     model = shutil.copytree(TINY_MOE, tmp_path / "model")
     d = ord("d") - ord("!")  # tokens of this model are printable characters
@@ -144,6 +145,7 @@ def test_a_second_gpu_from_plan_to_export(cli: CLI, tmp_path: Path) -> None:
     assert (code, "has a second GPU's memory as its store" in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_routing_is_recorded(cli: CLI, tmp_path: Path) -> None:
     plan, path = write_plan(tmp_path, RULES["resident"]), tmp_path / "routing.json"
     arguments = ("--prompt", "Weights", "--device", "cpu", "--record-routing", path)
@@ -163,6 +165,7 @@ def test_routing_is_recorded(cli: CLI, tmp_path: Path) -> None:
     assert (code, "name a file" in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_bench_records_the_routing_of_random_tokens(cli: CLI, tmp_path: Path) -> None:
     plan, path = write_plan(tmp_path, RULES["resident"]), tmp_path / "routing.json"
     arguments = ("--device", "cpu", "--steps", 4, "--repeats", 2, "--record-routing", path)
@@ -176,6 +179,7 @@ def test_bench_records_the_routing_of_random_tokens(cli: CLI, tmp_path: Path) ->
     assert (code, "exists; --force overwrites it" in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_routing_of_a_dense_model_is_refused(cli: CLI, tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     model = TINY_MOE.parents[1] / "tests" / "models" / "qwen3-8b" / "config.json"

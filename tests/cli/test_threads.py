@@ -47,6 +47,7 @@ def test_threads_are_as_many_as_idle_cores(
     assert chosen[-1] == expected
 
 
+@pytest.mark.slow
 def test_a_run_beside_other_work_says_so(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(threads, "find_idle_cores", lambda: 1)
@@ -89,6 +90,7 @@ def test_threads_of_a_plan_are_of_this_hosts_cores(cli: CLI) -> None:
     assert "host's cores read 60 GB/s with 64 threads (estimated)." in " ".join(out.split())
 
 
+@pytest.mark.slow
 def test_a_plan_is_made_again_without_the_hosts_cores(cli: CLI, tmp_path: Path) -> None:
     config = ROOT / "benchmarks" / "models" / "gpt-oss-20b" / "config.json"
     there = ("--machine", "rtx4090", "--gpu-memory", "8GiB")

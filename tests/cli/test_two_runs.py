@@ -89,6 +89,7 @@ def test_the_second_run_is_refused_while_the_first_lasts(
     assert [json.loads(line)["line"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_lines_that_two_runs_wrote_are_told(
     cli: CLI, command: list[object], tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from offplan.checkpoint.model import Model
 from offplan.costs.compute import ModelCompute
-from offplan.costs.parts import launching_ps, parts_bytes
+from offplan.costs.parts import divide_ps, parts_bytes
 from offplan.costs.pass_times import pass_times
 from offplan.costs.predict import derive_stage, price_request
 from offplan.costs.work import decode_shape, prefill_shapes
@@ -78,7 +78,7 @@ def test_parts_take_what_their_experts_take_and_a_launch() -> None:
     for layer, each in times.parts.items():
         assert each.routed_ps == prompt.routed_ps[layer]
         assert 0 < each.routed_ps < prompt.layer_ps[layer]
-        assert each.part_ps == -(-each.routed_ps // 4) + launching_ps(3)
+        assert each.part_ps == -(-each.routed_ps // 4) + divide_ps(0, 1, 3).part_ps
         assert times.begin_ps[layer] + each.routed_ps == prompt.layer_ps[layer]
     assert prompt.routed_ps[0] == 0
 

@@ -38,6 +38,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.sampled_from(METHODS), st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6))
 def test_no_config_breaks_the_reader(method: str, stated: dict[str, Any]) -> None:
     quantisation = read_quantisation(

@@ -58,6 +58,7 @@ def test_the_answer_reports_what_fewer_bits_would_give(
     assert "4 bits" in told
 
 
+@pytest.mark.slow
 def test_a_config_of_float32_is_planned_as_bfloat16(
     cli: CLI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

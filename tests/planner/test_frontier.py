@@ -17,6 +17,7 @@ from tests.rendering import show
 MODEL, MACHINE = moe_model(4), make_machine()
 
 
+@pytest.mark.slow
 def test_frontier_goes_from_the_least_to_all() -> None:
     heard: list[tuple[int, int]] = []
     question = pose(MODEL, MACHINE, WORKLOAD, UNLIMITED)

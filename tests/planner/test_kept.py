@@ -1,7 +1,10 @@
 """Experts that rules keep one by one: priced as schedules have it, and chosen where they pay."""
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,11 +25,11 @@ from offplan.library.machines import load_machine
 from offplan.machine.profile import MachineProfile
 from offplan.placement import place
 from offplan.plan import Backend, Budget, Goal, ModelRef, Offload, Rule, Workload
+from offplan.planner.candidates import NO_RULE, Candidates
 from offplan.planner.frontier import find_frontier
 from offplan.planner.make import make_plan
 from offplan.planner.neighbours import find_neighbours
 from offplan.planner.patterns import list_patterns
-from offplan.planner.prices import NO_RULE, Candidates
 from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space
@@ -43,6 +46,7 @@ from tests.costs.builders import (
 )
 from tests.costs.exact import run_request
 from tests.planner.cases import UNLIMITED, WORKLOAD, budget_for, with_cores
+from tests.tiers import first_quick
 
 MACHINE = make_machine(h2d=1e9, uva=0.9e9)
 SLOW = make_machine(h2d=1e8, uva=0.9e8)
@@ -127,10 +131,10 @@ def test_the_search_prices_them_as_the_schedule_does(
     numbers = searcher.prices.number_all(candidate)
     off_gpu, *_ = searcher.prices.weigh(numbers, candidate.prefetch_step)
     spare = int(share * max(0, int(off_gpu[0])))
-    fits, rungs = searcher.prices.climb(candidate, np.array([spare]))
+    fits, own = searcher.prices.spend(candidate, np.array([spare]))
     assume(fits[0])
-    assert rungs is not None
-    experts = rungs.of_layer[0].tolist()
+    assert own is not None
+    experts = own.rungs[0].tolist()
     few = min(each for each in experts if each)
     more = sum(each > few for each in experts)
     rules = [
@@ -158,7 +162,7 @@ def test_the_search_prices_them_as_the_schedule_does(
     assert placement.expert_slots_bytes <= spare
     request = placement, space.stage, space.machine, chosen.prefill, space.decode
     prompt_ps, step_ps = run_request(*request)
-    found = searcher.prices.price(numbers, candidate.setting, candidate.prefetch_step, rungs)
+    found = searcher.prices.price(numbers, candidate.setting, candidate.prefetch_step, own)
     # misses and what a prompt leaves are rounded to picoseconds by themselves, layer by layer
     rounded_ps = 2 * len(experts)
     assert abs(found[0][0] - prompt_ps) <= rounded_ps
@@ -269,7 +273,9 @@ def test_neighbours_step_the_share() -> None:
 
 @pytest.mark.parametrize(
     ("machine", "gib"),
-    [("rtx4090-pcie4", 4), ("rtx4090-pcie4", 12), ("h200-pcie5", 6), ("h200-pcie5", 26)],
+    first_quick(
+        [("rtx4090-pcie4", 4), ("rtx4090-pcie4", 12), ("h200-pcie5", 6), ("h200-pcie5", 26)]
+    ),
 )
 @pytest.mark.parametrize("cores", [False, True])
 def test_no_plan_of_a_real_model_is_slower_for_it(machine: str, gib: int, cores: bool) -> None:
@@ -323,6 +329,22 @@ def test_a_batch_that_was_not_recorded_is_refused() -> None:
     routing, work = record(model, repeat=0.5), Workload(batch=3)
     with pytest.raises(InputError, match="has batches of 1, 2, 4 and none of 3"):
         ask(model, None, "auto", routing, work)
+
+
+@pytest.mark.slow
+def test_a_plan_that_keeps_a_target_is_found(tmp_path: Path) -> None:
+    """The first rule leaves memory free, but is no plan alone: nothing streams through its ring."""
+    stored = ROOT / "benchmarks" / "models" / "qwen3-30b-a3b-fp8" / "config.json"
+    config = json.loads(stored.read_text("utf-8"))
+    config.pop("quantization_config")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**config, "dtype": "bfloat16"}), "utf-8")
+    machine = load_machine("rtx3080ti-pcie4")
+    memory = round(0.652 * machine.profile.gpu_memory.value)
+    work = Workload(prompt_tokens=8192, output_tokens=16, context=8208)
+    asked: dict[str, Any] = {"gpu_memory": memory, "cached_experts": 16, "max_tpot_s": 0.1587}
+    plan = make_plan(plan_ask(open_model(str(path)), machine, work, **asked)).plan
+    assert plan.prediction.decode.step_s <= 0.1587
 
 
 def test_the_frontier_has_them() -> None:

@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from offplan.costs.compute import ModelCompute
 from offplan.costs.parts import parts_bytes
 from offplan.costs.predict import price_request
+from offplan.costs.threshold import least_that
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.errors import PlanError
 from offplan.held.held import hold
 from offplan.library.asking import pose
 from offplan.placement import Placement, place
 from offplan.plan import Backend, Goal, Offload, Rule, Workload
+from offplan.planner.candidates import NO_RULE, Candidates, Ints, choose
 from offplan.planner.estimates import estimate
-from offplan.planner.patterns import choose, list_patterns
-from offplan.planner.prices import NO_RULE, Candidates, Ints
+from offplan.planner.patterns import list_patterns
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space
 from tests.costs.builders import DENSE, MOE, dense_model, make_machine, make_model, moe_model
@@ -108,11 +109,22 @@ def weigh(searcher: Searcher, case: Case) -> tuple[Ints, Ints, Ints]:
     return prices.weigh(prices.number_all(candidates), candidates.prefetch_step)
 
 
+def least_own_bytes(searcher: Searcher, case: Case) -> int:
+    """Bytes that numbers of rules take on the GPU: with fewer a plan does not fit."""
+    candidates, prices = case.candidates(), searcher.prices
+
+    def fits(spare: int) -> bool:
+        return bool(prices.spend(candidates, np.array([spare]))[0][0])
+
+    return least_that(fits, -1, 2**40)
+
+
 def price(searcher: Searcher, case: Case) -> tuple[float, float]:
     """Price one plan as the search does."""
     candidates, prices = case.candidates(), searcher.prices
     numbers = prices.number_all(candidates)
-    prompt_ps, step_ps = prices.price(numbers, candidates.setting, candidates.prefetch_step)
+    _, own = prices.spend(candidates, np.zeros(1, dtype=np.int64))
+    prompt_ps, step_ps = prices.price(numbers, candidates.setting, candidates.prefetch_step, own)
     return float(prompt_ps[0]), float(step_ps[0])
 
 
@@ -142,7 +154,8 @@ def test_the_search_prices_as_the_schedule_does(
     off_gpu, on_host, _ = weigh(searcher, case)
     on_gpu = placement.resident_bytes + placement.ring_bytes
     held = parts_bytes(stage, space.question.workload) if placement.parts else 0
-    assert off_gpu.tolist() == [stage.loaded_bytes - setting.host_bytes - on_gpu - held]
+    own_bytes = least_own_bytes(searcher, case)
+    assert [off_gpu[0] - own_bytes] == [stage.loaded_bytes - setting.host_bytes - on_gpu - held]
     if searcher.space.runner.name is None:
         assert on_host.tolist() == [placement.slab_bytes]
 

@@ -66,6 +66,7 @@ def test_none_where_everything_fits(model: Model) -> None:
     assert plan_twice(model, 23)[1] is None
 
 
+@pytest.mark.slow
 def test_the_answer_says_so(cli: CLI) -> None:
     asked = ("analyze", CONFIG, "--machine", "rtx4090", "--gpu-memory", "9GiB", "--no-packing")
     assert "takes 1.5% longer in all: --max-ttft 520ms" in " ".join(cli(*asked).out.split())

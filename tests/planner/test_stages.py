@@ -24,12 +24,12 @@ from offplan.held.packing import pack_everything
 from offplan.library.asking import pose
 from offplan.placement import place
 from offplan.plan import Backend, Budget, Goal, Offload, Packing, Plan, Workload
+from offplan.planner.candidates import NO_RULE, Candidates
 from offplan.planner.classes import segment_classes
 from offplan.planner.find import ALIKE
 from offplan.planner.frontier import find_frontier
 from offplan.planner.make import make_plan
 from offplan.planner.patterns import list_patterns
-from offplan.planner.prices import NO_RULE, Candidates
 from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import PREFETCH_STEPS, Space, prefill_chunks
@@ -186,6 +186,7 @@ def test_a_target_out_of_reach_names_memory_that_would_do(tmp_path: Path) -> Non
     assert enough.prediction.decode.step_s <= 0.9 * fastest
 
 
+@pytest.mark.slow
 def test_each_budget_of_a_frontier_holds_for_the_engine(tmp_path: Path) -> None:
     """What vLLM's ring takes beyond ours is counted against the budget that is asked about."""
     model = read("latent", 7, tmp_path)

@@ -14,6 +14,7 @@ from offplan.runtime.measuring.bench import Bench
 from tests.runtime.conftest import save_tiny
 from tests.runtime.families import draw_weights, make_config
 from tests.runtime.plans import group, make_bench, offload
+from tests.tiers import first_quick
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 26], [58, 9, 7, 9, 3]])
 CPU = torch.device("cpu")
@@ -55,7 +56,7 @@ def test_sparse_attention_is_refused(tmp_path: Path) -> None:
         bench_accelerate(question(save_tiny("deepseek_v32", tmp_path)))
 
 
-@pytest.mark.parametrize("family", [None, "falcon", "nemotron_h", "rwkv"])
+@pytest.mark.parametrize("family", first_quick([None, "falcon", "nemotron_h", "rwkv"]))
 def test_it_computes_the_same(
     family: str | None, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

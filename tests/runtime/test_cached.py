@@ -28,6 +28,7 @@ from tests.runtime.cached import (
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import offload, open_session
 from tests.runtime.quantise import FORMS, save_stored
+from tests.tiers import first_quick
 
 NUM_EXPERTS = 4
 NAMES = ["qwen3_moe_tied"]
@@ -46,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cached")
 
 
-@pytest.mark.parametrize("num", range(1, NUM_EXPERTS + 1))
+@pytest.mark.parametrize("num", first_quick(range(1, NUM_EXPERTS + 1)))
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_equal_resident(folder: Path, name: str, num: int) -> None:
     checkpoint = saved(name, folder)
@@ -58,7 +59,7 @@ def test_logits_equal_resident(folder: Path, name: str, num: int) -> None:
         assert all(map(torch.equal, got, expected))
 
 
-@pytest.mark.parametrize("num", [1, 2, 3, 4])
+@pytest.mark.parametrize("num", first_quick([1, 2, 3, 4]))
 @pytest.mark.parametrize("prefill", ["prefetch", "uva"])
 @pytest.mark.parametrize("name", NAMES[:2])
 def test_counts_are_those_of_a_list_of_the_trace(

@@ -26,6 +26,7 @@ from tests.runtime.fed import run_fed, run_in_float32, typical_error
 from tests.runtime.plans import offload, open_session
 from tests.runtime.quantise import save_stored
 from tests.runtime.stream import AtOnce
+from tests.tiers import first_quick
 
 require_cores()
 
@@ -51,7 +52,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("prefill", ["prefetch", "uva"])
-@pytest.mark.parametrize(("num", "share"), [(1, 0.5), (2, 0.34), (2, None), (3, 0.6), (4, 0.5)])
+@pytest.mark.parametrize(
+    ("num", "share"), first_quick([(1, 0.5), (2, 0.34), (2, None), (3, 0.6), (4, 0.5)])
+)
 def test_counts_are_those_of_a_list(
     folder: Path, prefill: str, num: int, share: float | None
 ) -> None:
@@ -65,6 +68,7 @@ def test_counts_are_those_of_a_list(
         assert share is not None or found.by_cores == found.misses
 
 
+@pytest.mark.slow
 def test_the_same_bits_for_the_same_history(folder: Path) -> None:
     """With aborted prompts and steps between."""
     runs = []
@@ -77,6 +81,7 @@ def test_the_same_bits_for_the_same_history(folder: Path) -> None:
     assert all(map(torch.equal, *runs))
 
 
+@pytest.mark.slow
 def test_an_aborted_pass_leaves_slots_empty(folder: Path) -> None:
     """What then comes is what a session makes that has seen nothing else."""
     decision = offload(dividing(2, 0.5), prefill_chunk=7)
@@ -134,6 +139,7 @@ def test_the_bell_rings_before_the_copies(
     assert stream.seen == ["write", "copy", "multiply", "wait"] * num_layers
 
 
+@pytest.mark.slow
 def test_a_hand_over_gives_the_same(
     folder: Path, stream: AtOnce, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +218,7 @@ def test_texts_that_join_and_leave(folder: Path) -> None:
     assert all(map(torch.equal, run(), run()))
 
 
+@pytest.mark.slow
 def test_no_share_is_the_link_alone(folder: Path) -> None:
     logits = []
     for rule in (dividing(2, 0.0), keeping(2, every=1)):

@@ -150,6 +150,7 @@ def test_weights_are_left_unpacked(tmp_path: Path, name: str, names: tuple[str, 
     assert all(map(torch.equal, ours, theirs))
 
 
+@pytest.mark.slow
 def test_experts_of_an_unpacked_layer_are_compiled_whole(tmp_path: Path) -> None:
     """A captured step must not fall out of the graph where a layer's experts are multiplied."""
     folder = save("qwen3_moe", tmp_path)

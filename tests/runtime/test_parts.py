@@ -17,6 +17,7 @@ from tests.runtime.cached import Abort, abort_in, run_hostile, run_resident
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import group, in_parts, offload, open_session
 from tests.runtime.quantise import FORMS, save_stored
+from tests.tiers import first_quick
 
 NAMES = ["qwen3_moe_tied"]
 OTHERS = ["deepseek_v2", "gpt_oss", "chunked", "linear_experts", "deepseek_v3"]
@@ -44,7 +45,7 @@ def assert_same(checkpoint: Path, decision: Offload, late: bool = False) -> None
         assert all(map(torch.equal, run_hostile(session), expected))
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", first_quick([False, True]))
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_equal_resident(folder: Path, name: str, late: bool) -> None:
     checkpoint = saved(name, folder)

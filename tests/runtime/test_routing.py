@@ -16,6 +16,7 @@ from offplan.runtime.session import Session
 from tests.runtime.conftest import save_tiny
 from tests.runtime.families import draw_weights, make_config
 from tests.runtime.plans import group, offload
+from tests.tiers import first_quick
 
 FAMILIES = "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "ernie4_5_moe"
 BATCHES = 2, 2, 1
@@ -49,7 +50,7 @@ def run_steps(session: Session) -> Iterator[tuple[int, torch.Tensor]]:
             yield batch, logits.clone()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", first_quick(FAMILIES))
 def test_steps_are_those_that_experts_saw(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

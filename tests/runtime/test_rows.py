@@ -19,6 +19,7 @@ from offplan.runtime.session import Session
 from offplan.runtime.transformers_private import list_experts
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import CONTEXT, group, offload, open_session
+from tests.tiers import first_quick
 
 TOLERANCE = 1e-4
 """Part of the largest logit by which float32 logits may differ: sums are made in another order."""
@@ -117,7 +118,7 @@ def test_every_text_is_as_if_alone(tmp_path: Path, name: str, chunk: int) -> Non
         texts.check(Alone(folder, chunk))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_v2"])
+@pytest.mark.parametrize("name", first_quick(["qwen3", "deepseek_v2"]))
 def test_texts_that_join_and_leave_at_random(tmp_path: Path, name: str) -> None:
     folder, draw = save_tiny(name, tmp_path), random.Random(5)
     with open_session(folder, offload(group(2, 1), prefill_chunk=7)) as session:
@@ -137,7 +138,9 @@ def test_texts_that_join_and_leave_at_random(tmp_path: Path, name: str) -> None:
         texts.check(Alone(folder, 7))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_v2", "mistral_windowed", "linear"])
+@pytest.mark.parametrize(
+    "name", first_quick(["qwen3", "deepseek_v2", "mistral_windowed", "linear"])
+)
 def test_the_next_turn_of_a_chat_reads_what_is_new(tmp_path: Path, name: str) -> None:
     folder = save_tiny(name, tmp_path)
     with open_session(folder, offload(group(2, 1), prefill_chunk=3)) as session:
@@ -173,7 +176,7 @@ def test_a_prompt_goes_on_from_the_row_that_has_most_of_it(tmp_path: Path) -> No
         texts.check(Alone(folder, 64))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_v2", "shared_keys", "linear"])
+@pytest.mark.parametrize("name", first_quick(["qwen3", "deepseek_v2", "shared_keys", "linear"]))
 def test_a_prefix_that_another_text_holds_is_copied(tmp_path: Path, name: str) -> None:
     folder = save_tiny(name, tmp_path)
     with open_session(folder, offload(group(2, 1), prefill_chunk=3)) as session:
@@ -272,7 +275,7 @@ def break_pass(session: Session, layer: int, texts: Greedy, *call: Any) -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 3])
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_v2", "linear", "longrope"])
+@pytest.mark.parametrize("name", first_quick(["qwen3", "deepseek_v2", "linear", "longrope"]))
 def test_a_pass_that_fails_leaves_the_other_rows_right(
     tmp_path: Path, name: str, layer: int
 ) -> None:
@@ -382,7 +385,7 @@ def test_what_steps_with_idle_rows_choose_is_not_recorded(tmp_path: Path) -> Non
         assert (steps[1][:, [0, 2]] == steps[1][:, [1]]).all()
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe_tied", "deepseek_v2", "sinks", "chunked"])
+@pytest.mark.parametrize("name", first_quick(["qwen3_moe_tied", "deepseek_v2", "sinks", "chunked"]))
 def test_idle_rows_are_sent_where_a_text_is(tmp_path: Path, name: str) -> None:
     """They read no expert that no text reads, and the texts are the same, bit for bit."""
     folder, sent, made = save_tiny(name, tmp_path), list[torch.Tensor](), list[list[torch.Tensor]]()
@@ -443,7 +446,7 @@ def test_passes_of_transformers_own_have_one_text_at_a_time(tmp_path: Path) -> N
         texts.check(Alone(folder, 64))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_v2", "linear", "shared_keys"])
+@pytest.mark.parametrize("name", first_quick(["qwen3", "deepseek_v2", "linear", "shared_keys"]))
 def test_texts_lie_where_the_smallest_step_finds_them(tmp_path: Path, name: str) -> None:
     folder, batches = save_tiny(name, tmp_path), list[int]()
     with open_session(folder, offload(group(2, 1))) as session:

@@ -39,6 +39,7 @@ def local(tmp_path: Path, copy: Path) -> tuple[object, ...]:
     return (write_plan(tmp_path, RULES["mixed"]), "--model", copy, "--device", "cpu")
 
 
+@pytest.mark.slow
 def test_a_conversation_with_a_plan(
     talk: Talk, local: tuple[object, ...], tmp_path: Path, cli: CLI
 ) -> None:

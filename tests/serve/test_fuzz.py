@@ -8,6 +8,7 @@ import http.client
 import json
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -81,6 +82,7 @@ def test_every_body_has_an_answer(
     assert scripted.ask("/health").status == 200
 
 
+@pytest.mark.slow
 @fuzzed
 @given(
     method=st.sampled_from(["GET", "POST", "PUT", "HEAD", "DELETE", "OPTIONS"]),

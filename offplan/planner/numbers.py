@@ -1,0 +1,183 @@
+"""The numbers of all options' rules, in arrays: what they take of the GPU, and what they cost.
+
+``planner.options`` says what each option has: a ladder, parts, or neither. The row after the last
+option, and that of an option without either, has nothing but zeros.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offplan.costs.steady import PartTable, PassTable
+from offplan.placement import PART_SLOTS
+from offplan.planner.aims import Floats
+from offplan.planner.candidates import NO_RULE, Ints
+from offplan.planner.options import Ladder, Option, Parts
+from offplan.planner.space import Space
+
+Each = TypeVar("Each", Ladder, Parts)
+
+
+class Own(NamedTuple):
+    """The numbers of candidates, of which one rule at most has any."""
+
+    option: Ints
+    """The rule's option; NO_RULE where none has numbers, [candidates]."""
+    takes: Ints
+    """1 for the layers that the rule takes, [candidates, layers]."""
+    rungs: Ints
+    """The rungs that each layer has memory for, [candidates, layers]."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Ladders and parts of all options, by option and kind of layer."""
+
+    space: Space
+
+    def _stack(self, of: type[Each], ask: Callable[[Option, int], Each | None]) -> Each:
+        """Stack a record's fields, [options + 1, kinds, ...]: zeros where an option has none."""
+        options, kinds = self.space.options, range(len(self.space.units))
+        found = {(n, k): ask(option, k) for n, option in enumerate(options) for k in kinds}
+        every = {at: each for at, each in found.items() if each is not None}
+        columns = []
+        for number in range(len(of._fields)):
+            shape: tuple[int, ...] = next((np.shape(each[number]) for each in every.values()), ())
+            column = np.zeros((len(options) + 1, len(kinds), *shape), dtype=np.int64)
+            for at, each in every.items():
+                column[at] = each[number]
+            columns.append(column)
+        return of(*columns)
+
+    @cached_property
+    def ladders(self) -> Ladder:
+        """The ladders: arrays of shape [options + 1, kinds], and ``times_ps`` of more."""
+        return self._stack(Ladder, lambda option, kind: option.ladder(self.space, kind))
+
+    @cached_property
+    def _parts(self) -> Parts:
+        """The parts: arrays of shape [options + 1, kinds], and times of [..., settings]."""
+        return self._stack(Parts, lambda option, kind: option.parts(self.space, kind))
+
+    @cached_property
+    def climbs(self) -> NDArray[np.bool_]:
+        """Whether an option has ladders, [options + 1]."""
+        return np.array([*(option.climbs for option in self.space.options), False])
+
+    @cached_property
+    def num_rungs(self) -> int:
+        """Rungs of every ladder; 0 where there is none."""
+        return int(self.climbs.any()) and self.ladders.times_ps.shape[-1] - 1
+
+    @cached_property
+    def _times_ps(self) -> list[Ints]:
+        """The times of ladders one by one, [options + 1, kinds, rungs + 1] each."""
+        return [*np.ascontiguousarray(self.ladders.times_ps.transpose(2, 0, 1, 3))]
+
+    @cached_property
+    def shared_bytes(self) -> Ints:
+        """Bytes on the GPU for parts, once for all layers, [options + 1].
+
+        They are those of all kinds of layers: a larger rule of an option never frees less.
+        """
+        return np.asarray(self._parts.gpu_bytes.max(axis=1))
+
+    @cached_property
+    def _has_parts(self) -> bool:
+        return bool(self.shared_bytes.any())
+
+    def parts_ps(self, option: Ints, counts: Ints) -> Floats:
+        """Picoseconds of the copies of parts of so many layers of each kind, [rules].
+
+        None is counted where a prompt finds all parts in their slots.
+        """
+        num_parts = counts * self._parts.num_parts[option]
+        copied = (num_parts * self._parts.copy_ps[option]).sum(axis=1)
+        return np.where(num_parts.sum(axis=1) > PART_SLOTS, copied, 0).astype(np.float64)
+
+    @cached_property
+    def _curves(self) -> Floats:
+        """A decode step's time over that with no rung, [options + 1, rungs + 1].
+
+        It is that of the last kind of layer that has a ladder.
+        """
+        step_ps = self.ladders.times_ps[..., 2:4, :].sum(axis=-2)
+        step_ps[..., 0] = self.ladders.none_ps
+        kinds = np.arange(step_ps.shape[1])
+        last = np.where(self.ladders.rung_bytes > 0, kinds, 0).max(axis=1)
+        of_last = step_ps[np.arange(len(last)), last]
+        curves: Floats = of_last / np.maximum(1, of_last[:, :1])
+        return curves
+
+    def curve(self, option: Ints, share: Floats) -> Floats:
+        """A decode step's time over that with no rung, with a share of all rungs."""
+        rungs, row = np.clip(share, 0, 1) * self.num_rungs, np.arange(len(option))
+        below, curves = np.floor(rungs).astype(np.int64), self._curves[option]
+        part, above = rungs - below, np.minimum(below + 1, self.num_rungs)
+        curve: Floats = (1 - part) * curves[row, below] + part * curves[row, above]
+        return curve
+
+    def spend(
+        self, options: tuple[Ints, Ints], takes: tuple[Ints, Ints], spare: Ints
+    ) -> tuple[NDArray[np.bool_], Own | None]:
+        """Spend the bytes that candidates leave on what their rules' numbers take.
+
+        ``options`` and ``takes`` are of the first rule and of the second: which layers it takes, 1
+        for each. Returns whether the bytes do, [candidates]; without numbers they always do.
+        """
+        has_own = self.climbs | (self.shared_bytes > 0)
+        if not has_own.any():
+            return np.ones(len(spare), dtype=bool), None
+        is_first, is_second = (has_own[each] for each in options)
+        option = np.select((is_first, is_second), options, NO_RULE)
+        taken = np.where(is_first[:, None], takes[0], is_second[:, None] * takes[1])
+        rungs = self._climb(option, taken, spare)
+        fits = rungs.any(axis=1) | ~self.climbs[option]
+        if self._has_parts:
+            gpu_bytes = self._parts.gpu_bytes[option][:, np.array(self.space.kind_of)]
+            fits &= spare >= (taken * gpu_bytes).max(axis=1)
+        return fits, Own(option, taken, rungs)
+
+    def _climb(self, option: Ints, takes: Ints, spare: Ints) -> Ints:
+        """Spend spare bytes on rungs; returns those of each layer, [candidates, layers].
+
+        All layers have as many, the first ones one more. All have 0 where fewer bytes are spare
+        than one rung of each layer takes, or than were asked for.
+        """
+        kinds, ladders = np.array(self.space.kind_of), self.ladders
+        of_layer = takes * ladders.rung_bytes[option][:, kinds]
+        takes = (of_layer > 0).astype(np.int64)
+        fixed = (takes * ladders.fixed_bytes[option][:, kinds]).sum(axis=1)
+        largest = np.maximum(1, of_layer.max(axis=1))
+        num_layers = takes.sum(axis=1)
+        total = np.minimum((spare - fixed) // largest, self.num_rungs * num_layers)
+        asked = ladders.asked.max(axis=1)[option] * num_layers
+        total = np.where(asked > 0, np.where(total >= asked, asked, 0), total)
+        total = np.where(total >= num_layers, total, 0)
+        each, more = np.divmod(total, np.maximum(1, num_layers))
+        is_first = np.cumsum(takes, axis=1) <= more[:, None]
+        rungs: Ints = takes * (each[:, None] + is_first)
+        return rungs
+
+    def add(
+        self, prompt: PassTable, step: PassTable, setting: Ints, own: Own
+    ) -> tuple[PassTable, PassTable]:
+        """Add what candidates' numbers take to the times of both phases."""
+        at = own.option[:, None], np.array(self.space.kind_of)
+        if self.num_rungs:
+            read, computed, read_again, alone, beside = (
+                each[(*at, own.rungs)] for each in self._times_ps
+            )
+            waiting = np.where(step.streams.any(axis=1, keepdims=True), beside, alone)
+            prompt, step = prompt.with_more(read, computed), step.with_more(read_again, waiting)
+        parts = self._parts
+        if self._has_parts and (num_parts := own.takes * parts.num_parts[at]).any():
+            of_setting = *at, setting[:, None]
+            table = PartTable(num_parts, parts.part_ps[of_setting], parts.copy_ps[at])
+            moved = own.takes * parts.moved_ps[of_setting]
+            prompt = replace(prompt, compute_ps=prompt.compute_ps - moved, parts=table)
+        return prompt, step
