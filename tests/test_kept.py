@@ -55,8 +55,8 @@ def passes(called: list[int]) -> stock.StockPasses:
     """What transformers' own passes of a model take, as it comes out of JSON."""
     calls = {"prefill": called, "decode": called}
     sizes = {"prompt_bytes": [1.0, 2.0, 0.5], "step_bytes": [3.0, 4.0], "caches": [[8, None, 0]]}
-    facts = {"is_estimated": False, "pinned": ["x"], "calls": calls, "operators": calls}
-    facts |= {"prompt_moved": [[1.0, 2.0, 0.5]], "step_moved": [[3.0, 4.0]]}
+    facts = {"is_estimated": False, "pinned": ["x"], "borrowed": [0], "calls": calls}
+    facts |= {"operators": calls, "prompt_moved": [[1.0, 2.0, 0.5]], "step_moved": [[3.0, 4.0]]}
     return stock._decode(json.dumps(sizes | facts).encode())
 
 

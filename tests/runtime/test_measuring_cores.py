@@ -26,7 +26,7 @@ def _few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def as_profile(figures: dict[str, object]) -> MachineProfile:
-    return MachineProfile.model_validate(load_profile("h200-pcie5").model_dump() | figures)
+    return MachineProfile.model_validate(load_profile("h100-pcie5").model_dump() | figures)
 
 
 def check(profile: MachineProfile, of: str) -> None:
