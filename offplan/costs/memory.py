@@ -68,7 +68,9 @@ def list_gpu_memory(
             Input("slots for parts", placement.num_part_slots, "count"),
             Input("largest part", placement.part_bytes, "bytes"),
         )
-        activations["chunks at experts in parts"] = parts_bytes(stage, workload)
+        activations["chunks at experts in parts"] = parts_bytes(
+            stage, workload, placement, prefill_chunk
+        )
     cache = {
         "batch x context x bytes a token": tokens,
         "batch x state of linear attention": cached - tokens,

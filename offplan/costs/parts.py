@@ -40,16 +40,18 @@ def span_seconds(machine: MachineProfile, span: Span) -> float:
 def part_times(placement: Placement, priced: PassCompute) -> dict[int, PartTimes]:
     """Find what each part of a layer's experts takes in a prompt, by layer index.
 
-    Each has as many experts, and so takes as much of what all of them do.
+    Each has as many experts, and each group as many chunks: they take as much of what all do.
     """
     if priced.shapes[0].phase is Phase.DECODE:
         return {}
-    launching = launching_ps(len(priced.shapes))
-    return {
-        layer: PartTimes(routed, -(-routed // len(parts)) + launching, len(parts) * launching)
-        for layer, parts in placement.parts.items()
-        for routed in (priced.routed_ps[layer],)
-    }
+    num_chunks = len(priced.shapes)
+    launching = launching_ps(num_chunks)
+    found = {}
+    for layer, parts in placement.parts.items():
+        groups, routed = placement.num_groups(layer, num_chunks), priced.routed_ps[layer]
+        part_ps = -(-routed // (groups * len(parts))) + -(-launching // groups)
+        found[layer] = PartTimes(routed, part_ps, len(parts) * launching, groups)
+    return found
 
 
 def launching_ps(num_chunks: int) -> int:
@@ -57,11 +59,24 @@ def launching_ps(num_chunks: int) -> int:
     return to_ps(num_chunks * PART_OPERATORS * LAUNCH_S)
 
 
-def parts_bytes(stage: Stage, workload: Workload) -> int:
-    """Bytes that all chunks of a prompt keep at the experts of a layer in parts.
+def parts_bytes(stage: Stage, workload: Workload, placement: Placement, prefill_chunk: int) -> int:
+    """Bytes that the chunks of a prompt keep at the experts of a layer in parts; 0 without parts.
 
-    For each token PART_COPIES of its hidden state, that of shared experts, the product of each of
-    its choices, the choices and the scores.
+    They are those of one group of chunks at a time, in the layer whose groups are largest.
+    """
+    whole = workload.prompt_tokens
+    tokens = (
+        min(whole, prefill_chunk * placement.chunks_at_once.get(layer, whole))
+        for layer in placement.parts
+    )
+    return workload.batch * max(tokens, default=0) * waiting_bytes(stage)
+
+
+def waiting_bytes(stage: Stage) -> int:
+    """Bytes that a token keeps at the experts of a layer in parts.
+
+    They are PART_COPIES of its hidden state, that of shared experts, the product of each of its
+    choices, the choices and the scores.
     """
     if stage.experts is None:
         return 0
@@ -69,5 +84,4 @@ def parts_bytes(stage: Stage, workload: Workload) -> int:
     has_shared = any(role_of(parameter) is Role.SHARED_EXPERTS for parameter in stage.parameters)
     states = PART_COPIES * stage.architecture.num_streams + has_shared + num_chosen
     each = states * stage.architecture.hidden_size * stage.element_bytes
-    each += CHOICE_BYTES * num_chosen + SCORE_BYTES * stage.experts.num_in_all
-    return workload.batch * workload.prompt_tokens * each
+    return each + CHOICE_BYTES * num_chosen + SCORE_BYTES * stage.experts.num_in_all

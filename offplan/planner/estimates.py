@@ -165,7 +165,11 @@ def _sum_up(space: Space, prices: Prices, option: Ints, numbers: Ints, counts: I
     parts_ps = total(contents.num_parts[layers] * contents.part_copy_ps[layers])
     # of all kinds of layers: a larger rule of an option then never frees less
     slots = PART_SLOTS * contents.part_bytes[layers].max(axis=-1)
-    for_parts = np.where(slots > 0, slots + space.parts_bytes, 0)
+    settings = np.arange(len(space.settings))[:, None]
+    groups, waiting = space.find_groups(settings, contents.tokens_at_once[layers].max(axis=-1))
+    for_parts = np.where(slots > 0, slots + waiting, 0)
+    # parts that have a slot each cross once
+    crossings = np.where(contents.num_parts[layers].max(axis=-1) > PART_SLOTS, groups, 1)
     columns = Loads(
         unit_bytes=np.maximum(0, total(contents.unit_bytes[layers]) - for_parts),
         slab_bytes=total(contents.slab_bytes[layers]),
@@ -180,7 +184,7 @@ def _sum_up(space: Space, prices: Prices, option: Ints, numbers: Ints, counts: I
         cores_spared=most(contents.step_cores_ps[layers] * streams),
         rungs_bytes=total(ladders.num_rungs * ladders.rung_bytes[option]),
         none_ps=total(ladders.none_ps[option]),
-        prompt_parts=np.where(num_parts > PART_SLOTS, parts_ps, 0),
+        prompt_parts=np.where(num_parts > PART_SLOTS, crossings * parts_ps, 0),
         slot_bytes=most(np.maximum(prompt_bytes, step_bytes)),
         prompt_turns=total(streams),
         prompt_compute=np.array([total(streams * each[example]) for each in space.table.layer_ps]),

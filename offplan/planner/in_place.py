@@ -55,7 +55,7 @@ class InPlaceRules:
         numbers, of_plan = np.array(contents), np.array(settings)
         slots = np.ones_like(of_plan)
         times = self.prices.price(numbers, of_plan, slots)
-        _, on_host, _ = self.prices.weigh(numbers, slots)
+        _, on_host, _ = self.prices.weigh(numbers, slots, of_plan)
         columns = zip(*times, on_host - room.host_bytes[of_plan], strict=True)
         return [
             InPlace(setting, rule, (float(prompt_ps), float(step_ps)), float(lack), float(host))

@@ -38,6 +38,11 @@ SHARES = tuple(number / 16 for number in range(1, 17))
 """Values of ``host_share`` tried; 0 is an option without the host's cores."""
 NUM_PARTS = (2, 4, 8, 16, 32)
 """Values of ``parts`` tried: each chunk launches each part, and more parts spare little."""
+MOST_GROUPS = 16
+"""Groups of chunks, at most, that values of ``tokens_at_once`` divide a prompt into: they are the
+powers of two below the prompt's tokens."""
+LEAST_AT_ONCE = 128
+"""Fewer tokens at once are not tried: chunks of as many launch as often."""
 
 
 class Ladder(NamedTuple):
@@ -214,10 +219,17 @@ class StreamsParts(Option):
     """Routed experts that prompts stream in parts: ``parts``."""
 
     num_parts: int
+    tokens_at_once: int | None = None
+
+    @property
+    def rank(self) -> tuple[object, ...]:
+        """Of equally good ones that with the most tokens at once comes first: all, if it can be."""
+        fewer = -float("inf") if self.tokens_at_once is None else -self.tokens_at_once
+        return *super().rank[:-1], (self.num_parts, fewer)
 
     def numbers(self, rungs: int, more: int) -> Mapping[str, Any]:
-        """Return the number of parts."""
-        return {"parts": self.num_parts}
+        """Return the number of parts, and how much of a prompt meets one at once."""
+        return {"parts": self.num_parts, "tokens_at_once": self.tokens_at_once}
 
 
 def _list_parts(space: "Space", ways: Iterable[tuple[Backend, Backend]]) -> Iterator[StreamsParts]:
@@ -239,6 +251,15 @@ def _list_parts(space: "Space", ways: Iterable[tuple[Backend, Backend]]) -> Iter
                 for key, units in taken:
                     check_parts(stage, layers[key], 1, option.rule(1, 1), units)
                 yield option
+                for tokens in _list_at_once(space.question.workload.prompt_tokens):
+                    yield replace(option, tokens_at_once=tokens)
+
+
+def _list_at_once(prompt_tokens: int) -> Iterator[int]:
+    """List the values of ``tokens_at_once`` that are tried, the largest first."""
+    tokens = 1 << (prompt_tokens - 1).bit_length()
+    while (tokens := tokens // 2) * MOST_GROUPS >= prompt_tokens and tokens >= LEAST_AT_ONCE:
+        yield tokens
 
 
 def backend_pairs(backends: Iterable[Backend], store: Store) -> list[tuple[Backend, Backend]]:
@@ -299,7 +320,11 @@ def number_steps(rule: Rule) -> Iterator[tuple[str, dict[str, object]]]:
     if (parts := rule.parts) is not None:
         for number in (parts // 2, 2 * parts):
             yield f"parts {parts} -> {number}", {"parts": number}
-        yield "without parts", {"parts": None}
+        if (tokens := rule.tokens_at_once) is not None:
+            for number in (tokens // 2, 2 * tokens):
+                yield f"tokens_at_once {tokens} -> {number}", {"tokens_at_once": number}
+            yield "without tokens_at_once", {"tokens_at_once": None}
+        yield "without parts", {"parts": None, "tokens_at_once": None}
     if (kept := rule.cached_experts) is None:
         return
     for number in (kept - 1, kept + 1):

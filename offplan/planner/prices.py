@@ -83,6 +83,8 @@ class Content(NamedTuple):
     part_bytes: Any = 0
     """Bytes of a slot that holds one."""
     part_copy_ps: Any = 0
+    tokens_at_once: Any = 0
+    """Tokens of each sequence that meet a part at once; 0 where all do."""
 
 
 @dataclass
@@ -171,6 +173,7 @@ class Prices:
                 num_parts=len(slab.parts),
                 part_bytes=part.slot_bytes,
                 part_copy_ps=to_ps(span_seconds(space.machine, part)),
+                tokens_at_once=max(rule.tokens_at_once or 0 for rule in rules.values()),
             )
         return content, prompt_reads
 
@@ -203,7 +206,7 @@ class Prices:
     def _kind_of(self) -> Ints:
         return np.array(self.space.kind_of)
 
-    def weigh(self, numbers: Ints, prefetch_step: Ints) -> tuple[Ints, Ints, Ints]:
+    def weigh(self, numbers: Ints, prefetch_step: Ints, setting: Ints) -> tuple[Ints, Ints, Ints]:
         """Bytes off the GPU less those of slots, bytes of slabs, and layers that stream.
 
         Less also what chunks keep at experts in parts, where a plan has any.
@@ -214,8 +217,12 @@ class Prices:
         spans = contents.prompt_bytes[numbers], contents.step_bytes[numbers]
         num_turns = np.maximum(*((each > 0).sum(axis=1) for each in spans))
         ring = np.minimum(prefetch_step, num_turns) * np.maximum(*spans).max(axis=1)
-        part_bytes = contents.part_bytes[numbers].max(axis=1)
-        ring += PART_SLOTS * part_bytes + self.space.parts_bytes * (part_bytes > 0)
+        part_bytes = contents.part_bytes[numbers]
+        if part_bytes.any():
+            at_once = contents.tokens_at_once[numbers]
+            _, waiting = self.space.find_groups(setting[:, None], at_once)
+            ring += PART_SLOTS * part_bytes.max(axis=1)
+            ring += np.where(part_bytes > 0, waiting, 0).max(axis=1)
         off_gpu = contents.unit_bytes[numbers].sum(axis=1) - ring
         return off_gpu, contents.slab_bytes[numbers].sum(axis=1), num_turns
 
@@ -262,9 +269,11 @@ class Prices:
         num_parts = contents.num_parts[numbers]
         if num_parts.any():
             routed_ps = np.where(num_parts > 0, table.routed_ps[setting], 0)
-            part_ps = -(-routed_ps // np.maximum(1, num_parts))
-            part_ps += table.launching_ps[setting][:, None]
-            parts = PartTable(num_parts, part_ps, contents.part_copy_ps[numbers])
+            groups, _ = space.find_groups(setting[:, None], contents.tokens_at_once[numbers])
+            groups = np.where(num_parts > 0, groups, 1)
+            part_ps = -(-routed_ps // (groups * np.maximum(1, num_parts)))
+            part_ps += -(-table.launching_ps[setting][:, None] // groups)
+            parts = PartTable(num_parts, part_ps, contents.part_copy_ps[numbers], groups)
             prompt = replace(prompt, compute_ps=prompt.compute_ps - routed_ps, parts=parts)
         prompt.read_ps[:, 0] += row_ps[:, 0]  # rows are read just before the first layer
         streamed = contents.step_bytes[numbers]

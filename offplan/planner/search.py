@@ -331,7 +331,9 @@ class _Run:
     def _try(self, candidates: Candidates) -> None:
         """Price candidates that fit, and keep those that may be chosen."""
         numbers = self.prices.number_all(candidates)
-        off_gpu, on_host, num_turns = self.prices.weigh(numbers, candidates.prefetch_step)
+        off_gpu, on_host, num_turns = self.prices.weigh(
+            numbers, candidates.prefetch_step, candidates.setting
+        )
         padding = self.space.padding_bytes[candidates.first]
         spare = off_gpu - self.room.lacking_bytes[candidates.setting] - padding
         fits, rungs = self.prices.climb(candidates, spare)

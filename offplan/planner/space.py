@@ -39,7 +39,7 @@ from offplan.costs.link import (
     uva_slowdown,
 )
 from offplan.costs.memory import kv_cache_bytes, overhead_bytes
-from offplan.costs.parts import launching_ps, parts_bytes
+from offplan.costs.parts import launching_ps, waiting_bytes
 from offplan.costs.pass_times import read_ps
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import decode_shape, prefill_shapes
@@ -62,6 +62,9 @@ PREFETCH_STEPS = (1, 2, 3, 4)
 
 PREFILL_CHUNKS = (8192, 4096, 2048, 1024, 512)
 """Chunks tried beside the whole prompt; longer ones than the prompt are left out."""
+CHUNKS_IN_PARTS = (256, 128)
+"""Chunks tried besides where experts may stream in parts: weights that stream cross no more often
+for them, and many sequences at once take less memory."""
 
 TIE_WEIGHT = 2.0**-32
 """Weight of a decode step that never runs: 23 picoseconds for a step of 0.1 s. A power of two, so
@@ -71,9 +74,13 @@ Served = Iterable[tuple[Unit, Backend]]
 """Units of one layer, each with the backend that reads it at use."""
 
 
-def prefill_chunks(prompt_tokens: int) -> tuple[int, ...]:
-    """Return the sizes of chunks to try for a prompt, the largest first."""
-    return (prompt_tokens, *(size for size in PREFILL_CHUNKS if size < prompt_tokens))
+def prefill_chunks(prompt_tokens: int, *, in_parts: bool = False) -> tuple[int, ...]:
+    """Return the sizes of chunks to try for a prompt, the largest first.
+
+    With ``in_parts`` experts may stream in parts.
+    """
+    sizes = PREFILL_CHUNKS + (CHUNKS_IN_PARTS if in_parts else ())
+    return (prompt_tokens, *(size for size in sizes if size < prompt_tokens))
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,8 @@ class SettingTable(NamedTuple):
     resident_ps: NDArray[np.int64]
     """All compute of a prompt, and of a decode step, [settings, 2]."""
     num_chunks: NDArray[np.int64]
+    chunk: NDArray[np.int64]
+    """Tokens of a chunk."""
 
 
 @dataclass(frozen=True)
@@ -197,10 +206,19 @@ class Space:
         """What a rule may take and how, by rank."""
         return list_options(self)
 
-    @cached_property
-    def parts_bytes(self) -> int:
-        """Bytes that chunks keep at experts in parts, where a plan has any."""
-        return parts_bytes(self.stage, self.question.workload)
+    def find_groups(
+        self, setting: NDArray[np.int64], tokens_at_once: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Find in how many groups chunks meet the parts of experts, and the bytes that one keeps.
+
+        ``tokens_at_once`` is that of each rule, 0 where it has none; all may be broadcast.
+        """
+        workload, chunk = self.question.workload, self.table.chunk[setting]
+        at_once = np.maximum(1, tokens_at_once // chunk)
+        at_once = np.where(tokens_at_once > 0, at_once, self.table.num_chunks[setting])
+        tokens = np.minimum(workload.prompt_tokens, at_once * chunk)
+        groups = -(-self.table.num_chunks[setting] // at_once)
+        return groups, workload.batch * tokens * waiting_bytes(self.stage)
 
     @cached_property
     def dense_bytes(self) -> int:
@@ -234,7 +252,8 @@ class Space:
         places: tuple[TensorInfo | None, ...] = (None,)
         if stage.input_embedding is not None and self.runner.places_embedding:
             places = (None, stage.input_embedding)
-        sizes = prefill_chunks(self.question.workload.prompt_tokens)
+        in_parts = self.question.goal.parts != "off"
+        sizes = prefill_chunks(self.question.workload.prompt_tokens, in_parts=in_parts)
         if stage.passes is not None:  # each chunk would have the weights cross again
             sizes = sizes[:1]
         prompts = [self.compute.price(*prefill_shapes(self.question.workload, n)) for n in sizes]
@@ -259,6 +278,7 @@ class Space:
             outside_ps=np.array([each.outside_ps for each in prompts]),
             resident_ps=np.array([[each.resident_ps, step_ps] for each in prompts]),
             num_chunks=np.array([len(each.shapes) for each in prompts]),
+            chunk=np.array([each.prefill_chunk for each in settings]),
         )
 
     def setting(

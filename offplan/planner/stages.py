@@ -125,7 +125,9 @@ class Stages:
         same, host_bytes = np.ones(len(prompt_ps), dtype=bool), np.zeros(len(prompt_ps), np.int64)
         for count, prices in self._prices:
             numbers = prices.number_all(candidates)
-            _, on_host, num_turns = prices.weigh(numbers, candidates.prefetch_step)
+            _, on_host, num_turns = prices.weigh(
+                numbers, candidates.prefetch_step, candidates.setting
+            )
             takes = (on_host > 0) | (candidates.first == NO_RULE)
             same &= takes & (num_turns >= candidates.prefetch_step)
             host_bytes += count * on_host

@@ -123,7 +123,7 @@ def test_the_search_prices_them_as_the_schedule_does(
     taken = (setting, prefetch_step, first, of[0], second, of[1])
     candidate = Candidates(*(np.array([number]) for number in taken))
     numbers = searcher.prices.number_all(candidate)
-    off_gpu, *_ = searcher.prices.weigh(numbers, candidate.prefetch_step)
+    off_gpu, *_ = searcher.prices.weigh(numbers, candidate.prefetch_step, candidate.setting)
     spare = int(share * max(0, int(off_gpu[0])))
     fits, rungs = searcher.prices.climb(candidate, np.array([spare]))
     assume(fits[0])

@@ -105,7 +105,8 @@ def draw_options(draw: Callable[..., Any], searcher: Searcher) -> list[int]:
 
 def weigh(searcher: Searcher, case: Case) -> tuple[Ints, Ints, Ints]:
     candidates, prices = case.candidates(), searcher.prices
-    return prices.weigh(prices.number_all(candidates), candidates.prefetch_step)
+    numbers = prices.number_all(candidates)
+    return prices.weigh(numbers, candidates.prefetch_step, candidates.setting)
 
 
 def price(searcher: Searcher, case: Case) -> tuple[float, float]:
@@ -141,7 +142,7 @@ def test_the_search_prices_as_the_schedule_does(
 
     off_gpu, on_host, _ = weigh(searcher, case)
     on_gpu = placement.resident_bytes + placement.ring_bytes
-    held = parts_bytes(stage, space.question.workload) if placement.parts else 0
+    held = parts_bytes(stage, space.question.workload, placement, setting.prefill_chunk)
     assert off_gpu.tolist() == [stage.loaded_bytes - setting.host_bytes - on_gpu - held]
     if searcher.space.runner.name is None:
         assert on_host.tolist() == [placement.slab_bytes]

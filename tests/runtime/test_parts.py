@@ -1,6 +1,7 @@
 """Prompts that stream a layer's experts in parts: what comes out, and what crosses."""
 
 import functools
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
 from offplan.plan import Offload, Packing
 from offplan.runtime.model.layers import DecoderLayers
+from offplan.runtime.model.parts import Arrived
 from offplan.runtime.passes import runner
 from tests.held import place
 from tests.runtime.cached import Abort, abort_in, run_hostile, run_resident
@@ -54,6 +56,7 @@ def test_logits_equal_resident(folder: Path, name: str, late: bool) -> None:
         ([in_parts(4)], 3),
         ([in_parts(4, every=2), attention], 7),
         ([attention, in_parts(2, every=2)], 1),
+        ([in_parts(4, tokens_at_once=9), attention], 3),
     ):
         assert_same(checkpoint, offload(*rules, prefill_chunk=chunk, prefetch_step=1), late)
 
@@ -109,6 +112,28 @@ def test_each_part_crosses_once_a_prompt(folder: Path, chunk: int) -> None:
         assert session.link_bytes == placement.slab_bytes
         session.decode(logits.argmax(-1, keepdim=True))
         assert session.link_bytes == placement.slab_bytes
+
+
+@pytest.mark.parametrize(("num_parts", "crossings"), [(4, 3), (2, 1)])
+def test_parts_cross_once_for_each_group_of_chunks(
+    folder: Path, num_parts: int, crossings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five chunks of two tokens, two at once; of two parts each stays in its slot."""
+    waiting: list[int] = []
+    add = Arrived.add
+
+    def count(arrived: Arrived, *given: Any) -> None:
+        waiting.append(sum(isinstance(each, Arrived) for each in gc.get_objects()))
+        add(arrived, *given)
+
+    monkeypatch.setattr(Arrived, "add", count)
+    checkpoint = saved("qwen3_moe_tied", folder)
+    decision = offload(in_parts(num_parts, tokens_at_once=5), prefill_chunk=2)
+    placement = place(open_model(str(checkpoint)), decision)
+    with open_session(checkpoint, decision) as session:
+        session.prefill(torch.arange(10)[None])
+        assert session.link_bytes == crossings * placement.slab_bytes
+    assert max(waiting) == 2
 
 
 def test_texts_of_many_logits_and_nan(folder: Path) -> None:
