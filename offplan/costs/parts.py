@@ -69,10 +69,10 @@ def parts_bytes(stage: Stage, workload: Workload, placement: Placement, prefill_
         min(whole, prefill_chunk * placement.chunks_at_once.get(layer, whole))
         for layer in placement.parts
     )
-    return workload.batch * max(tokens, default=0) * waiting_bytes(stage)
+    return workload.batch * max(tokens, default=0) * bytes_at_experts(stage)
 
 
-def waiting_bytes(stage: Stage) -> int:
+def bytes_at_experts(stage: Stage) -> int:
     """Bytes that a token keeps at the experts of a layer in parts.
 
     They are PART_COPIES of its hidden state, that of shared experts, the product of each of its

@@ -39,7 +39,7 @@ from offplan.costs.link import (
     uva_slowdown,
 )
 from offplan.costs.memory import kv_cache_bytes, overhead_bytes
-from offplan.costs.parts import launching_ps, waiting_bytes
+from offplan.costs.parts import bytes_at_experts, launching_ps
 from offplan.costs.pass_times import read_ps
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import decode_shape, prefill_shapes
@@ -218,7 +218,11 @@ class Space:
         at_once = np.where(tokens_at_once > 0, at_once, self.table.num_chunks[setting])
         tokens = np.minimum(workload.prompt_tokens, at_once * chunk)
         groups = -(-self.table.num_chunks[setting] // at_once)
-        return groups, workload.batch * tokens * waiting_bytes(self.stage)
+        return groups, workload.batch * tokens * self._bytes_at_experts
+
+    @cached_property
+    def _bytes_at_experts(self) -> int:
+        return bytes_at_experts(self.stage)
 
     @cached_property
     def dense_bytes(self) -> int:

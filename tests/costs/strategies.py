@@ -47,8 +47,8 @@ def rules_in_parts(draw: st.DrawFn, model: Model) -> list[Rule]:
     size = draw(st.integers(1, 3))
     group = size, draw(st.integers(1, size))
     first = rule("experts", decode=Backend.UVA, group=group)
-    parts = {"parts": draw(st.sampled_from([2, 4, 8]))}
-    parts["tokens_at_once"] = draw(st.sampled_from([None, 1, 2, 3, 5]))
+    at_once = draw(st.sampled_from([None, 1, 2, 3, 5]))
+    parts = {"parts": draw(st.sampled_from([2, 4, 8])), "tokens_at_once": at_once}
     first = first.model_copy(update=parts)
     rules = draw(rule_lists(len(model.layers)))
     return [first, *rules] if model.experts is not None else rules

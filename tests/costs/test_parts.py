@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from offplan.checkpoint.model import Model
 from offplan.costs.compute import ModelCompute
-from offplan.costs.parts import launching_ps, parts_bytes, waiting_bytes
+from offplan.costs.parts import bytes_at_experts, launching_ps, parts_bytes
 from offplan.costs.pass_times import pass_times
 from offplan.costs.predict import derive_stage, price_request
 from offplan.costs.work import decode_shape, prefill_shapes
@@ -109,7 +109,7 @@ def test_groups_of_chunks_take_less_memory_and_the_link_again() -> None:
         return taken.gpu_memory.activation_bytes, taken.prefill.link_bytes
 
     (held, moved), *groups = map(predicted, (None, 300, 250, 100, 1))
-    each = waiting_bytes(hold(model))
+    each = bytes_at_experts(hold(model))
     for (less, again), tokens in zip(groups, (300, 200, 100, 100), strict=True):
         assert held - less == WORKLOAD.batch * (600 - tokens) * each
         assert again == moved * (600 // tokens)
