@@ -59,8 +59,8 @@ def _steps(question: Question, offload: Offload) -> Iterator[tuple[str, dict[str
     if any(any(rule.streams) for rule in offload.rules):
         for other in (slots - 1, slots + 1):
             yield f"prefetch_step {slots} -> {other}", {"prefetch_step": other}
-    in_parts = question.goal.parts != "off"
-    sizes = prefill_chunks(question.workload.prompt_tokens, in_parts=in_parts)
+    workload, in_parts = question.workload, question.goal.parts != "off"
+    sizes = prefill_chunks(workload.prompt_tokens, workload.batch * in_parts)
     chunks = sorted({*sizes, offload.prefill_chunk})
     at = chunks.index(offload.prefill_chunk)
     for chunk in (*chunks[max(0, at - 1) : at], *chunks[at + 1 : at + 2]):

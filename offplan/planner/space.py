@@ -63,8 +63,8 @@ PREFETCH_STEPS = (1, 2, 3, 4)
 PREFILL_CHUNKS = (8192, 4096, 2048, 1024, 512)
 """Chunks tried beside the whole prompt; longer ones than the prompt are left out."""
 CHUNKS_IN_PARTS = (256, 128)
-"""Chunks tried besides where experts may stream in parts: weights that stream cross no more often
-for them, and many sequences at once take less memory."""
+"""Chunks tried besides where experts may stream in parts, if a chunk of all sequences has at least
+as many tokens as the shortest of PREFILL_CHUNKS of one: many at once then take less memory."""
 
 TIE_WEIGHT = 2.0**-32
 """Weight of a decode step that never runs: 23 picoseconds for a step of 0.1 s. A power of two, so
@@ -74,12 +74,14 @@ Served = Iterable[tuple[Unit, Backend]]
 """Units of one layer, each with the backend that reads it at use."""
 
 
-def prefill_chunks(prompt_tokens: int, *, in_parts: bool = False) -> tuple[int, ...]:
+def prefill_chunks(prompt_tokens: int, batch_in_parts: int = 0) -> tuple[int, ...]:
     """Return the sizes of chunks to try for a prompt, the largest first.
 
-    With ``in_parts`` experts may stream in parts.
+    ``batch_in_parts`` are the sequences of a prompt whose experts may stream in parts, else 0.
     """
-    sizes = PREFILL_CHUNKS + (CHUNKS_IN_PARTS if in_parts else ())
+    least = PREFILL_CHUNKS[-1]
+    short = (size for size in CHUNKS_IN_PARTS if size * batch_in_parts >= least)
+    sizes = (*PREFILL_CHUNKS, *short)
     return (prompt_tokens, *(size for size in sizes if size < prompt_tokens))
 
 
@@ -256,8 +258,9 @@ class Space:
         places: tuple[TensorInfo | None, ...] = (None,)
         if stage.input_embedding is not None and self.runner.places_embedding:
             places = (None, stage.input_embedding)
+        workload = self.question.workload
         in_parts = self.question.goal.parts != "off"
-        sizes = prefill_chunks(self.question.workload.prompt_tokens, in_parts=in_parts)
+        sizes = prefill_chunks(workload.prompt_tokens, workload.batch * in_parts)
         if stage.passes is not None:  # each chunk would have the weights cross again
             sizes = sizes[:1]
         prompts = [self.compute.price(*prefill_shapes(self.question.workload, n)) for n in sizes]
