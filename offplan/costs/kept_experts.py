@@ -2,10 +2,9 @@
 
 A decode step has the experts cross that it chooses and that no slot holds. Their share follows from
 a routing profile, or from uniform routing: of n experts in slots, n / E of the choices are served.
-Where the host's cores multiply a part of those, experts of that part enter no slot, and steps soon
-miss them again.
-Kernels of the step keep the order of use. A prompt leaves the experts of its last tokens in the
-slots: from the ring, if its layers stream, or else over the link.
+Experts that the host's cores multiply enter no slot, and steps soon miss them again. Kernels of the
+step keep the order of use. A prompt leaves the experts of its last tokens in the slots: from the
+ring, if its layers stream, or else over the link.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,8 +32,7 @@ LAST_TOKENS = 64
 
 
 _ROUNDS = 8
-"""Times that hits and what enters slots are predicted from each other: then they agree within 1 %.
-"""
+"""Times that the hits and what enters slots are predicted from each other."""
 
 
 def find_experts(
