@@ -21,7 +21,7 @@ from benchmarks.decode_and_prefill import LITE, QWEN
 from benchmarks.run_plan import describe_machine
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.held.held import hold
+from offplan.held.held import hold, hold_stock
 from offplan.held.packing import pack_everything
 from offplan.library.asking import pose
 from offplan.machine.measure import measure_machine
@@ -30,16 +30,23 @@ from offplan.plan import Budget, Goal, Offload, Workload, dump_plan
 from offplan.planner.make import make_plan
 from offplan.planner.space import prefill_chunks
 from offplan.runtime.measuring.layer_times import measure_layer_times, measure_model_reads
+from offplan.runtime.measuring.stock_times import measure_stock_times
 
 MODELS = {QWEN: "Qwen3-8B", LITE: "DeepSeek-V2-Lite"} | {
     f"benchmarks/models/{name.lower().replace(' ', '-')}/config.json": name
     for name in (
         *("Qwen3-8B FP8", "Qwen3-32B W4A16", "Qwen3-30B-A3B FP8", "DeepSeek-V3 8 layers"),
         *("gpt-oss-20b", "gpt-oss-120b"),
+        *("Nemotron-H-8B", "DeepSeek-V4 5 layers", "Mixtral-8x22B 8 layers"),
         *("Mistral-Nemo-12B", "ERNIE-4.5-21B-A3B GPTQ"),  # neither served to tune anything
     )
 }
 CONFIGS = {name: config for config, name in MODELS.items()}
+
+PLAIN = Goal(packing=False)
+PACKED = Goal()
+STOCK = Goal(packing=False, stock=True)
+IN_PARTS = Goal(packing=False, parts="auto")
 
 
 @dataclass(frozen=True)
@@ -54,15 +61,15 @@ class Case:
     context: int = 2048
     gpu_gib: float | None = None
     """GPU memory of the plan, in GiB, where no share is given."""
-    packing: bool = False
-    """Whether weights may be packed."""
+    goal: Goal = PLAIN
 
     @property
     def name(self) -> str:
         """What the table calls it."""
         room = f"{self.gpu_gib} GiB" if self.share is None else f"{self.share:.0%} of the weights"
-        packed = ", packed" * self.packing
-        what = f"batch {self.batch}, {self.prompt_tokens} tokens{packed}"
+        goal = self.goal
+        more = ", packed" * goal.packing + ", in parts" * (goal.parts != "off")
+        what = f"batch {self.batch}, {self.prompt_tokens} tokens{more}"
         return f"{MODELS[self.config]}, {room}, {what}"
 
     @property
@@ -80,6 +87,7 @@ LONG: dict[str, Any] = {"prompt_tokens": 8192, "output_tokens": 64, "context": 8
 ODD: dict[str, Any] = {"prompt_tokens": 3000, "output_tokens": 64, "context": 4096}
 """Of whole chunks and a rest."""
 TWO_THOUSAND: dict[str, Any] = {"prompt_tokens": 2048, "output_tokens": 128, "context": 4096}
+FOUR_THOUSAND: dict[str, Any] = {"prompt_tokens": 4096, "output_tokens": 16, "context": 4352}
 SHORT: dict[str, Any] = {"prompt_tokens": 256, "output_tokens": 64, "context": 1024}
 CASES = [
     *(Case(QWEN, share) for share in (0.25, 0.5, 0.8, 0.95)),
@@ -102,13 +110,20 @@ CASES = [
     *(Case(CONFIGS["Qwen3-30B-A3B FP8"], None, batch, gpu_gib=12) for batch in (1, 8)),
     Case(CONFIGS["DeepSeek-V3 8 layers"], 0.5),
     Case(CONFIGS["Qwen3-32B W4A16"], None, gpu_gib=12),
-    *(Case(QWEN, None, gpu_gib=size, packing=True) for size in (14.5, 12.7, 12, 11.3, 9)),
-    Case(QWEN, None, 64, gpu_gib=24, packing=True, **SHORT),
-    Case(QWEN, None, gpu_gib=12, packing=True, **LONG),
-    Case(LITE, None, gpu_gib=16.5, packing=True),
-    Case(LITE, None, gpu_gib=16.5, packing=True, **LONG),
-    *(Case(CONFIGS["Mistral-Nemo-12B"], None, b, gpu_gib=16, packing=True) for b in (1, 4, 16)),
+    *(Case(QWEN, None, gpu_gib=size, goal=PACKED) for size in (14.5, 12.7, 12, 11.3, 9)),
+    Case(QWEN, None, 64, gpu_gib=24, goal=PACKED, **SHORT),
+    Case(QWEN, None, gpu_gib=12, goal=PACKED, **LONG),
+    Case(LITE, None, gpu_gib=16.5, goal=PACKED),
+    Case(LITE, None, gpu_gib=16.5, goal=PACKED, **LONG),
+    *(Case(CONFIGS["Mistral-Nemo-12B"], None, b, gpu_gib=16, goal=PACKED) for b in (1, 4, 16)),
     *(Case(CONFIGS["ERNIE-4.5-21B-A3B GPTQ"], None, b, gpu_gib=8) for b in (1, 4, 16)),
+    *(Case(CONFIGS["Nemotron-H-8B"], share, goal=STOCK) for share in (1.0, 0.5)),
+    *(Case(CONFIGS["DeepSeek-V4 5 layers"], share, goal=STOCK) for share in (1.0, 0.5)),
+    *(Case(LITE, None, gpu_gib=4, goal=goal, **LONG) for goal in (PLAIN, IN_PARTS)),
+    *(
+        Case(CONFIGS["Mixtral-8x22B 8 layers"], None, 8, gpu_gib=8, goal=goal, **FOUR_THOUSAND)
+        for goal in (PLAIN, IN_PARTS)
+    ),
 ]
 
 
@@ -142,27 +157,25 @@ def find_budget(case: Case, model: Model, machine: MachineProfile) -> Budget:
     if case.share is None:
         assert case.gpu_gib is not None
         return Budget(gpu_memory=round(case.gpu_gib * 2**30))
-    total = machine.gpu_memory.value
+    total, loaded = machine.gpu_memory.value, hold(model, stock=case.goal.stock).loaded_bytes
     for _ in range(2):  # the margin is a share of the budget: the second round has it right
-        goal = Goal(packing=case.packing)
-        question = pose(model, machine, case.workload, Budget(gpu_memory=total), goal)
+        question = pose(model, machine, case.workload, Budget(gpu_memory=total), case.goal)
         plan = make_plan(question).plan
         total = plan.prediction.gpu_memory.total_bytes
-    return Budget(gpu_memory=total - round((1 - case.share) * hold(model).loaded_bytes))
+    return Budget(gpu_memory=total - round((1 - case.share) * loaded))
 
 
 def run(case: Case, model: Model, machine: MachineProfile, folder: Path) -> dict[str, Any]:
     """Plan and bench one case."""
     budget = find_budget(case, model, machine)
-    goal = Goal(packing=case.packing)
-    planned = make_plan(pose(model, machine, case.workload, budget, goal))
+    planned = make_plan(pose(model, machine, case.workload, budget, case.goal))
     plan = folder / "plan.yaml"
     plan.write_text(dump_plan(planned.plan))
     benched = bench(plan)
     predicted, measured = benched["predicted"], benched["measured"]
     floor = asdict(planned.floor)
     touched = None
-    if model.experts is not None and case.batch > 1:
+    if model.experts is not None and case.batch > 1 and not case.goal.stock:
         counted = count_touched(case, planned.plan.offload)
         touched = {"predicted": model.experts.touched(case.batch), "counted": counted}
     return {
@@ -191,6 +204,24 @@ def run(case: Case, model: Model, machine: MachineProfile, folder: Path) -> dict
     }
 
 
+def time_layers(
+    model: Model, workload: Workload, goal: Goal, here: MachineProfile
+) -> MachineProfile:
+    """Add to this machine's profile how long the model's layers take on it at a workload."""
+    chunks = prefill_chunks(workload.prompt_tokens)
+    if goal.stock:
+        times = measure_stock_times(hold_stock(model), workload, chunks[:1])
+        return here.model_copy(update={"layer_times": times})
+    stage = hold(model)
+    times = measure_layer_times(stage, workload, chunks)
+    if goal.packing:  # what lies outside the layers was measured with them
+        known = {time.layer for time in times}
+        packed = measure_layer_times(hold(model, pack_everything(model)), workload, chunks)
+        times += tuple(time for time in packed if time.layer not in known)
+    reads = measure_model_reads(stage, workload, chunks, here.uva.value)
+    return here.model_copy(update={"layer_times": times, "in_place_reads": reads})
+
+
 def main() -> None:
     """Run the cases; one that fails is part of the result."""
     names = sys.argv[1:] or [""]
@@ -203,19 +234,9 @@ def main() -> None:
             print(case.name, file=sys.stderr, flush=True)
             # absolute: a plan's relative source starts at its file
             model, workload = open_model(str(Path(case.config).resolve())), case.workload
-            measured_for = case.config, workload, case.packing
+            measured_for = case.config, workload, case.goal.packing
             if measured_for not in machines:
-                chunks = prefill_chunks(workload.prompt_tokens)
-                stage = hold(model)
-                times = measure_layer_times(stage, workload, chunks)
-                if case.packing:  # what lies outside the layers was measured with them
-                    known = {time.layer for time in times}
-                    held = hold(model, pack_everything(model))
-                    packed = measure_layer_times(held, workload, chunks)
-                    times += tuple(time for time in packed if time.layer not in known)
-                reads = measure_model_reads(stage, workload, chunks, here.uva.value)
-                measured = {"layer_times": times, "in_place_reads": reads}
-                machines[measured_for] = here.model_copy(update=measured)
+                machines[measured_for] = time_layers(model, workload, case.goal, here)
             try:
                 machine = machines[measured_for]
                 results.append(run(case, model, machine, Path(folder)))
