@@ -4,9 +4,10 @@
 
 Needs two CUDA devices with peer access and, of the first, 30 GB; some two minutes on two H200s.
 Random weights of Qwen3-8B's shapes; every case runs in a process of its own. The bound is the
-larger of the same shape with everything resident, measured in the same run, and the bytes over the
-rate of copies of 1 GiB between the GPUs, measured too. ``--limit`` seconds after the start no
-further case is begun, and a case that runs is ended; what is missing is named in the result.
+larger of the same shape with everything resident, stored alike, measured in the same run, and the
+bytes over the rate of copies of 1 GiB between the GPUs, measured too. ``--limit`` seconds after the
+start no further case is begun, and a case that runs is ended; what is missing is named in the
+result.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.decode_and_prefill import QWEN, Case, stream
+from benchmarks.decode_and_prefill import PACKED_HALF, QWEN, QWEN_FP8, Case, stream
 
 LARGE_BYTES = 2**30
 NUM_ROUNDS = 5
@@ -30,6 +31,9 @@ CASES = [
     Case("resident", QWEN, [], (1, 16, 64)),
     Case("every 2nd layer", QWEN, EVERY_2ND, (1, 16, 64)),
     Case("down_proj of every layer", QWEN, DOWN_PROJ, (1, 16, 64)),
+    Case("every 2nd layer, packed there", QWEN, EVERY_2ND, (1, 16), packing=PACKED_HALF),
+    Case("FP8 resident", QWEN_FP8, [], (1, 16)),
+    Case("FP8 every 2nd layer", QWEN_FP8, EVERY_2ND, (1, 16)),
     Case("resident, long", QWEN, [], (), 8192, 8192, 8448),
     Case("every 2nd layer, long", QWEN, EVERY_2ND, (), 8192, 8192, 8448),
 ]
@@ -61,6 +65,8 @@ def run(case: Case, limit_s: float) -> dict[str, Any]:
         *("--prefill-chunk", str(case.chunk), "--context", str(case.context)),
         *("--batch", *map(str, case.batches)),
     ]
+    if case.packing:
+        command += ["--packing", json.dumps(case.packing)]
     if case.prompt:
         command += ["--prefill", str(case.prompt)]
     print(f"{case.name}, {limit_s:.0f} s left", file=sys.stderr, flush=True)
@@ -92,7 +98,8 @@ def compare(cases: list[dict[str, Any]], rate: float) -> list[dict[str, Any]]:
     rows = []
     for (name, batch, key), (case, row) in found.items():
         long = ", long" * (key == "prefill_s")
-        _, resident = found.get((f"resident{long}", batch, key), (None, None))
+        stored = "FP8 " * name.startswith("FP8 ")
+        _, resident = found.get((f"{stored}resident{long}", batch, key), (None, None))
         if not case["rules"] or resident is None:
             continue
         num_bytes = row["link_bytes"] if key == "step_s" else case["offloaded_bytes"]
