@@ -53,29 +53,42 @@ def synthesize(config: Path, folder: Path, deviation: float = 1.0) -> None:
         if sum(t.nbytes for t in shards[-1]) + tensor.nbytes > SHARD_BYTES:
             shards.append([])
         shards[-1].append(tensor)
-    noise = to_bytes(torch.randn(NUM_VALUES) * deviation)
-    index = {}
-    for number, shard in enumerate(shards, start=1):
+    noise = memoryview(to_bytes(torch.randn(NUM_VALUES) * deviation))
+    # each weight goes on in the noise where the one before it ended
+    begins, begun = {}, 0
+    for tensor in tensors:
+        begins[tensor.name] = begun
+        if not is_vector(tensor):
+            begun = (begun + tensor.nbytes) % len(noise)
+
+    def write(number: int, shard: list[TensorInfo]) -> dict[str, str]:
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         header, end = {}, 0
         for t in shard:
             offsets = [end, end + t.nbytes]
             header[t.name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": offsets}
             end += t.nbytes
-            index[t.name] = name
         text = json.dumps(header).encode()
         with (folder / name).open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            begun = 0
             for t in shard:
-                if t.dtype == "BF16" and len(t.shape) < 2:
+                if is_vector(t):
                     file.write(to_bytes(torch.ones(t.nbytes // 2)))
                     continue
+                begun = begins[t.name]
                 file.write(noise[begun : begun + t.nbytes])
                 for start in range(len(noise) - begun, t.nbytes, len(noise)):
                     file.write(noise[: t.nbytes - start])
-                begun = (begun + t.nbytes) % len(noise)
+        return dict.fromkeys(header, name)
+
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        written = [*pool.map(write, range(1, len(shards) + 1), shards)]
+    index = {tensor: name for each in written for tensor, name in each.items()}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def is_vector(tensor: TensorInfo) -> bool:
+    return tensor.dtype == "BF16" and len(tensor.shape) < 2
 
 
 def to_bytes(values: torch.Tensor) -> bytes:

@@ -1,29 +1,37 @@
 """vLLM with weights packed without loss beside its own bfloat16, as JSON, a file for each way.
 
-    python -m benchmarks.vllm_packed FOLDER --results RESULTS [--plan PLAN ...] [--way NAME ...]
+    python -m benchmarks.vllm_packed FOLDER --results RESULTS [--plan PLAN[=FOLDER] ...]
+        [--way NAME ...]
 
 FOLDER is a bfloat16 checkpoint (``benchmarks.vllm_worker --synthesize`` writes one of random
-values). Ways are ``resident``, ``packed`` (``--quantization offplan_packed``), and each plan by the
-name of its file (made ``--for vllm-worker``), which runs with the plan's own context and batch.
+values, meanwhile if need be). Ways are ``resident``, ``packed`` (``--quantization
+offplan_packed``), and each plan by the name of its file (made ``--for vllm-worker``), which runs
+with the plan's own context and batch;
+``=FOLDER`` is the checkpoint of a plan for another model.
 ``NAME-compiled`` is the same with layers compiled, which starts later. The default is all of them,
 and of vLLM alone the compiled ones, last. Needs a CUDA device and vLLM.
 
-Each way runs in a process of its own and leaves ``RESULTS/WAY.part.json`` as soon as anything is
-measured, more of it after each measurement, and ``WAY.json`` once it is whole. A way that is there
-whole is not run again. A step is the least time of generating ``--steps`` tokens more than one,
-less the least time of one, over those; all sequences of a batch have prompts of the first of
-``--prompts``. A first token's time is the least of ``--repeats``, one sequence. GPU memory is what
-the card says is in use, beyond what was when the way began: its peak until the weights are loaded,
-what is in use then, and after the measurements. Greedy tokens are compared with the first way's
-where both had prompts of one size; the gap is that of the two likeliest tokens' log-probabilities,
-in the way's own run, where the tokens first differ.
+A way's process starts while the way before it is measured, imports vLLM and waits: it has no CUDA
+until its turn, from which on ``start_s`` counts. Each leaves ``RESULTS/WAY.part.json`` as soon as
+anything is measured, more of it after each measurement, and ``WAY.json`` once it is whole. A way
+that is there whole is not run again. A step is the least time of generating ``--steps`` tokens more
+than one, less the least time of one, over those; all sequences of a batch have prompts of the first
+of ``--prompts``. A first token's time is the least of ``--repeats``, one sequence. GPU memory is
+what the card says is in use, beyond what was when the way began: its peak until the weights are
+loaded, what is in use then, and after the measurements. Greedy tokens are compared with those of
+the first way of the same checkpoint, where both had prompts of one size; the gap is that of the two
+likeliest tokens' log-probabilities, in the way's own run, where the tokens first differ.
 """
 
 import argparse
 import json
 import re
+import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +42,12 @@ from benchmarks.vllm_worker import (
     WHOLE_GRAPHS,
     compare,
     describe,
+    end,
     keep_told,
-    run_until,
     say_way,
+    start,
     start_vllm,
+    wait_for,
 )
 from offplan.engines.taken import QUANTIZATION
 from offplan.plan import load_plan
@@ -47,15 +57,27 @@ COMPILED = "-compiled"
 CACHE_BYTES = 8 * 2**30
 MARGIN_TOKENS = 128
 """Tokens of context beyond the longest prompt."""
+SETTLED_BYTES = 2**30
+"""GPU memory that may be in use when a way begins: the way before it has closed down."""
+SETTLES_S = 15
+INDEX_NAME = "model.safetensors.index.json"
+IMPORTED = (
+    *("vllm", "vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.engine.llm_engine"),
+    *("vllm.v1.executor.uniproc_executor", "vllm.v1.worker.gpu_worker", "offplan.vllm_packed"),
+    *("offplan.vllm", "offplan.runtime.forms.operators", "vllm.v1.attention.backends.flash_attn"),
+    *("vllm.model_executor.models.qwen3", "vllm.model_executor.models.deepseek_v2"),
+)
+"""What a process imports before its turn, and forks to vLLM's engine."""
 LOADED = re.compile(r"Model loading took ([\d.]+) GiB memory and ([\d.]+) seconds")
 
 
 def find_words(way: str, args: argparse.Namespace) -> tuple[list[str], list[int], list[int]]:
     """The words after ``vllm serve`` for a way, and the batches and prompts to time."""
     plan, base = find_plan(way, args), way.removesuffix(COMPILED)
+    folder = find_folder(way, args)
     if plan is None:
         batches, prompts = args.batches, args.prompts
-        words = ["--model", str(args.folder), "--dtype", "bfloat16"]
+        words = ["--model", str(folder), "--dtype", "bfloat16"]
         words += ["--max-model-len", str(max(prompts) + MARGIN_TOKENS)]
         words += ["--max-num-seqs", str(max(batches)), "--max-num-batched-tokens"]
         words += [str(max(prompts)), "--kv-cache-memory-bytes", str(args.cache_bytes)]
@@ -64,7 +86,7 @@ def find_words(way: str, args: argparse.Namespace) -> tuple[list[str], list[int]
     else:
         workload = load_plan(plan).workload
         batches, prompts = [workload.batch], [workload.prompt_tokens]
-        words = say_way("worker", plan, None, args.folder, "")
+        words = say_way("worker", plan, None, folder, "")
     compilation = {**json.loads(WHOLE_GRAPHS), "cudagraph_capture_sizes": batches}
     if not way.endswith(COMPILED):
         compilation["mode"] = 0
@@ -73,21 +95,42 @@ def find_words(way: str, args: argparse.Namespace) -> tuple[list[str], list[int]
 
 def find_plan(way: str, args: argparse.Namespace) -> Path | None:
     """The plan that a way runs; None where it is vLLM alone."""
-    return next((each for each in args.plan if each.stem == way.removesuffix(COMPILED)), None)
+    paths = (Path(each.partition("=")[0]) for each in args.plan)
+    return next((path for path in paths if path.stem == way.removesuffix(COMPILED)), None)
+
+
+def find_folder(way: str, args: argparse.Namespace) -> Path:
+    """The checkpoint that a way runs."""
+    plan = find_plan(way, args)
+    given = (each.partition("=") for each in args.plan)
+    named = next((folder for path, _, folder in given if plan and Path(path) == plan), "")
+    return Path(named) if named else args.folder
 
 
 def run_way(args: argparse.Namespace) -> None:
     """Run one way in this process, which has not used CUDA yet, and write what it measures."""
+    for each in IMPORTED:
+        with suppress(ImportError):  # only to have it early
+            import_module(each)
+    print(f"imported after {time.time() - args.began:.1f} s", flush=True)
+    if not sys.stdin.readline():
+        return  # its turn does not come
+    began = time.time()
     before = torch.cuda.device_memory_used(0)
     words, batches, prompts = find_words(args.run, args)
-    found: dict[str, Any] = {"way": args.run, "options": words}
+    found: dict[str, Any] = {
+        **{"way": args.run, "folder": str(find_folder(args.run, args)), "options": words},
+        "imports_s": began - args.began,
+    }
 
     def keep(**more: Any) -> None:
         found.update(more, gpu_bytes=torch.cuda.device_memory_used(0) - before)
-        args.partial.write_text(json.dumps(found))
+        part = args.partial.with_suffix(".new")
+        part.write_text(json.dumps(found))
+        part.rename(args.partial)  # it appears whole
 
     engine = start_vllm(words)
-    keep(start_s=time.time() - args.began)
+    keep(start_s=time.time() - began)
 
     from vllm import SamplingParams
 
@@ -129,25 +172,58 @@ def run_way(args: argparse.Namespace) -> None:
     args.partial.rename(args.result)
 
 
-def run_alone(way: str, args: argparse.Namespace, ends: float) -> dict[str, Any]:
-    """Run one way in a process of its own, and watch what loading takes of the card's memory."""
+def prepare(way: str, args: argparse.Namespace) -> "subprocess.Popen[bytes]":
+    """Start the process of a way, which imports what it needs and waits for its turn."""
+    command = [sys.executable, "-m", "benchmarks.vllm_packed", *sys.argv[1:], "--run", way]
+    command += ["--result", str(args.results / f"{way}.json"), "--began", str(time.time())]
+    command += ["--partial", str(args.results / f"{way}.part.json")]
+    return start(command, args.results / f"{way}.log")
+
+
+def wait_for_memory() -> int:
+    """Wait until the way before has given back the card's memory; return what is in use."""
+    until = time.time() + SETTLES_S
+    while (used := torch.cuda.device_memory_used(0)) > SETTLED_BYTES and time.time() < until:
+        time.sleep(0.05)
+    return used
+
+
+def run_alone(
+    process: "subprocess.Popen[bytes]",
+    way: str,
+    args: argparse.Namespace,
+    ends: float,
+    measuring: Callable[[], object],
+) -> dict[str, Any]:
+    """Let a prepared way have its turn, and watch what loading takes of the card's memory.
+
+    ``measuring`` is called once it has started.
+    """
     print(f"{way}, {ends - time.time():.0f} s left", file=sys.stderr, flush=True)
     result, log = args.results / f"{way}.json", args.results / f"{way}.log"
     partial = args.results / f"{way}.part.json"
     partial.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "benchmarks.vllm_packed", *sys.argv[1:], "--run", way]
-    command += ["--result", str(result), "--partial", str(partial), "--began", str(time.time())]
-    before, peak, loaded = torch.cuda.device_memory_used(0), 0, 0
+    index = find_folder(way, args) / INDEX_NAME  # what writes a checkpoint writes that last
+    while not index.exists() and time.time() < ends:
+        time.sleep(0.05)
+    before, peak, loaded, is_measuring = wait_for_memory(), 0, 0, False
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):
+        process.stdin.write(b"\n")
+        process.stdin.flush()
 
     def watch() -> None:
-        nonlocal peak, loaded
+        nonlocal peak, loaded, is_measuring
+        if not is_measuring and partial.exists():
+            is_measuring = True
+            measuring()
         if not loaded:
             used = torch.cuda.device_memory_used(0) - before
             peak = max(peak, used)
             if LOADED.search(log.read_text(errors="replace")):
                 loaded = used
 
-    lines = run_until(command, result, log, min(ends, time.time() + args.most), watch)
+    lines = wait_for(process, result, log, min(ends, time.time() + args.most), watch)
     found: dict[str, Any] = {"way": way}
     written = result if result.exists() else partial
     if written.exists():
@@ -168,12 +244,49 @@ def run_alone(way: str, args: argparse.Namespace, ends: float) -> dict[str, Any]
     return found
 
 
+def run_all(chosen: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run what has no result yet, one way after the other, each prepared beside the one before."""
+    ends = time.time() + args.limit
+    missing = [way for way in chosen if not (args.results / f"{way}.json").exists()]
+    prepared: dict[str, subprocess.Popen[bytes]] = {}
+
+    def prepare_first(ways: list[str]) -> None:
+        for way in ways[:1]:
+            prepared.setdefault(way, prepare(way, args))
+
+    try:
+        for place, way in enumerate(missing):
+            if ends - time.time() < args.least:
+                print(f"no time for {way}", file=sys.stderr, flush=True)
+                break
+            prepare_first([way] if way not in prepared else [])
+            later = missing[place + 1 :]
+            run_alone(prepared.pop(way), way, args, ends, lambda later=later: prepare_first(later))
+    finally:
+        for process in prepared.values():
+            end(process)
+    ways = []
+    for way in chosen:
+        paths = (args.results / f"{way}{ending}" for ending in (".json", ".part.json"))
+        if (path := next((each for each in paths if each.exists()), None)) is not None:
+            ways.append(json.loads(path.read_text()))
+    return ways
+
+
+def compare_each(ways: list[dict[str, Any]]) -> None:
+    """Compare the tokens of each checkpoint's ways, where prompts were of one size."""
+    with_tokens = [way for way in ways if "tokens" in way]
+    for folder in dict.fromkeys(way["folder"] for way in with_tokens):
+        of = [way for way in with_tokens if way["folder"] == folder]
+        compare([way for way in of if way["prompt_tokens"] == of[0]["prompt_tokens"]])
+
+
 def main() -> None:
     """Run what has no result yet, then print one JSON document of all."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("--plan", type=Path, nargs="*", default=[])
+    parser.add_argument("--plan", nargs="*", default=[], metavar="PLAN[=FOLDER]")
     parser.add_argument("--way", nargs="+")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 8192])
@@ -183,6 +296,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--limit", type=float, default=400, help="seconds for everything")
     parser.add_argument("--most", type=float, default=150, help="seconds for one way")
+    parser.add_argument("--least", type=float, default=30, help="seconds left to begin a way with")
     for name, kind in {"run": str, "result": Path, "partial": Path, "began": float}.items():
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -190,15 +304,10 @@ def main() -> None:
         run_way(args)
         return
     args.results.mkdir(parents=True, exist_ok=True)
-    ends = time.time() + args.limit
-    names = [*WAYS, *(plan.stem for plan in args.plan)]
+    names = [*WAYS, *(Path(each.partition("=")[0]).stem for each in args.plan)]
     chosen = args.way or [*names, *(f"{way}{COMPILED}" for way in reversed(WAYS))]
-    ways = []
-    for way in chosen:
-        kept = args.results / f"{way}.json"
-        ways.append(json.loads(kept.read_text()) if kept.exists() else run_alone(way, args, ends))
-    sizes = [way["prompt_tokens"] for way in ways if "tokens" in way]
-    compare([way for way in ways if way.get("prompt_tokens") in sizes[:1]])
+    ways = run_all(chosen, args)
+    compare_each(ways)
     document = {"folder": str(args.folder), "ways": ways, "machine": describe()}
     print(json.dumps(document))
 

@@ -189,31 +189,53 @@ def run_alone(way: str, args: argparse.Namespace, ends: float) -> dict[str, Any]
         return {"way": way, **json.loads(result.read_text()), "said": keep_told(lines)}
 
 
-def run_until(
-    command: list[str],
+def run_until(command: list[str], result: Path, log: Path, ends: float) -> list[str]:
+    """Run a command until its result is there; return the lines of its log.
+
+    What it started is ended with it, and all of it where the time is over.
+    """
+    return wait_for(start(command, log), result, log, ends, grace_s=GRACE_S)
+
+
+def start(command: list[str], log: Path) -> "subprocess.Popen[bytes]":
+    """Start a command in a session of its own, with which the engine's processes are ended, too."""
+    with log.open("w") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def wait_for(
+    process: "subprocess.Popen[bytes]",
     result: Path,
     log: Path,
     ends: float,
     watch: Callable[[], object] = lambda: None,
+    *,
+    grace_s: float = 0,
 ) -> list[str]:
-    """Run a command, ``watch`` beside it, until its result is there; return the lines of its log.
+    """Wait, ``watch`` beside it, until a process has left its result; then end it.
 
-    What it started is ended with it, and all of it where the time is over.
+    It has ``grace_s`` seconds to close down by itself. Returns the lines of its log.
     """
-    with log.open("w") as output:
-        # a session of its own, with which the engine's processes are ended, too
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        while process.poll() is None and time.time() < ends and not result.exists():
-            watch()
-            time.sleep(0.02)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S if result.exists() else 0)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    while process.poll() is None and time.time() < ends and not result.exists():
+        watch()
+        time.sleep(0.02)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(grace_s if result.exists() else 0)
+    end(process)
     return log.read_text(errors="replace").splitlines()
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """End a process and all that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def keep_told(lines: list[str]) -> list[str]:
