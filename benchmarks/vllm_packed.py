@@ -8,8 +8,9 @@ values, meanwhile if need be). Ways are ``resident``, ``packed`` (``--quantizati
 offplan_packed``), and each plan by the name of its file (made ``--for vllm-worker``), which runs
 with the plan's own context and batch;
 ``=FOLDER`` is the checkpoint of a plan for another model.
-``NAME-compiled`` is the same with layers compiled, which starts later. The default is all of them,
-and of vLLM alone the compiled ones, last. Needs a CUDA device and vLLM.
+``NAME-compiled`` is the same with layers compiled, which starts later, and ``resident-tp2`` vLLM's
+own on two GPUs. The default is all but that, and of vLLM alone the compiled ones, last. Needs a
+CUDA device and vLLM; GPU memory is that of the first device.
 
 A way's process starts while the way before it is measured, imports vLLM and waits: it has no CUDA
 until its turn, from which on ``start_s`` counts. Each leaves ``RESULTS/WAY.part.json`` as soon as
@@ -54,6 +55,7 @@ from offplan.plan import load_plan
 
 WAYS = ("resident", "packed")
 COMPILED = "-compiled"
+ON_TWO = "-tp2"
 CACHE_BYTES = 8 * 2**30
 MARGIN_TOKENS = 128
 """Tokens of context beyond the longest prompt."""
@@ -83,6 +85,7 @@ def find_words(way: str, args: argparse.Namespace) -> tuple[list[str], list[int]
         words += [str(max(prompts)), "--kv-cache-memory-bytes", str(args.cache_bytes)]
         words += ["--skip-tokenizer-init", "--no-enable-prefix-caching"]
         words += ["--quantization", QUANTIZATION] if base == "packed" else []
+        words += ["--tensor-parallel-size", "2"] if base.endswith(ON_TWO) else []
     else:
         workload = load_plan(plan).workload
         batches, prompts = [workload.batch], [workload.prompt_tokens]
