@@ -73,6 +73,7 @@ def say_way(way: str, plan: Path, flags_plan: Path | None, folder: Path, more: s
     model = open_model(str(folder))
     held = Held((hold_whole(model, find_runner("vllm")),))
     words = ["--model", str(folder), *join_flags(VLLM.serve(chosen, held, None))]
+    words += join_flags(VLLM.divide(chosen.goal.ranks))
     words += ["--skip-tokenizer-init", "--no-enable-prefix-caching"]
     words += ["--compilation-config", WHOLE_GRAPHS]
     if model.experts is not None:

@@ -216,7 +216,9 @@ class PlanOffloader(PrefetchOffloader):
         (found,) = inputs
         weight = found.weight
         for name, module in named:
-            if name.rpartition(".")[2] not in INPUT_EMBEDDINGS and module.weight is weight:
+            is_input = name.rpartition(".")[2] in INPUT_EMBEDDINGS
+            # a head that is packed has no weight
+            if not is_input and getattr(module, "weight", None) is weight:
                 raise ExportError(
                     f"vLLM has tied {name} to the input embedding, which the plan has on the host: "
                     "each step would read all of it over the link"

@@ -3,11 +3,11 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -131,11 +131,14 @@ class InPlace:
 
     uva_offloading = True
 
-    def __init__(self, most: int) -> None: ...
+    def __init__(self, most: int, names: Container[str] | None = None) -> None:
+        self._names = names
 
     def wrap_modules(self, modules: Iterator[torch.nn.Module]) -> None:
         for module in modules:
-            for parameter in module.parameters():
+            for name, parameter in module.named_parameters():
+                if self._names is not None and name not in self._names:
+                    continue
                 parameter._vllm_is_uva_offloaded = True  # type: ignore[attr-defined]
 
 
@@ -175,7 +178,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def write_plan(
-    folder: Path, packing: Packing | None, *rules: Rule, ranks: Ranks = ONE_RANK
+    folder: Path,
+    packing: Packing | None,
+    *rules: Rule,
+    ranks: Ranks = ONE_RANK,
+    embeddings: Literal["device", "host"] = "device",
 ) -> Plan:
     """Write a plan for the checkpoint of a folder, into it."""
     model, plan = open_model(str(folder)), make_plan(*rules, prefetch_step=1)
@@ -189,7 +196,7 @@ def write_plan(
     changes = {
         "model": plan.model.model_copy(update=named),
         "workload": Workload(prompt_tokens=32, output_tokens=16, context=64),
-        "offload": plan.offload.model_copy(update={"packing": packing}),
+        "offload": plan.offload.model_copy(update={"packing": packing, "embeddings": embeddings}),
         "goal": goal,
     }
     plan = plan.model_copy(update=changes)
@@ -205,8 +212,10 @@ def load_planned(
     config = real_vllm.parse_command(export.command[1:])
     taken = worker.take_plan(config, stage)
     config.quant_config.taken = taken
-    offloader = worker.PlanOffloader(taken, lambda: None)
+    loaded: list[Any] = []
+    offloader = worker.PlanOffloader(taken, lambda: loaded[0])
     model = real_vllm.load(config, folder, rank, offloader, stage)
+    loaded.append(model)
     offloader.post_init()
     return model, offloader
 

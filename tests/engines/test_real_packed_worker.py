@@ -114,6 +114,17 @@ def test_what_the_plan_packs_lies_where_the_plan_has_it(
         )
 
 
+def test_the_embedding_is_read_in_place_beside_a_packed_head(tmp_path: Path, worker: Any) -> None:
+    save("llama", tmp_path, num_hidden_layers=4)
+    whole = hold_whole(open_model(str(tmp_path)), find_runner("vllm-worker"))
+    write_plan(tmp_path, pack_everything(whole), embeddings="host")
+    model, offloader = load_planned(worker, tmp_path)
+    offloader.verify()
+    assert offloader._taken.packs_head
+    moved = {n for n, p in model.named_parameters() if hasattr(p, "_vllm_is_uva_offloaded")}
+    assert moved == {"model.embed_tokens.weight"}
+
+
 RANKS = (("llama", Ranks(2)), ("qwen3_moe", Ranks(2, expert=2)), ("deepseek_v3", Ranks(2)))
 
 
