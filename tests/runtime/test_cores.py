@@ -190,6 +190,25 @@ def test_experts_of_each_form(team: Team, kernels: int, name: str) -> None:
     assert kept
 
 
+@pytest.mark.parametrize("num_threads", [6, 70])
+def test_any_number_of_threads_makes_the_same(library: Library, num_threads: int) -> None:
+    """Also of one token, which whoever starts them prepares, and of none that is chosen."""
+    experts, (_, *kept) = describe_experts("fp8", GATES["silu"], with_bias=False)
+    form, parts = make_weight("fp8", 192, 256)
+    weight, kernels = cores.describe(form, parts), library.kernels()
+    one, many = library.team(1), library.team(num_threads)
+    for num_tokens in (1, 4, 1):
+        x, chosen, factors = draw_choices(num_tokens)
+        for of in (chosen, chosen.where(chosen == chosen[0, 1], -1), torch.full_like(chosen, -1)):
+            made = [cores.send(team, kernels, experts, x, of, factors) for team in (one, many)]
+            assert torch.equal(*made)
+            assert made[0].any() == (of >= 0).any()
+        assert torch.equal(*(cores.multiply(team, kernels, weight, x) for team in (one, many)))
+    one.close()
+    many.close()
+    assert kept
+
+
 def test_gates_are_found_by_what_they_compute() -> None:
     plain = Qwen3MoeExperts(Qwen3MoeConfig(num_experts=4))
     clamped = GptOssExperts(GptOssConfig(num_local_experts=4, hidden_size=64, intermediate_size=32))
