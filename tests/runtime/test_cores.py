@@ -12,7 +12,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from offplan.errors import OffplanError
 from offplan.forms.form import RAW, Form, Kind, Part, WordOrder
-from offplan.hostcores.library import Activation, Experts, InstructionSet, Library, Team
+from offplan.hostcores.library import Activation, Experts, InstructionSet, Library, RowOrder, Team
 from offplan.runtime.forms import cores
 from offplan.runtime.forms.cores import Gate
 from tests.hostcores.cores import FORMS, make_weight, require_cores, values_of
@@ -188,6 +188,20 @@ def test_experts_of_each_form(team: Team, kernels: int, name: str) -> None:
     assert made.dtype is torch.bfloat16
     check(made.double(), compute(x, chosen, factors), 2e-2)
     assert kept
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8", "mxfp4", "nvfp4", "int4 with zeros", "packed"])
+def test_rows_in_any_order_make_the_same(library: Library, team: Team, name: str) -> None:
+    form, parts = make_weight(name, 320, 256)
+    weight, kernels = cores.describe(form, parts), library.kernels()
+    x = torch.randn(1, 256).to(torch.bfloat16)
+    expected = cores.multiply(team, kernels, weight, x, precise=True)
+    try:
+        for order in RowOrder:
+            library.take_rows(order)
+            assert torch.equal(cores.multiply(team, kernels, weight, x, precise=True), expected)
+    finally:
+        library.take_rows(RowOrder.OF_PROCESSOR)
 
 
 @pytest.mark.parametrize("num_threads", [6, 70])
