@@ -12,7 +12,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from offplan.errors import OffplanError
 from offplan.forms.form import RAW, Form, Kind, Part, WordOrder
-from offplan.hostcores.library import Activation, Experts, InstructionSet, Library, Team
+from offplan.hostcores.library import Activation, Experts, InstructionSet, Library, RowOrder, Team
 from offplan.runtime.forms import cores
 from offplan.runtime.forms.cores import Gate
 from tests.hostcores.cores import FORMS, make_weight, require_cores, values_of
@@ -187,6 +187,39 @@ def test_experts_of_each_form(team: Team, kernels: int, name: str) -> None:
     made = cores.send(team, kernels, experts, x, chosen, factors)
     assert made.dtype is torch.bfloat16
     check(made.double(), compute(x, chosen, factors), 2e-2)
+    assert kept
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8", "mxfp4", "nvfp4", "int4 with zeros", "packed"])
+def test_rows_in_any_order_make_the_same(library: Library, team: Team, name: str) -> None:
+    form, parts = make_weight(name, 320, 256)
+    weight, kernels = cores.describe(form, parts), library.kernels()
+    x = torch.randn(1, 256).to(torch.bfloat16)
+    expected = cores.multiply(team, kernels, weight, x, precise=True)
+    try:
+        for order in RowOrder:
+            library.take_rows(order)
+            assert torch.equal(cores.multiply(team, kernels, weight, x, precise=True), expected)
+    finally:
+        library.take_rows(RowOrder.OF_PROCESSOR)
+
+
+@pytest.mark.parametrize("num_threads", [6, 70])
+def test_any_number_of_threads_makes_the_same(library: Library, num_threads: int) -> None:
+    """Also of one token, which whoever starts them prepares, and of none that is chosen."""
+    experts, (_, *kept) = describe_experts("fp8", GATES["silu"], with_bias=False)
+    form, parts = make_weight("fp8", 192, 256)
+    weight, kernels = cores.describe(form, parts), library.kernels()
+    one, many = library.team(1), library.team(num_threads)
+    for num_tokens in (1, 4, 1):
+        x, chosen, factors = draw_choices(num_tokens)
+        for of in (chosen, chosen.where(chosen == chosen[0, 1], -1), torch.full_like(chosen, -1)):
+            made = [cores.send(team, kernels, experts, x, of, factors) for team in (one, many)]
+            assert torch.equal(*made)
+            assert made[0].any() == (of >= 0).any()
+        assert torch.equal(*(cores.multiply(team, kernels, weight, x) for team in (one, many)))
+    one.close()
+    many.close()
     assert kept
 
 

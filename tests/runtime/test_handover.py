@@ -12,7 +12,7 @@ from offplan.forms.form import RAW, Part
 from offplan.runtime.forms import cores, tasks
 from offplan.runtime.loading import by_cores
 from offplan.runtime.loading.by_cores import LinearTask
-from offplan.runtime.memory.handover import Exchange, Handover
+from offplan.runtime.memory.handover import Handover
 from offplan.runtime.memory.servers import ByCores
 from tests.hostcores.cores import make_weight, require_cores, values_of
 from tests.runtime.stream import AtOnce
@@ -30,7 +30,7 @@ def stream() -> AtOnce:
 @pytest.fixture(params=[True, False], ids=["waits", "calls the host"])
 def handover(stream: AtOnce, request: pytest.FixtureRequest) -> Iterator[Handover]:
     made = Handover(CPU, stream)
-    made.exchange = Exchange(made._coordinator, stream, waits=request.param)
+    made.exchange.waits = request.param
     yield made
     made.close()
     made.close()

@@ -22,6 +22,7 @@ from offplan.runtime.forms.expert_table import (
 )
 from offplan.runtime.forms.packing import pack
 from offplan.runtime.forms.stored import StoredWeight, part_name
+from tests.runtime.bells import make_bell, require_one_bell, require_rung
 from tests.runtime.interpreted import need_triton, run_interpreted
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -86,8 +87,9 @@ def test_the_table_is_that_of_plain_torch(
     if share is not None:
         shares = list_shares(share, num_experts)
         expected = expected._replace(shares=shares)
-        inputs = [torch.zeros(1), torch.zeros(batch, num_chosen, device=DEVICE)]
-        divided = [tasks.number(task), shares.to(DEVICE), *inputs]
+        tokens = torch.randn(batch, 64, device=DEVICE).to(DTYPE)
+        weights = torch.rand(batch, num_chosen, device=DEVICE)
+        divided = [tasks.number(task), shares.to(DEVICE), tokens, weights]
     sources = make_parts(num_experts, DEVICE)
     on_cpu = {name: value.cpu() for name, value in sources.items()}
     slots = {name: torch.zeros_like(value[:num_slots]) for name, value in sources.items()}
@@ -118,6 +120,8 @@ def test_the_table_is_that_of_plain_torch(
             assert rest.tolist() == left.tolist()
             if share is not None:
                 assert task.chosen.flatten().tolist() == by_cores.tolist()
+                assert torch.equal(task.tokens, tokens)
+                assert torch.equal(task.weights, weights)
             _, by_slot, begins = sort_pairs(got, num_experts)
             num_there = int(begins[-1])
             assert starts.tolist() == begins.tolist()
@@ -145,22 +149,32 @@ def list_shares(share: float, num_experts: int) -> torch.Tensor:
 class Cores:
     """A task that multiplies by resident experts what it is given, in place of the host's cores."""
 
+    tokens: torch.Tensor
     chosen: torch.Tensor
+    weights: torch.Tensor
     experts: Any = None
     """Those that it multiplies; none where what is chosen is all that counts."""
 
-    def begin(self, tokens: torch.Tensor, weights: torch.Tensor, choose: Any) -> None:
-        self.chosen = torch.full(weights.shape, 77, dtype=torch.int64, device=weights.device)
-        choose(self.chosen)
+    def __init__(self) -> None:
+        self.bell = make_bell(DEVICE)
+        self.num_rung = 0
+
+    def begin_by(self, sizes: Any, launch: Any) -> None:
+        self.tokens = torch.full((sizes[0], 64), torch.nan, device=DEVICE).to(DTYPE)
+        self.chosen = torch.full(sizes, 77, dtype=torch.int64, device=DEVICE)
+        self.weights = torch.full(sizes, torch.nan, device=DEVICE)
+        self.num_rung += 1
+        launch((self.tokens, self.chosen, self.weights), self.bell._replace(job=self.num_rung))
+        require_rung(self.bell, self.num_rung)
         if self.experts is not None:
             is_its = self.chosen != NOBODY
-            factors = weights.masked_fill(~is_its, 0)
+            factors = self.weights.masked_fill(~is_its, 0).to(DTYPE)
             self.made = forward_resident(
-                self.experts, tokens, self.chosen.masked_fill(~is_its, 0), factors
+                self.experts, self.tokens, self.chosen.masked_fill(~is_its, 0), factors
             )
 
-    def end(self) -> torch.Tensor:
-        return self.made
+    def end(self, made: torch.Tensor) -> torch.Tensor:
+        return made + self.made
 
 
 class Experts:
@@ -286,6 +300,8 @@ def test_kernels_compile_to_whole_lines_of_the_link(target: int) -> None:
     def compile_for(kernel: Any, options: dict[str, int], **constants: Any) -> str:
         names = ["chosen", "addresses", "cores_of_pair"]
         kinds = {name: "*i64" if name in names else "*i32" for name in POINTERS}
+        kinds |= dict.fromkeys(("tokens", "tokens_there", "factors"), "*bf16")
+        kinds["factors_there"] = "*fp32"
         signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
         signature |= dict.fromkeys(constants, "constexpr")
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
@@ -296,6 +312,10 @@ def test_kernels_compile_to_whole_lines_of_the_link(target: int) -> None:
         table = {"EXPERTS": 128, "PAIRS": 8, "IS_STEP": is_step, "IS_DIVIDED": is_divided}
         for ones in ({}, {"num_slots": 1, "num_pairs": 1}):
             assert "entry" in compile_for(table_kernels._use, {"num_warps": 4}, **table, **ones)
+        if is_divided:
+            both = {"EXPERTS": 128, "PAIRS": 8, "BLOCK": 2048}
+            text = compile_for(table_kernels._use_and_hand_over, {"num_warps": 4}, **both)
+            require_one_bell(text)
         copy = {"PAIRS": 8, "BLOCK": 1024, "IS_STEP": is_step}
         text = compile_for(table_kernels._copy_missed, {"num_warps": 8}, **copy)
         assert "ld.global.v4.b32" in text
@@ -304,7 +324,7 @@ def test_kernels_compile_to_whole_lines_of_the_link(target: int) -> None:
 
 POINTERS = (
     *("chosen", "addresses", "table", "shares", "order", "starts"),
-    *("slot_of_pair", "rest_of_pair", "cores_of_pair"),
+    *("slot_of_pair", "rest_of_pair", "cores_of_pair", "words", "arrived"),
 )
 
 

@@ -47,7 +47,7 @@ struct Raw {
   INLINE void decode(const Row& r, int64_t c, Bits v[4], int64_t ahead) {
     for (int i = 0; i < 4; i++) {
       const int64_t at = c * 256 + i * 64;
-      if (!TAIL) prefetch(r.codes + at, ahead);
+      prefetch(r.codes + at, ahead);
       v[i] = load<TAIL>(r.codes + at, r.bytes - at);
     }
   }
@@ -75,7 +75,7 @@ struct Fp8 : Bytes {
     const Bits sign = _mm512_set1_epi8(-128);
     for (int h = 0; h < 2; h++) {
       const int64_t at = c * CHUNK + h * 64;
-      if (!TAIL) prefetch(r.codes + at, ahead);
+      prefetch(r.codes + at, ahead);
       Bits w = load<TAIL>(r.codes + at, r.bytes - at);
       Bits high = _mm512_ternarylogic_epi32(_mm512_permutex2var_epi8(h0, w, h1), w, sign, 0xF8);
       Bits low = _mm512_permutex2var_epi8(l0, w, l1);
@@ -96,7 +96,7 @@ struct Int8 : Bytes {
     const Bits sign = _mm512_set1_epi8(-128);
     for (int h = 0; h < 2; h++) {
       const int64_t at = c * CHUNK + h * 64;
-      if (!TAIL) prefetch(r.codes + at, ahead);
+      prefetch(r.codes + at, ahead);
       Bits w = _mm512_xor_si512(load<TAIL>(r.codes + at, r.bytes - at), r.flip);
       Bits size = _mm512_abs_epi8(w);
       const __mmask64 is_128 = _mm512_movepi8_mask(size);  // of which the table has no entry
@@ -126,7 +126,7 @@ struct Halves {
   template <bool TAIL>
   INLINE void decode(const Row& r, int64_t c, Bits v[4], int64_t ahead) {
     const Bits table = _mm512_load_si512(IS_FLOAT ? FP4_TABLE : INT4_TABLE);
-    if (!TAIL) prefetch(r.codes + c * 64, ahead);
+    prefetch(r.codes + c * 64, ahead);
     Bits w = load<TAIL>(r.codes + c * 64, r.bytes - c * 64);  // what is beyond meets zeros
     v[0] = _mm512_permutexvar_epi16(w, table);
     v[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(w, 4), table);
@@ -155,13 +155,13 @@ struct Packed {
   INLINE void decode(const Row& r, int64_t c, Bits v[4], int64_t ahead) {
     const Bits low_half = _mm512_set1_epi8(15), sign = _mm512_set1_epi8(-128);
     const Bits base = _mm512_set1_epi8((char)r.bases[c / 2 * BLOCK]);
-    if (!TAIL) prefetch(r.exponents + 64 * c, r.exponents_ahead.of(c));
+    prefetch(r.exponents + 64 * c, r.exponents_ahead.of(c));
     Bits both = load<TAIL>(r.exponents + 64 * c, r.half - 64 * c);
     Bits codes[2] = {_mm512_and_si512(both, low_half),
                      _mm512_and_si512(_mm512_srli_epi16(both, 4), low_half)};
     for (int h = 0; h < 2; h++) {
       const uint8_t* p = r.codes + h * r.half + 64 * c;
-      if (!TAIL) prefetch(p, ahead);
+      prefetch(p, ahead);
       Bits w = load<TAIL>(p, r.half - 64 * c);
       const __mmask64 is_code = _mm512_test_epi8_mask(codes[h], codes[h]);
       Bits exponent = _mm512_maskz_add_epi8(is_code, codes[h], base);
@@ -272,7 +272,7 @@ static void all_inputs(const Matrix& a, const uint8_t* const* x, float* const* y
 template <class Form>
 static void all_rows(const Matrix& a, const uint8_t* const* x, float* const* y, int64_t num,
                      int64_t first, int64_t stop) {
-  if (num == 1 && Form::ONE_ROW) {
+  if (num == 1 && (Form::ONE_ROW || row_order == ONE_BY_ONE)) {
     fetch_first(a, first, 0);
     return multiply<Form, 1, 1>(a, x, y, Rows::rest(first, stop), first);
   }

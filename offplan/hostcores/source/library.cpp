@@ -32,7 +32,8 @@ struct Pool : Team {
   Worker* workers = nullptr;
   int num_started = 0;
   alignas(64) std::atomic<uint32_t> round{0};
-  alignas(64) std::atomic<int> left{0};
+  alignas(64) std::atomic<int> left{0};  // groups of workers that are not done
+  Number done[Groups::MOST];
   alignas(64) std::atomic<int> num_asleep{0};
   std::atomic<bool> ends{false};
   pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -67,6 +68,11 @@ struct Pool : Team {
       seen = pool.round.load();
       if (pool.ends.load()) return nullptr;
       pool.body(pool.arguments, self.number, pool.num_workers);
+      const Groups groups(pool.num_started);
+      const int own = groups.of(self.number - 1);
+      if (pool.done[own].value.fetch_add(1, std::memory_order_acq_rel) != groups.size(own) - 1)
+        continue;
+      pool.done[own].value.store(0, std::memory_order_relaxed);
       pool.left.fetch_sub(1, std::memory_order_release);
     }
   }
@@ -92,7 +98,7 @@ struct Pool : Team {
   }
   void run(Body with, void* its_arguments) override {
     body = with, arguments = its_arguments;
-    left.store(num_started);
+    left.store(num_started ? Groups(num_started).num : 0);
     next_round();
     body(arguments, 0, num_workers);
     spin_until([&] { return left.load(std::memory_order_acquire) == 0; });
@@ -124,6 +130,9 @@ EXPORT int64_t offplan_instruction_sets() {
 }
 
 EXPORT const Kernels* offplan_kernels(int64_t with_avx512) { return with_avx512 ? &AVX512 : &AVX2; }
+
+// Of all products that begin from now on.
+EXPORT void offplan_row_order(int64_t order) { row_order = (RowOrder)order; }
 
 EXPORT void offplan_tables(const float* fp4, const float* fp8) {
   const int64_t found = offplan_instruction_sets();

@@ -17,7 +17,9 @@ template <class Load>
 INLINE void convert(const uint8_t* from, int64_t size, int64_t count, float* to, Load load) {
   int64_t i = 0;
   for (; i + 8 <= count; i += 8) _mm256_storeu_ps(to + i, load(from + i * size));
-  if (i < count) {
+  if (i < count && count >= 8) {  // some of them once more: what is beyond may be no memory
+    _mm256_storeu_ps(to + count - 8, load(from + (count - 8) * size));
+  } else if (i < count) {
     uint8_t rest[32] = {};
     float made[8];
     memcpy(rest, from + i * size, (count - i) * size);

@@ -33,14 +33,31 @@ static inline void spin_until(Done done) {
   }
 }
 
+// Workers are counted in groups: whoever counts takes the number's cache line from the one before.
+struct Groups {
+  static const int MOST = 16;
+  int num_workers, num;
+  explicit Groups(int workers)
+      : num_workers(workers), num(workers < 4 * MOST ? (workers + 3) / 4 : MOST) {}
+  int of(int worker) const { return worker % num; }
+  int size(int group) const { return (num_workers - group + num - 1) / num; }
+};
+struct alignas(64) Number {
+  std::atomic<int64_t> value{0};
+};
+
 // A meeting of all workers, used once. Those that wait look at a word that is written once: at the
 // number of those that came, each look would take it from the next one who comes.
 struct Meeting {
-  alignas(64) std::atomic<int> arrived{0};
-  alignas(64) std::atomic<bool> all_came{false};
-  void wait(int num_workers) {
-    if (arrived.fetch_add(1, std::memory_order_acq_rel) == num_workers - 1)
-      all_came.store(true, std::memory_order_release);
-    else spin_until([&] { return all_came.load(std::memory_order_acquire); });
+  Number arrived[Groups::MOST], groups_arrived, all_came[Groups::MOST];
+  void wait(int worker, int num_workers) {
+    const Groups groups(num_workers);
+    const int own = groups.of(worker);
+    auto is_last = [](Number& number, int of) {
+      return number.value.fetch_add(1, std::memory_order_acq_rel) == of - 1;
+    };
+    if (is_last(arrived[own], groups.size(own)) && is_last(groups_arrived, groups.num))
+      for (int i = 0; i < groups.num; i++) all_came[i].value.store(1, std::memory_order_release);
+    else spin_until([&] { return all_came[own].value.load(std::memory_order_acquire) != 0; });
   }
 };

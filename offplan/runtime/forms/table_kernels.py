@@ -13,6 +13,8 @@ import triton.language as tl
 from offplan.expert_slots import COUNTERS
 from offplan.runtime.forms import expert_table, tasks
 from offplan.runtime.forms.expert_table import Table
+from offplan.runtime.forms.handover_kernels import BLOCK as COPIED
+from offplan.runtime.forms.handover_kernels import copy_share, count_programs, ring
 from offplan.runtime.forms.pairs import list_pairs
 
 PAIRS = 16
@@ -168,6 +170,30 @@ def _use(  # type: ignore[no-untyped-def]
         tl.store(counts + 3, num_settled + num_come)
 
 
+@triton.jit(do_not_specialize=["job"])
+def _use_and_hand_over(  # type: ignore[no-untyped-def]
+    chosen, table, shares, slot_of_pair, rest_of_pair,
+    tokens, factors, tokens_there, cores_of_pair, factors_there, words, arrived, job,
+    num_values, num_pairs, num_slots, num_experts,
+    EXPERTS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Take a step's experts into the table by one program, while others hand tokens over; ring.
+
+    The cores begin before anything is copied.
+    """
+    copier = tl.program_id(0) - 1
+    if copier < 0:
+        _use(
+            chosen, table, shares, slot_of_pair, rest_of_pair, cores_of_pair,
+            1, num_pairs, num_slots, num_experts, EXPERTS, PAIRS, True, True,
+        )  # fmt: skip
+    else:
+        num_copiers = tl.num_programs(0) - 1
+        copy_share(tokens, tokens_there, num_values, copier, num_copiers, BLOCK)
+        copy_share(factors, factors_there, num_pairs, copier, num_copiers, BLOCK)
+    ring(words, arrived, job)
+
+
 @triton.jit
 def _copy(  # type: ignore[no-untyped-def]
     source, target, num_bytes, missed_list, slot_list, num_missed,
@@ -236,21 +262,22 @@ def _launch_use(
     num_slots: int,
     num_experts: int,
     outputs: Sequence[torch.Tensor],
-    shares: torch.Tensor | None = None,
     *,
     is_step: bool,
 ) -> None:
     num_steps, num_pairs = chosen.shape
     assert chosen.is_contiguous(), "rows of pairs lie one after another"
     _use[(1,)](
-        chosen, table, table if shares is None else shares, *outputs,
-        num_steps, num_pairs, num_slots, num_experts,
-        EXPERTS=max(16, triton.next_power_of_2(num_experts)),
-        PAIRS=min(PAIRS, triton.next_power_of_2(num_pairs)),
-        IS_STEP=is_step,
-        IS_DIVIDED=shares is not None,
-        num_warps=4,
+        chosen, table, table, *outputs, num_steps, num_pairs, num_slots, num_experts,
+        **_sizes(num_experts, num_pairs), IS_STEP=is_step, IS_DIVIDED=False, num_warps=4,
     )  # fmt: skip
+
+
+def _sizes(num_experts: int, num_pairs: int) -> dict[str, int]:
+    return {
+        "EXPERTS": max(16, triton.next_power_of_2(num_experts)),
+        "PAIRS": min(PAIRS, triton.next_power_of_2(num_pairs)),
+    }
 
 
 def _read(
@@ -264,16 +291,23 @@ def _read(
     num_pairs = chosen.numel()
     made = _describe(chosen, table, addresses, num_slots, num_experts, divided)
     slot_of_pair, order, starts, rest = made
-    arguments = table, chosen.contiguous()[None], num_slots, num_experts
-    if divided:  # the cores begin before anything is copied
-        task, shares, *inputs = divided
+    chosen = chosen.contiguous()
+    if divided:
+        task, shares, tokens, factors = divided
 
-        def choose(memory: torch.Tensor) -> None:
-            _launch_use(*arguments, (slot_of_pair, rest, memory), shares, is_step=True)
+        def launch(memory: Sequence[torch.Tensor], bell: tasks.Bell) -> None:
+            num_values = tokens.numel()
+            _use_and_hand_over[(1 + count_programs(num_values),)](
+                chosen, table, shares, slot_of_pair, rest,
+                tokens.contiguous(), factors.contiguous(), *memory, *bell,
+                num_values, num_pairs, num_slots, num_experts,
+                **_sizes(num_experts, num_pairs), BLOCK=COPIED, num_warps=4,
+            )  # fmt: skip
 
-        tasks.find(task).begin(*inputs, choose)
+        tasks.find(task).begin_by(factors.shape, launch)
     else:
-        _launch_use(*arguments, (slot_of_pair, rest, table), is_step=True)
+        outputs = slot_of_pair, rest, table
+        _launch_use(table, chosen[None], num_slots, num_experts, outputs, is_step=True)
     _copy_missed[(max(COPY_PROGRAMS, num_experts),)](
         table, addresses, len(addresses), slot_of_pair, order, starts, num_pairs, num_experts,
         PAIRS=triton.next_power_of_2(num_pairs),

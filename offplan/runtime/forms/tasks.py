@@ -3,10 +3,27 @@
 Operators of torch's are given tensors and numbers, no objects.
 """
 
+from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+
+class Bell(NamedTuple):
+    """What a kernel rings with for the host's cores."""
+
+    words: torch.Tensor
+    """The Words that the coordinator listens to, int32, as the device sees them."""
+    arrived: torch.Tensor
+    """How many of a kernel's programs have written their part, int32 of [1] on the device."""
+    job: int
+    """What is rung for; 0 for nothing."""
+
+
+Launch = Callable[[Sequence[torch.Tensor], Bell], None]
+"""Launches a kernel that writes inputs where the cores read them, tokens, the expert of each pair
+and its weight, and rings."""
 
 _tasks: dict[int, Any] = {}
 """Tasks of the sessions that are open."""
@@ -31,7 +48,7 @@ def forget(given: torch.Tensor) -> None:
 
 
 def _end(task: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    ended: torch.Tensor = made + find(task).end()
+    ended: torch.Tensor = find(task).end(made)
     return ended
 
 

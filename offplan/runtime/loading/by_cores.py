@@ -4,7 +4,7 @@ Their classes are exchanged once the weights are there, before layers are compil
 the cores do not serve they compute as they would have.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -222,19 +222,18 @@ class ExpertsTask:
         """Send tokens, as ``cores.send`` does."""
         return self.server.send(self.experts, *arguments)
 
-    def begin(
-        self,
-        hidden_states: torch.Tensor,
-        top_k_weights: torch.Tensor,
-        choose: Callable[[torch.Tensor], None],
-    ) -> None:
-        """Begin to send tokens through the experts that ``choose`` writes, as the server does."""
-        self.begun = self.server.begin(self.experts, hidden_states, top_k_weights, choose)
+    def begin(self, *arguments: torch.Tensor) -> None:
+        """Begin to send tokens, as the server does."""
+        self.begun = self.server.begin(self.experts, *arguments)
 
-    def end(self) -> torch.Tensor:
-        """Wait on the stream until that is done: [tokens, hidden]."""
+    def begin_by(self, sizes: Sequence[int], launch: tasks.Launch) -> None:
+        """Begin to send what a kernel writes, as the server does."""
+        self.begun = self.server.begin_by(self.experts, sizes, launch)
+
+    def end(self, made: torch.Tensor) -> torch.Tensor:
+        """Wait on the stream until that is done, and add it to ``made``, [tokens, hidden]."""
         begun, self.begun = self.begun, None
-        return self.server.end(begun)
+        return self.server.end(begun, made)
 
 
 def _make_linear(server: ByCores, held: tuple[Form, Parts], device: torch.device) -> LinearTask:

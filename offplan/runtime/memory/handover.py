@@ -1,18 +1,18 @@
 """Products are handed over to the host's cores within a stream, captured or not.
 
-A step's kernels write inputs into page-locked memory; the stream writes 0 to a word, rings with
-another, and waits for the first to become 1 or more; kernels then read what the cores made. All
-that is captured is constant: addresses, and the number of a job, of which each product has one for
-each number of rows. Nothing here runs while steps are replayed.
+A kernel writes inputs into page-locked memory, 0 to a word, and rings with another. The stream
+waits for the first word to become 1 or more, and a kernel then reads what the cores made. All that
+is captured is constant: addresses, and the number of a job, of which each product has one for each
+number of rows. Nothing here runs while steps are replayed.
 
-Source: on an H200 an exchange of one token and nothing to compute takes 10.6 us: two kernels that
-move the token 6, the writes and the wait 4.6 (two writes apart took 1.4 more).
+Source: on an H200 an exchange of one token and nothing to compute took 10.6 us where copies moved
+the token, 6 of it, and the stream wrote both words: 4.6 with the wait.
 """
 
 import ctypes
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +24,7 @@ from offplan.hostcores.coordinator import Coordinator, choose_cores, parse_cores
 from offplan.hostcores.library import Dense, Words
 from offplan.hostmem.block import HostBlock
 from offplan.hostmem.cgroups import core_quota
-from offplan.runtime.forms import cores
+from offplan.runtime.forms import cores, tasks
 
 SLOWEST_BYTES_PER_S = 5e9
 """Rate that a product is priced at when the watchdog's limit is set: no host's cores are slower.
@@ -32,15 +32,17 @@ SLOWEST_BYTES_PER_S = 5e9
 Source: estimated; one core reads 10 GB/s and more.
 """
 _PROBE_S = 2.0
-_AT_LEAST, _WRITE_32 = 0, 2
-"""CU_STREAM_WAIT_VALUE_GEQ and CU_STREAM_MEM_OP_WRITE_VALUE_32."""
+_AT_LEAST = 0
+"""CU_STREAM_WAIT_VALUE_GEQ."""
 
 
 class Stream(Protocol):
     """What the exchange asks of a stream: each is done once all before it is."""
 
-    def write(self, *words: tuple[int, int]) -> None:
-        """Write words of 32 bits, each an address and a value, one after the other."""
+    def hand_over(
+        self, inputs: Sequence[torch.Tensor], memory: Sequence[torch.Tensor], bell: tasks.Bell
+    ) -> None:
+        """Copy inputs into memory, write 0 to the answer, and then the job's number to the bell."""
 
     def wait(self, address: int, least: int) -> None:
         """Wait until a word is as large."""
@@ -58,15 +60,16 @@ class CurrentStream:
         except OSError as error:
             raise cores.refuse(f"does not find the driver ({error})") from error
         pointer, word = ctypes.c_void_p, ctypes.c_uint32
-        self._driver.cuStreamBatchMemOp_v2.argtypes = [pointer, word, pointer, word]
         self._driver.cuStreamWaitValue32_v2.argtypes = [pointer, ctypes.c_uint64, word, word]
         self._driver.cuLaunchHostFunc.argtypes = [pointer] * 3
 
-    def write(self, *words: tuple[int, int]) -> None:
-        """Write each word once all writes before it can be seen; one node of a captured graph."""
-        writes = [_Write(_WRITE_32, address=address, value=value) for address, value in words]
-        array = (_Write * len(writes))(*writes)
-        self._do("cuStreamBatchMemOp_v2", len(writes), ctypes.addressof(array), 0)
+    def hand_over(
+        self, inputs: Sequence[torch.Tensor], memory: Sequence[torch.Tensor], bell: tasks.Bell
+    ) -> None:
+        """Copy inputs and ring by one kernel."""
+        from offplan.runtime.forms.handover_kernels import hand_over  # needs triton
+
+        hand_over(inputs, memory, bell)
 
     def wait(self, address: int, least: int) -> None:
         """Wait until a word is as large."""
@@ -85,38 +88,42 @@ class CurrentStream:
             )
 
 
-class _Write(ctypes.Structure):
-    """CUstreamBatchMemOpParams of a write."""
-
-    _fields_ = [
-        ("operation", ctypes.c_uint32),
-        ("address", ctypes.c_uint64),
-        ("value", ctypes.c_uint64),
-        ("flags", ctypes.c_uint32),
-        ("others", ctypes.c_uint64 * 2),
-    ]
-
-
 class Exchange:
     """Rings for jobs within a stream, and has the stream wait until they are done."""
 
-    def __init__(self, coordinator: Coordinator, stream: Stream, *, waits: bool) -> None:
-        """Have streams wait for the word itself where ``waits``, else call the host."""
-        self._coordinator, self._stream, self.waits = coordinator, stream, waits
+    def __init__(
+        self, coordinator: Coordinator, stream: Stream, bell: tasks.Bell, *, waits: bool
+    ) -> None:
+        """Ring with ``bell``; streams wait for a word where ``waits``, else they call the host."""
+        self._coordinator, self._stream, self._bell = coordinator, stream, bell
+        self.waits = waits
         self._calls: dict[int, int] = {}
         self._is_begun = False
 
-    def begin(self, job: int) -> None:
-        """Have a job begun once all is done that the stream has been given before."""
+    def bell(self, job: int) -> tasks.Bell:
+        """Return what rings for a job, or for nothing where a function of the host's will."""
+        return self._bell._replace(job=job if self.waits else 0)
+
+    def load(self) -> None:
+        """Ring for nothing: a kernel is not loaded first while a stream is captured."""
+        self._stream.hand_over((), (), self._bell)
+
+    def begin(
+        self, job: int, inputs: Sequence[torch.Tensor] = (), memory: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Copy inputs into memory and have a job begun, once all is done that was queued before."""
         self.end()
-        coordinator, stream = self._coordinator, self._stream
+        self._stream.hand_over(inputs, memory, self.bell(job))
+        self.note_begun(job)
+
+    def note_begun(self, job: int) -> None:
+        """Go on once something that was queued has rung for a job, with what ``bell`` returns."""
         if self.waits:
-            stream.write((coordinator.answer, 0), (coordinator.bell, job))
             self._is_begun = True
             return
         if job not in self._calls:
-            self._calls[job] = coordinator.call_of(job)
-        stream.call(coordinator.host_function, self._calls[job])
+            self._calls[job] = self._coordinator.call_of(job)
+        self._stream.call(self._coordinator.host_function, self._calls[job])
 
     def end(self) -> None:
         """Have the stream wait until the job is done that was begun last, if it may not be yet."""
@@ -158,9 +165,11 @@ class Handover:
         self._jobs: dict[tuple[int, int, int], _Job] = {}
         try:
             stream = CurrentStream() if stream is None else stream
-            self.exchange = Exchange(self._coordinator, stream, waits=True)
-            if on_gpu and not self._can_wait():
-                self.exchange = Exchange(self._coordinator, stream, waits=False)
+            words = self._words.device_view(device).view(torch.int32)
+            bell = tasks.Bell(words, torch.zeros(1, dtype=torch.int32, device=device), 0)
+            self.exchange = Exchange(self._coordinator, stream, bell, waits=True)
+            if on_gpu:
+                self.exchange.waits = self._can_wait()
         except BaseException:
             self.close()
             raise
@@ -168,43 +177,48 @@ class Handover:
     def multiply(self, weight: cores.Matrix, x: torch.Tensor) -> torch.Tensor:
         """Multiply rows, bfloat16 of [rows, in], by a weight: bfloat16 of [rows, out]."""
         job = self._job(weight, len(x), 0)
-        job.inputs[0].copy_(x)
-        self.exchange.begin(job.number)
+        self.exchange.begin(job.number, [x], job.inputs)
         return self.end(job)
 
-    def send(
-        self,
-        experts: cores.Experts,
-        hidden_states: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
-    ) -> torch.Tensor:
+    def send(self, experts: cores.Experts, *arguments: torch.Tensor) -> torch.Tensor:
         """Send tokens through their experts, as ``cores.send`` does."""
-        begun = self.begin(
-            experts, hidden_states, top_k_weights, lambda memory: memory.copy_(top_k_index)
-        )
-        return self.end(begun)
+        return self.end(self.begin(experts, *arguments))
 
     def begin(
         self,
         experts: cores.Experts,
         hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
-        choose: Callable[[torch.Tensor], object],
     ) -> "_Job":
         """Begin to send tokens through their experts, as ``ByCores.begin`` does."""
         job = self._job(experts, *top_k_weights.shape)
-        tokens, chosen, factors = job.inputs
-        tokens.copy_(hidden_states)
-        factors.copy_(top_k_weights)
-        choose(chosen)
-        self.exchange.begin(job.number)
+        self.exchange.begin(job.number, [hidden_states, top_k_index, top_k_weights], job.inputs)
         return job
 
-    def end(self, job: "_Job") -> torch.Tensor:
-        """Have the stream wait until a job is done that was begun; return what it made."""
+    def begin_by(
+        self, experts: cores.Experts, sizes: Sequence[int], launch: tasks.Launch
+    ) -> "_Job":
+        """Begin to send what a kernel writes, as ``ByCores.begin_by`` does."""
+        num_rows, num_chosen = sizes
+        job = self._job(experts, num_rows, num_chosen)
+        launch(job.inputs, self.exchange.bell(job.number))
+        self.exchange.note_begun(job.number)
+        return job
+
+    def end(self, job: "_Job", made: torch.Tensor | None = None) -> torch.Tensor:
+        """Have the stream wait until a job is done; return what it made, or that and ``made``.
+
+        One kernel reads what the cores made where it lies.
+        """
         self.exchange.end()
-        return job.outputs.clone()
+        if made is not None:
+            return made + job.outputs
+        if self._device.type == "cpu":
+            return job.outputs.clone()
+        from offplan.runtime.forms.handover_kernels import fetch  # needs triton
+
+        return fetch(job.outputs)
 
     def check(self) -> None:
         """Raise OffplanError where a product has failed."""
@@ -283,6 +297,7 @@ class Handover:
     def _can_wait(self) -> bool:
         """Capture and replay one exchange that computes nothing; False where it does not come."""
         job = self._coordinator.add(None)
+        self.exchange.load()  # done before anything is captured: a capture waits for the device
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)
         done = torch.cuda.Event()
         try:

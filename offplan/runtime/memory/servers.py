@@ -1,6 +1,6 @@
 """What executes the backends that read weights at use: one server each, registered in a table."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -8,7 +8,7 @@ from torch import nn
 
 from offplan.backends import Backend
 from offplan.placement import Phase
-from offplan.runtime.forms import cores
+from offplan.runtime.forms import cores, tasks
 from offplan.runtime.memory.handover import Handover
 
 
@@ -89,28 +89,26 @@ class ByCores(InPlace):
             return self._handover.send(experts, *arguments)
         return cores.send(self._team, self._kernels, experts, *arguments)
 
-    def begin(
-        self,
-        experts: cores.Experts,
-        hidden_states: torch.Tensor,
-        top_k_weights: torch.Tensor,
-        choose: Callable[[torch.Tensor], None],
-    ) -> Any:
-        """Begin to send tokens through their experts; ``end`` is given what this returns.
+    def begin(self, experts: cores.Experts, *arguments: torch.Tensor) -> Any:
+        """Begin to send tokens as ``send`` does; ``end`` is given what this returns.
 
-        ``choose`` writes the expert of each pair, int64 of [tokens, k], into memory that it is
-        given; a pair that has -1 is left out. Nothing else is begun before it is ended.
+        A pair whose expert is -1 is left out. Nothing else is begun before it is ended.
         """
         if self._handover is not None:
-            return self._handover.begin(experts, hidden_states, top_k_weights, choose)
-        chosen = torch.empty(top_k_weights.shape, dtype=torch.int64)
-        choose(chosen)
-        return self.send(experts, hidden_states, chosen, top_k_weights)
+            return self._handover.begin(experts, *arguments)
+        return self.send(experts, *arguments)
 
-    def end(self, begun: Any) -> torch.Tensor:
-        """Return the sums of the experts that were sent to: [tokens, hidden]."""
-        made: torch.Tensor = begun
-        return made if self._handover is None else self._handover.end(begun)
+    def begin_by(self, experts: cores.Experts, sizes: Sequence[int], launch: tasks.Launch) -> Any:
+        """Begin to send so many tokens to so many experts each, which a kernel writes.
+
+        A GPU only; otherwise as ``begin``.
+        """
+        assert self._handover is not None, "kernels write for a GPU"
+        return self._handover.begin_by(experts, sizes, launch)
+
+    def end(self, begun: Any, made: torch.Tensor) -> torch.Tensor:
+        """Add to ``made``, [tokens, hidden], the sums of the experts that were sent to."""
+        return made + begun if self._handover is None else self._handover.end(begun, made)
 
     def check(self) -> None:
         """Raise OffplanError where a product has failed, whose tokens are then wrong."""

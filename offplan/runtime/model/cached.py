@@ -101,7 +101,7 @@ def forward_cached(
     slot_of_pair, by_cores = use(table, chosen[None], is_step=True)
     by_cores = by_cores.view(top_k_index.shape)
     if task is not None:
-        tasks.find(task).begin(hidden_states, top_k_weights, lambda memory: memory.copy_(by_cores))
+        tasks.find(task).begin(hidden_states, by_cores, top_k_weights)
         top_k_weights = top_k_weights.masked_fill(by_cores != NOBODY, 0)
     copy_missed(table, sources, slots)
     values = {name: _join(sources[name], slots[name], chosen, slot_of_pair) for name in slots}
