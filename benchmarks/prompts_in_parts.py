@@ -4,9 +4,11 @@
 
 A question is a model with routed experts, a machine, a share of its GPU memory and a workload,
 drawn in turn from one seed. A prompt reads again whose weights cross the link more than AGAIN
-times. Of those that do so with ``--parts auto`` it is counted for how many a plan in parts fits:
-experts in parts, and all else streamed, in chunks of 512 tokens. No GPU is needed; all times are
-predicted.
+times. Of those that do so with ``--parts auto`` it is counted for how many a plan fits that reads
+once: experts in parts that meet the whole prompt, and all else streamed, in chunks of 512 tokens or
+fewer. Memory is unused where a plan that offloads leaves more than UNUSED of its budget: for an
+earlier first token, where a plan up to 1 % faster was found; or because it is less than any layer
+has of what a rule takes. No GPU is needed; all times are predicted.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import random
 import sys
 import tempfile
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +25,7 @@ import offplan
 from offplan.checkpoint.model import Model
 from offplan.costs.predict import predict
 from offplan.errors import OffplanError
+from offplan.placement import place
 from offplan.plan import Offload, Plan, Prediction, Rule, Workload
 from offplan.planner.classes import expert_class
 from offplan.planner.make import make_plan
@@ -29,6 +33,8 @@ from offplan.planner.options import NUM_PARTS
 from offplan.planner.question import Question
 
 AGAIN = 1.5
+UNUSED = 0.03
+CHUNKS = (512, 256, 128)
 CONFIGS = Path(__file__).parent / "models"
 STORED = ["deepseek-v3-8-layers", "gpt-oss-120b", "gpt-oss-20b", "qwen3-30b-a3b-fp8"]
 _MIXTRAL: dict[str, Any] = {
@@ -148,24 +154,38 @@ def compare(model: Model, case: dict[str, Any]) -> dict[str, Any]:
     for parts in choices:
         try:
             question = offplan.ask(model, machine, workload, gpu_memory=memory, parts=parts)
-            plans.append(make_plan(question).plan)
+            made = make_plan(question)
+            plans.append(made.plan)
         except OffplanError as error:
             return {f"no plan with parts {parts}": True, "error": str(error)[:100]}
     plan = plans[-1]
     reads = [count_reads(each.prediction) for each in plans]
+    unused = [
+        bool(each.offload.rules)
+        and 1 - each.prediction.gpu_memory.total_bytes / each.budget.gpu_memory > UNUSED
+        for each in plans
+    ]
     facts: dict[str, Any] = {
         "fits": True,
+        "offloads": bool(plan.offload.rules),
         "in_parts": any(rule.parts for rule in plan.offload.rules),
+        "in_groups": any(rule.tokens_at_once for rule in plan.offload.rules),
+        "unused": unused[0],
+        "unused_with_parts": unused[1],
         "reads_again": reads[0] > AGAIN,
         "reads_again_with_parts": reads[1] > AGAIN,
         "reads": [round(each, 2) for each in reads],
         "first_token_s": [round(each.prediction.prefill.step_s, 3) for each in plans],
         "objective_s": [round(each.prediction.objective_s, 3) for each in plans],
     }
+    if unused[1]:
+        is_fastest = plan.prediction.objective_s <= made.best_s * (1 + 1e-9)
+        reason = "less than a layer" if lacks_layer(question, plan) else "else"
+        facts[f"unused: {reason if is_fastest else 'earlier first token'}"] = True
     if reads[1] > AGAIN:
-        fitting = list_fitting(question, plan)
-        facts["reads_again_where_parts_fit"] = bool(fitting)
-        facts["reads_again_where_parts_are_faster"] = any(
+        fitting = [each for each in list_fitting(question, plan) if count_reads(each) <= AGAIN]
+        facts["reads_again_where_once_fits"] = bool(fitting)
+        facts["reads_again_where_once_is_faster"] = any(
             each.objective_s < 0.99 * plan.prediction.objective_s for each in fitting
         )
     return facts
@@ -176,19 +196,35 @@ def count_reads(prediction: Prediction) -> float:
     return prediction.prefill.link_bytes / max(1, prediction.host_memory_bytes)
 
 
+def lacks_layer(question: Question, plan: Plan) -> bool:
+    """Whether what a plan leaves is less than what each rule takes of any layer."""
+    stage = question.held.pack(plan.offload.packing).stage
+    left = plan.budget.gpu_memory - plan.prediction.gpu_memory.total_bytes
+    placed = (
+        place(stage, plan.offload.model_copy(update={"rules": (rule,)}))
+        for rule in plan.offload.rules
+    )
+    return all(
+        sum(e.off_gpu_bytes for e in s.entries) > left for each in placed for s in each.slabs
+    )
+
+
 def list_fitting(question: Question, plan: Plan) -> list[Prediction]:
-    """Predict plans in parts that keep a plan's budget."""
+    """Predict plans in parts that keep a plan's budget: what takes least memory, and reads once."""
     way: dict[str, Any] = {"group_size": 1, "num_in_group": 1, "prefill": "prefetch"}
-    experts = expert_class(question.held.stage).segments
+    stage = question.held.stage
+    experts = expert_class(stage).segments
     found = []
-    for num_parts in NUM_PARTS:
+    for num_parts, chunk, packing in product(NUM_PARTS, CHUNKS, {plan.offload.packing, None}):
         rules = (
             {"cpu_offload_params": experts, **way, "decode": "uva", "parts": num_parts},
-            {**way, "decode": "prefetch"},
+            {**way, "decode": "uva"},
         )
         offload = Offload(
-            prefill_chunk=min(512, plan.workload.prompt_tokens),
-            packing=plan.offload.packing,
+            prefetch_step=1,
+            prefill_chunk=min(chunk, plan.workload.prompt_tokens),
+            embeddings="device" if stage.input_embedding is None else "host",
+            packing=packing,
             rules=tuple(map(Rule.model_validate, rules)),
         )
         try:

@@ -166,6 +166,13 @@ class Placement:
     """The input embedding, if it lies on the host and is read by row."""
     expert_slots: Mapping[int, ExpertSlots] = field(default_factory=dict)
     """The experts that layers keep in GPU memory one by one, by layer index."""
+    chunks_at_once: Mapping[int, int] = field(default_factory=dict)
+    """Chunks of a prompt that meet a part while it is in its slot, by layer index; all of them in
+    layers in parts that are left out."""
+
+    def num_groups(self, layer: int, num_chunks: int) -> int:
+        """Count the groups of chunks, one after another, for which a layer's parts cross."""
+        return -(-num_chunks // self.chunks_at_once.get(layer, num_chunks))
 
     @cached_property
     def parts(self) -> Mapping[int, tuple[Span, ...]]:
@@ -244,6 +251,7 @@ def place(stage: Stage, offload: Offload) -> Placement:
     slabs: list[Slab] = []
     keeping = [number for number, rule in enumerate(rules) if rule.cached_experts is not None]
     slots: dict[int, dict[int, ExpertSlots]] = {number: {} for number in keeping}
+    chunks_at_once: dict[int, int] = {}
     for layer in stage.layers:
         chosen: list[tuple[Unit, Rule]] = []
         for unit in group_units(layer):
@@ -254,9 +262,11 @@ def place(stage: Stage, offload: Offload) -> Placement:
                 chosen.append((unit, rules[number]))
         for number, rule in enumerate(rules):
             if rule.parts is not None:
-                check_parts(
-                    stage, layer, number + 1, rule, [u for u, taker in chosen if taker is rule]
-                )
+                units = [u for u, taker in chosen if taker is rule]
+                check_parts(stage, layer, number + 1, rule, units)
+                at_once = rule.chunks_at_once(offload.prefill_chunk)
+                if units and at_once is not None:
+                    chunks_at_once[layer.index] = at_once
         if chosen:
             slabs.append(build_slab(chosen))
         for number in keeping:
@@ -283,6 +293,7 @@ def place(stage: Stage, offload: Offload) -> Placement:
         resident_bytes=weights - sum(e.off_gpu_bytes for slab in slabs for e in slab.entries),
         host_embedding=embedding,
         expert_slots={layer: of for by_layer in slots.values() for layer, of in by_layer.items()},
+        chunks_at_once=chunks_at_once,
     )
 
 

@@ -286,11 +286,24 @@ class Rule(Record):
     parts: int | None = Field(default=None, ge=2, le=MOST)
     """Parts in which prompts stream a layer's routed experts: some experts at a time, which meet
     the tokens of all chunks while the next ones come. Null streams what the rule takes whole."""
+    tokens_at_once: Count | None = None
+    """Tokens of each sequence that meet a part while it is in its slot: whole chunks, one at least.
+    The parts cross again for the tokens behind them. Null has a part meet the whole prompt."""
 
     @model_validator(mode="after")
     def _streams_in_parts(self) -> "Rule":
         if self.parts is None:
+            if self.tokens_at_once is not None:
+                raise ValueError(
+                    "tokens_at_once says how much of a prompt meets a part of a layer's experts, "
+                    "and parts is missing: add it, or take tokens_at_once out"
+                )
             return self
+        if self.tokens_at_once is not None and self.parts % 2:
+            raise ValueError(
+                f"found parts: {self.parts} with tokens_at_once, expected an even number: two "
+                "slots take parts in turn, also from one group of chunks to the next"
+            )
         if self.max_bytes is not None:
             raise ValueError(
                 "a max_bytes rule takes whole parameters, and parts divides a layer's experts: "
@@ -378,6 +391,11 @@ class Rule(Record):
     def streams(self) -> tuple[bool, bool]:
         """Whether it goes through the ring in prefill, and in decode."""
         return self.prefill.streams, self.decode.streams
+
+    def chunks_at_once(self, prefill_chunk: int) -> int | None:
+        """Count the chunks of so many tokens that meet a part at once; None for all."""
+        at_once = self.tokens_at_once
+        return None if at_once is None else max(1, at_once // prefill_chunk)
 
     def selects_layer(self, index: int) -> bool:
         """Whether the group pattern takes this layer (always true for ``max_bytes``)."""

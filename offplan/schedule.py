@@ -15,7 +15,8 @@ the last turns of prefill left there.
 
 Layers in parts: of a layer whose experts a prompt streams in parts, all chunks first run up to the
 experts, then each part meets the tokens of all chunks. Parts take turns in PART_SLOTS slots of
-their own, across layers, by the same rule.
+their own, across layers, by the same rule. Where a plan limits how many chunks wait at the experts,
+the chunks do so group by group, and the parts take their turns again in each group.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,17 +54,23 @@ class Serve:
 
 @dataclass(frozen=True)
 class Begin:
-    """Run a layer in parts up to its experts; whatever its kernels read in place they read now."""
+    """Run a group of chunks through a layer in parts up to its experts.
+
+    Whatever the layer's kernels read in place they read now. From the second group on, the chunks
+    of the one before run the rest of the layer first.
+    """
 
     layer: int
+    group: int = 0
 
 
 @dataclass(frozen=True)
 class ComputePart:
-    """Multiply the tokens of all chunks by a part of a layer's experts."""
+    """Multiply the tokens of a group of chunks by a part of a layer's experts."""
 
     layer: int
     part: int
+    group: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,12 +136,18 @@ def part_slots_of(placement: Placement) -> dict[int, list[tuple[int, Span]]]:
     return found
 
 
-def turns_of(placement: Placement, phase: Phase) -> dict[int, list[tuple[int, Span]]]:
-    """Return the turns of each layer that streams in this phase, what it streams whole first."""
+def turns_of(
+    placement: Placement, phase: Phase, num_chunks: int = 1
+) -> dict[int, list[tuple[int, Span]]]:
+    """Return the turns of each layer that streams in this phase, what it streams whole first.
+
+    A prompt has ``num_chunks`` chunks.
+    """
     turns = {layer: [turn] for layer, turn in slots_of(placement, phase).items()}
     if phase is Phase.PREFILL:
         for layer, parts in part_slots_of(placement).items():
-            turns[layer] = turns.get(layer, []) + parts
+            again = placement.num_groups(layer, num_chunks)
+            turns[layer] = turns.get(layer, []) + again * parts
     return turns
 
 
@@ -183,17 +196,19 @@ def build_pass(
     next_phase: Phase,
     *,
     calls: Calls | None = None,
+    num_chunks: int = 1,
     copies_again: bool = False,
     in_order: bool = False,
 ) -> Schedule:
     """Order the operations of one pass that is followed by a pass of ``next_phase``.
 
-    A pass calls the layers as ``calls`` says, each once and in order where that is left out.
+    A pass calls the layers as ``calls`` says, each once and in order where that is left out; a
+    prompt does so with ``num_chunks`` chunks.
     With ``copies_again`` every layer that streams is followed by a copy, also of what its slot
     already holds; with ``in_order`` the last ones by the next pass's first in their order.
     """
     order = calls or dict.fromkeys(Phase, range(num_layers))
-    turns_by_layer = turns_of(placement, phase)
+    turns_by_layer = turns_of(placement, phase, num_chunks)
     turns = [turn for layer in order[phase] for turn in turns_by_layer.get(layer, ())]
     following = _first_turns(placement, next_phase, order[next_phase])
     contents = list(ring)
@@ -238,10 +253,11 @@ def build_pass(
             turn += 1
         operations += [Wait(*turns[each]) for each in whole]
         operations += [Serve(phase, layer, backend) for backend in served.get(layer, ())]
-        if parts:
-            operations.append(Begin(layer))
-        for part, each in enumerate(parts):
-            operations += [Wait(*turns[each]), ComputePart(layer, part)]
+        for number, each in enumerate(parts):
+            group, part = divmod(number, len(placement.parts[layer]))
+            if not part:
+                operations.append(Begin(layer, group))
+            operations += [Wait(*turns[each]), ComputePart(layer, part, group)]
             refill(each)
         operations.append(Compute(layer))
         for each in whole:
@@ -293,13 +309,17 @@ class RequestSchedule:
 
 
 def build_request(
-    placement: Placement, num_layers: int, ring: Ring, calls: Calls | None = None
+    placement: Placement,
+    num_layers: int,
+    ring: Ring,
+    calls: Calls | None = None,
+    num_chunks: int = 1,
 ) -> RequestSchedule:
     """Order a request that starts from ``ring``; its prompt is one pass, in however many chunks.
 
-    ``calls`` is that of ``build_pass``.
+    ``calls`` and ``num_chunks`` are those of ``build_pass``.
     """
-    build = partial(build_pass, placement, num_layers, calls=calls)
+    build = partial(build_pass, placement, num_layers, calls=calls, num_chunks=num_chunks)
     prefill = build(Phase.PREFILL, ring, Phase.DECODE)
     first = build(Phase.DECODE, prefill.after, Phase.DECODE)
     steady = build(Phase.DECODE, first.after, Phase.DECODE)
@@ -307,8 +327,9 @@ def build_request(
 
 
 def build_steady_request(
-    placement: Placement, num_layers: int, calls: Calls | None = None
+    placement: Placement, num_layers: int, calls: Calls | None = None, num_chunks: int = 1
 ) -> RequestSchedule:
     """Order a request that finds the ring as an earlier, equal request left it."""
-    first = build_request(placement, num_layers, empty_ring(placement), calls)
-    return build_request(placement, num_layers, first.decode.after, calls)
+    asked = calls, num_chunks
+    first = build_request(placement, num_layers, empty_ring(placement), *asked)
+    return build_request(placement, num_layers, first.decode.after, *asked)

@@ -9,7 +9,7 @@ from offplan.errors import PlanError
 from offplan.expert_slots import require_few_pairs
 from offplan.held.held import hold
 from offplan.held.unit import group_units
-from offplan.placement import ALIGNMENT_BYTES, Phase
+from offplan.placement import ALIGNMENT_BYTES, Phase, place
 from offplan.plan import Backend, Offload, Rule
 from offplan.schedule import read_at_use
 from tests.costs.builders import DENSE, MOE, dense_model, make_model, moe_model, place_rules, rule
@@ -218,6 +218,8 @@ def test_rules_that_cannot_stream_parts(parts: int, segment: str, found: str) ->
     ("changes", "message"),
     [
         ({"parts": 1}, "greater than or equal to 2"),
+        ({"parts": 3, "tokens_at_once": 8}, "parts: 3 with tokens_at_once, expected an even"),
+        ({"parts": None, "tokens_at_once": 8}, "parts is missing: add it, or take tokens_at_once"),
         ({"decode": "prefetch"}, "expected prefill: prefetch and decode: uva or host"),
         ({"prefill": "uva"}, "expected prefill: prefetch"),
         ({"cached_experts": 2}, "leave one of them out"),
@@ -227,6 +229,18 @@ def test_rules_that_cannot_stream_parts(parts: int, segment: str, found: str) ->
 def test_rules_that_cannot_say_parts(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Rule.model_validate({**dict(in_parts(2, "experts")), **changes})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "at_once", "groups"),
+    [(None, None, 1), (3, 1, 9), (8, 1, 9), (20, 2, 5), (99, 12, 1)],
+)
+def test_whole_chunks_wait_at_once(tokens: int | None, at_once: int | None, groups: int) -> None:
+    """Nine chunks of eight tokens each."""
+    parts = Rule.model_validate({**dict(in_parts(2, "experts")), "tokens_at_once": tokens})
+    placement = place(hold(make_model([DENSE, MOE])), Offload(prefill_chunk=8, rules=(parts,)))
+    assert placement.chunks_at_once.get(1) == at_once
+    assert (placement.num_groups(1, 9), placement.num_groups(0, 9)) == (groups, 1)
 
 
 def test_parts_are_experts_of_every_matrix() -> None:

@@ -11,6 +11,7 @@ from offplan.checkpoint.model import Model
 from offplan.placement import Phase, Placement, Span
 from offplan.plan import Backend
 from offplan.schedule import (
+    Begin,
     Compute,
     ComputePart,
     Copy,
@@ -102,7 +103,8 @@ def test_requests_are_safe(data: st.DataObject, model: Model, prefetch_step: int
     ring = empty_ring(placement)
     passes: list[Schedule] = []
     for _ in range(3):
-        request = build_request(placement, len(model.layers), ring)
+        num_chunks = data.draw(st.integers(1, 7))
+        request = build_request(placement, len(model.layers), ring, num_chunks=num_chunks)
         steps = data.draw(st.integers(0, 2))
         passes += [request.prefill, request.first_decode, *[request.decode] * steps]
         ring = passes[-1].after
@@ -121,7 +123,10 @@ def test_any_order_of_phases_is_safe(data: st.DataObject, model: Model, prefetch
     for phase, told in data.draw(
         st.lists(st.tuples(st.sampled_from(Phase), st.sampled_from(Phase)), max_size=6)
     ):
-        passes.append(build_pass(placement, len(model.layers), phase, ring, told))
+        num_chunks = data.draw(st.integers(1, 7))
+        passes.append(
+            build_pass(placement, len(model.layers), phase, ring, told, num_chunks=num_chunks)
+        )
         ring = passes[-1].after
     run_by_hand(placement, passes, late=False)
     run_by_hand(placement, passes, late=True)
@@ -208,6 +213,25 @@ def test_parts_take_turns_while_what_is_streamed_whole_stays() -> None:
         e.unit.nbytes for slab in experts for e in slab.entries if e.num_parts > 1
     )
     assert all(len(span.runs) == 2 for slab in experts for span in slab.parts)
+
+
+@pytest.mark.parametrize(("num_parts", "crossings"), [(4, 3), (2, 1)])
+def test_parts_cross_again_for_each_group_of_chunks(num_parts: int, crossings: int) -> None:
+    """Seven chunks, three at once: three groups. Of two parts each stays in its slot for them."""
+    more = {"parts": num_parts, "tokens_at_once": 3}
+    parts = rule("experts", decode=Backend.UVA).model_copy(update=more)
+    placement = place_rules(moe_model(3), [parts], 1)
+    ring = empty_ring(placement)
+    requests = [build_request(placement, 3, ring, num_chunks=n) for n in (3, 7)]
+    moved = [request.prefill.link_bytes for request in requests]
+    assert moved == [placement.slab_bytes, crossings * placement.slab_bytes]
+    told = [op for op in requests[1].prefill.operations if isinstance(op, Begin | ComputePart)]
+    assert told == [
+        op
+        for layer in (1, 2)
+        for group in range(3)
+        for op in (Begin(layer, group), *(ComputePart(layer, n, group) for n in range(num_parts)))
+    ]
 
 
 def spoil(schedule: Schedule, how: str) -> Schedule:

@@ -68,7 +68,7 @@ def trace_plan(plan: Plan, stage: Stage, machine: MachineProfile) -> RequestLane
     compute = ModelCompute(stage, machine)
     prompt = compute.price(*prefill_shapes(plan.workload, plan.offload.prefill_chunk))
     calls = list_calls(stage, len(prompt.shapes))
-    request = build_steady_request(placement, len(stage.layers), calls)
+    request = build_steady_request(placement, len(stage.layers), calls, len(prompt.shapes))
     step = compute.price(decode_shape(plan.workload))
     return RequestLanes(
         trace_prompt(request.prefill, pass_times(placement, stage, machine, prompt)),

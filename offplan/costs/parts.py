@@ -40,29 +40,41 @@ def span_seconds(machine: MachineProfile, span: Span) -> float:
 def part_times(placement: Placement, priced: PassCompute) -> dict[int, PartTimes]:
     """Find what each part of a layer's experts takes in a prompt, by layer index.
 
-    Each has as many experts, and so takes as much of what all of them do.
+    Each has as many experts, and each group as many chunks: they take as much of what all do.
     """
     if priced.shapes[0].phase is Phase.DECODE:
         return {}
     num_chunks = len(priced.shapes)
     return {
-        layer: divide_ps(priced.routed_ps[layer], len(parts), num_chunks)
+        layer: divide_ps(
+            priced.routed_ps[layer], len(parts), num_chunks, placement.num_groups(layer, num_chunks)
+        )
         for layer, parts in placement.parts.items()
     }
 
 
-def divide_ps(routed_ps: int, num_parts: int, num_chunks: int) -> PartTimes:
+def divide_ps(routed_ps: int, num_parts: int, num_chunks: int, num_groups: int = 1) -> PartTimes:
     """Divide the picoseconds of routed experts; each chunk launches PART_OPERATORS a part."""
     launching_ps = to_ps(num_chunks * PART_OPERATORS * LAUNCH_S)
-    part_ps = -(-routed_ps // num_parts) + launching_ps
-    return PartTimes(routed_ps, part_ps, num_parts * launching_ps)
+    part_ps = -(-routed_ps // (num_groups * num_parts)) + -(-launching_ps // num_groups)
+    return PartTimes(routed_ps, part_ps, num_parts * launching_ps, num_groups)
 
 
-def parts_bytes(stage: Stage, workload: Workload) -> int:
-    """Bytes that all chunks of a prompt keep at the experts of a layer in parts.
+def parts_bytes(
+    token_bytes: int, workload: Workload, prefill_chunk: int, chunks_at_once: int | None
+) -> int:
+    """Bytes that a group of so many chunks of a prompt, or all, keeps at a layer's experts."""
+    tokens = workload.prompt_tokens
+    if chunks_at_once is not None:
+        tokens = min(tokens, chunks_at_once * prefill_chunk)
+    return workload.batch * tokens * token_bytes
 
-    For each token PART_COPIES of its hidden state, that of shared experts, the product of each of
-    its choices, the choices and the scores.
+
+def bytes_at_experts(stage: Stage) -> int:
+    """Bytes that a token keeps at the experts of a layer in parts.
+
+    They are PART_COPIES of its hidden state, that of shared experts, the product of each of its
+    choices, the choices and the scores.
     """
     if stage.experts is None:
         return 0
@@ -70,5 +82,4 @@ def parts_bytes(stage: Stage, workload: Workload) -> int:
     has_shared = any(role_of(parameter) is Role.SHARED_EXPERTS for parameter in stage.parameters)
     states = PART_COPIES * stage.architecture.num_streams + has_shared + num_chosen
     each = states * stage.architecture.hidden_size * stage.element_bytes
-    each += CHOICE_BYTES * num_chosen + SCORE_BYTES * stage.experts.num_in_all
-    return workload.batch * workload.prompt_tokens * each
+    return each + CHOICE_BYTES * num_chosen + SCORE_BYTES * stage.experts.num_in_all

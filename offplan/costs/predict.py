@@ -62,7 +62,7 @@ def price_request(
         return RequestTimes(*(add_up_engine(engine, placement, *phase) for phase in phases))
     prompt, step = (pass_times(placement, stage, machine, each) for each in (prefill, decode))
     calls = list_calls(stage, num_passes)
-    request = build_steady_request(placement, len(stage.layers), calls)
+    request = build_steady_request(placement, len(stage.layers), calls, num_passes)
     if calls is not None:
         return RequestTimes(
             price_prefill(request.prefill, prompt), price_decode(request.decode, step)

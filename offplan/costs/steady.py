@@ -39,9 +39,11 @@ class PartTable:
     num_parts: Ints
     """0 where the layer is not in parts."""
     part_ps: Ints
-    """Compute of each part."""
+    """Compute of each part for a group of chunks."""
     copy_ps: Ints
     """One copy of a part."""
+    num_groups: Ints
+    """Groups of chunks for which the parts cross; 1 where the layer is not in parts."""
 
     def __getitem__(self, rows: Ints) -> "PartTable":
         """Select candidates."""
@@ -182,7 +184,10 @@ class OnePlan:
             + 2 * num_passes * sum(map(times.copy_ps, spans[phase]))
             + ceil(times.uva_slowdown) * sum(times.uva_ps)
             + sum(
-                2 * len(placement.parts[layer]) * (each.part_ps + times.copy_ps(part))
+                2
+                * each.num_groups
+                * len(placement.parts[layer])
+                * (each.part_ps + times.copy_ps(part))
                 for layer, each in times.parts.items()
                 for part in placement.parts[layer][:1]
             )
@@ -224,11 +229,12 @@ class OnePlan:
 
 def _tabulate_parts(placement: Placement, times: PassTimes, unit_ps: int) -> PartTable:
     """Write the table of one plan's parts, in units of so many picoseconds."""
-    columns = np.zeros((3, 1, len(times.compute_ps)), dtype=np.int64)
+    columns = np.zeros((4, 1, len(times.compute_ps)), dtype=np.int64)
+    columns[3] = 1
     for layer, each in times.parts.items():
         parts = placement.parts[layer]
         in_units = each.part_ps // unit_ps, times.copy_ps(parts[0]) // unit_ps
-        columns[:, 0, layer] = len(parts), *in_units
+        columns[:, 0, layer] = len(parts), *in_units, each.num_groups
     return PartTable(*columns)
 
 
@@ -257,10 +263,12 @@ def prompt_ps(prompt: PassTable, step: PassTable, slowdown: float) -> Ints:
     moments = np.zeros((len(fills), 2 + most), dtype=np.int64)
     moments[:, 1] = behind_all[:, -1]
     moments[:, 2:] = np.take_along_axis(filled, prompt.layer_of[:, :most], axis=1)
-    each = part_fills.max(axis=1) // PART_SLOTS
-    begun = np.where(part_fills > 0, behind_all - part_fills, 0).max(axis=1)
-    turns = np.arange(1, PART_SLOTS + 1)
-    parts_done = np.where(each[:, None] > 0, begun[:, None] + turns * each[:, None], 0)
+    parts_done = None
+    if prompt.parts is not None:
+        each = part_fills.max(axis=1) // PART_SLOTS
+        begun = np.where(part_fills > 0, behind_all - part_fills, 0).max(axis=1)
+        turns = np.arange(1, PART_SLOTS + 1)
+        parts_done = np.where(each[:, None] > 0, begun[:, None] + turns * each[:, None], 0)
     return _run_pass(prompt, refills, slowdown, moments, parts_done, drains=True)[:, 0]
 
 
@@ -353,51 +361,121 @@ def _run_pass(
 
     ``moments`` is [candidates, 2 + slots]; slots that a candidate does not have go with compute.
     ``refills`` are the copies that follow each layer into its slot, -1 for none. ``parts_done`` are
-    the moments of the fill of each slot for parts, [candidates, PART_SLOTS], which is advanced.
+    the moments of the fill of the slots for parts, [candidates, PART_SLOTS], the next one first.
     With ``drains``, kernels that read are slower only until nothing is left to be copied.
     """
     every = np.arange(len(moments))
-    compute, link, done = moments[:, 0], moments[:, 1], moments[:, 2:].copy()
+    parts = np.zeros((len(moments), 0), dtype=np.int64) if parts_done is None else parts_done
+    now = _Moments(moments[:, 0], moments[:, 1], moments[:, 2:].copy(), parts)
     reads_any = np.asarray(times.read_ps.any(axis=0))
     streams_any = np.asarray(times.streams.any(axis=0))
-    turn = np.zeros(len(moments), dtype=np.int64)
     for layer in range(refills.shape[1]):
         if streams_any[layer]:
-            slot = times.slot[:, layer] % done.shape[1]
-            filled = done[every, slot]
-            compute = np.where(times.streams[:, layer], np.maximum(compute, filled), compute)
-        if reads_any[layer]:
-            read = times.read_ps[:, layer]
-            slowly = compute + (read * slowdown).astype(np.int64)
-            # what is being copied meanwhile is late by as much as the kernels read
-            reading = read > 0
-            link = np.where(reading, np.maximum(link, compute) + read, link)
-            late = np.maximum(done, compute[:, None]) + read[:, None]
-            done = np.where(reading[:, None], late, done)
-            if parts_done is not None:
-                late = np.maximum(parts_done, compute[:, None]) + read[:, None]
-                parts_done = np.where(reading[:, None], late, parts_done)
-            compute = np.where(reading & drains, np.minimum(link, slowly), slowly)
-        compute = compute + times.compute_ps[:, layer]
-        for part in range(0 if times.parts is None else times.parts.most[layer]):
-            assert times.parts is not None
-            assert parts_done is not None
-            num_parts, place = times.parts.num_parts[:, layer], turn % PART_SLOTS
-            has_part, is_early = num_parts > part, num_parts > part + PART_SLOTS
-            ready = np.maximum(compute, parts_done[every, place]) + times.parts.part_ps[:, layer]
-            compute = np.where(has_part, ready, compute)
-            refill = np.where(
-                is_early, times.parts.copy_ps[:, layer], times.parts.following_ps[:, layer]
-            )
-            copies = has_part & (refill >= 0)
-            link = np.where(copies, np.maximum(link, compute) + refill, link)
-            parts_done[every, place] = np.where(copies, link, parts_done[every, place])
-            turn += has_part
+            slot = times.slot[:, layer] % now.done.shape[1]
+            filled, streams = now.done[every, slot], times.streams[:, layer]
+            now.compute = np.where(streams, np.maximum(now.compute, filled), now.compute)
+        read, compute = times.read_ps[:, layer], times.compute_ps[:, layer]
+        if times.parts is not None and times.parts.most[layer]:
+            _run_groups(now, times.parts, layer, read, compute, slowdown, drains=drains)
+        else:
+            if reads_any[layer]:
+                now.read(read, slowdown, drains=drains)
+            now.compute = now.compute + compute
         if streams_any[layer]:
             refill = refills[:, layer]
             copies = refill >= 0
-            link = np.where(copies, np.maximum(link, compute) + refill, link)
-            done[every, slot] = np.where(copies, link, done[every, slot])
-    compute = compute + times.outside_ps
-    has_slot = np.arange(done.shape[1]) < times.num_slots
-    return np.column_stack([compute, link, np.where(has_slot, done, compute[:, None])])
+            now.link = np.where(copies, np.maximum(now.link, now.compute) + refill, now.link)
+            now.done[every, slot] = np.where(copies, now.link, now.done[every, slot])
+    compute = now.compute + times.outside_ps
+    has_slot = np.arange(now.done.shape[1]) < times.num_slots
+    return np.column_stack([compute, now.link, np.where(has_slot, now.done, compute[:, None])])
+
+
+@dataclass
+class _Moments:
+    """When things are done in a pass, of many candidates."""
+
+    compute: Ints
+    link: Ints
+    done: Ints
+    """The fill of each slot of the ring, [candidates, slots]."""
+    parts: Ints
+    """The fill of each slot for parts, the next one first, [candidates, PART_SLOTS or 0]."""
+
+    def copy(self) -> "_Moments":
+        """Return the moments as they are."""
+        return _Moments(self.compute, self.link, self.done.copy(), self.parts.copy())
+
+    def read(self, read: Ints, slowdown: float, *, drains: bool) -> None:
+        """Have kernels read for so many picoseconds; 0 where they read nothing."""
+        slowly = self.compute + (read * slowdown).astype(np.int64)
+        # what is being copied meanwhile is late by as much as the kernels read
+        reading = read > 0
+        self.link = np.where(reading, np.maximum(self.link, self.compute) + read, self.link)
+        for slots in (self.done, self.parts):
+            if slots.size:
+                late = np.maximum(slots, self.compute[:, None]) + read[:, None]
+                np.copyto(slots, late, where=reading[:, None])
+        self.compute = np.where(reading & drains, np.minimum(self.link, slowly), slowly)
+
+    def go_on(self, before: "_Moments", most: Ints, reads: Bools) -> Ints:
+        """Repeat the step since ``before`` at once, where another like it adds the same to all.
+
+        What a step makes of its moments moves as they do, so it is then exact. ``most`` is how
+        often at most, and ``reads`` whether the step reads: it alone moves the ring's slots.
+        Returns how often it was repeated, [candidates].
+        """
+        by = self.compute - before.compute
+        alike = (self.link - before.link == by) & (self.parts - before.parts == by[:, None]).all(1)
+        alike &= ~reads | (self.done - before.done == by[:, None]).all(1)
+        count = np.where(alike, np.maximum(0, most), 0)
+        self.compute, self.link = self.compute + count * by, self.link + count * by
+        self.parts += (count * by)[:, None]
+        self.done += np.where(reads, count * by, 0)[:, None]
+        return count
+
+
+def _run_groups(
+    now: _Moments,
+    parts: PartTable,
+    layer: int,
+    read: Ints,
+    compute: Ints,
+    slowdown: float,
+    *,
+    drains: bool,
+) -> None:
+    """Run a layer in parts, whose reading and other compute each group does an equal share of."""
+    left = parts.num_groups[:, layer].copy()
+    read, compute = read // left, compute // left
+    while left.any():
+        before, is_on = now.copy(), left > 0
+        now.read(np.where(is_on, read, 0), slowdown, drains=drains)
+        now.compute = now.compute + np.where(is_on, compute, 0)
+        _run_parts(now, parts, layer, left)
+        left -= is_on
+        # the last group is not like those before it: its copies are the next layer's
+        left -= now.go_on(before, left - 1, read > 0)
+
+
+def _run_parts(now: _Moments, parts: PartTable, layer: int, groups: Ints) -> None:
+    """Run a layer's parts for a group of chunks, of ``groups`` that are left; 0 runs none."""
+    num_parts = parts.num_parts[:, layer]
+    left = np.where(groups > 0, num_parts, 0)
+    behind = np.maximum(0, groups - 1) * num_parts
+    # where each part has a slot of its own, the next group finds it there
+    stays = num_parts <= PART_SLOTS
+    unread = np.zeros(len(left), dtype=bool)
+    while left.any():
+        before = now.copy()
+        is_on, is_early = left > 0, left + behind > PART_SLOTS
+        ready = np.maximum(now.compute, now.parts[:, 0]) + parts.part_ps[:, layer]
+        now.compute = np.where(is_on, ready, now.compute)
+        refill = np.where(is_early, parts.copy_ps[:, layer], parts.following_ps[:, layer])
+        copies = is_on & (refill >= 0) & ~(is_early & stays)
+        now.link = np.where(copies, np.maximum(now.link, now.compute) + refill, now.link)
+        filled = np.where(copies, now.link, now.parts[:, 0])
+        turned = np.column_stack([now.parts[:, 1:], filled])
+        now.parts = np.where(is_on[:, None], turned, now.parts)
+        left -= is_on
+        left -= now.go_on(before, np.minimum(left, left + behind - PART_SLOTS), unread)

@@ -9,7 +9,7 @@ spends their time on both queues, because kernels and DMA share the link. The ke
 all of it while they run: what is copied meanwhile is late by what they read, and they take a little
 longer, at most until it is copied. In a decode step that copies at all, the timeline assumes
 that the link is busy whenever kernels read. A layer in parts takes all but its routed
-experts' time when it is begun, and theirs part by part.
+experts' time when it is begun, and theirs part by part; each group of chunks takes an equal share.
 
 In a decode step every rule then takes a maximum or adds a constant, so it is a linear map over the
 max-plus semiring, and takes in steady state exactly the map's largest cycle mean: no iteration has
@@ -52,9 +52,11 @@ class PartTimes(NamedTuple):
     routed_ps: int
     """Of the layer's compute, what its routed experts take."""
     part_ps: int
-    """One part, with what launching it takes."""
+    """One part for one group of chunks, with what launching it takes."""
     launching_ps: int
     """Of all parts, what launching them takes."""
+    num_groups: int
+    """Groups of chunks for which the parts cross."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,11 @@ class PassTimes:
     def share_ps(self, layer: int) -> tuple[int, int]:
         """Picoseconds that one call of a layer reads weights at use, and runs its kernels.
 
-        Experts that stream in parts are left out.
+        Of a layer in parts it is for one group of chunks, without experts.
         """
         count = self.num_calls[layer] if self.num_calls else 1
+        if layer in self.parts:
+            count *= self.parts[layer].num_groups
         return self.uva_ps[layer] // count, self.begin_ps[layer] // count
 
     @cached_property
@@ -282,8 +286,10 @@ def _run_pass(
         elif isinstance(op, ComputePart):
             began, compute = compute, compute + times.parts[op.layer].part_ps
             record("compute", "compute", op.layer, began, compute)
-        elif isinstance(op, Begin | Compute) and op.layer != begun:
-            begun = op.layer if isinstance(op, Begin) else None  # all of its own time is here
+        elif isinstance(op, Compute) and op.layer == begun:
+            begun = None  # all of its own time was when it was begun
+        elif isinstance(op, Begin | Compute):
+            begun = op.layer if isinstance(op, Begin) else None
             reading, busy = times.share_ps(op.layer)
             if reading:
                 took = read(reading, max(0, link - compute))

@@ -90,6 +90,10 @@ class Rules:
     smallest groups first."""
     num_patterns: Ints
     """How many patterns each rule has."""
+    off_gpu_bytes: Ints
+    """Bytes that each rule takes off the GPU, all but the last."""
+    shared_bytes: Ints
+    """Bytes of that which the own numbers of an option take there, [options + 1, settings]."""
 
     @cached_property
     def first_pattern(self) -> Ints:
@@ -111,14 +115,15 @@ class Rules:
         """Bytes of the smallest slot that a rule of each option asks for."""
         return np.minimum.reduceat(self.loads.slot_bytes[0, :-1], self._starts)
 
-    def find(self, least_bytes: Floats) -> Ints:
-        """Find of each option the smallest rule that takes so many bytes, [..., options].
+    def find(self, setting: Ints, least_bytes: Floats) -> Ints:
+        """Find of each option the smallest rule that takes so many bytes, [rows, options].
 
         It is the one after the option's last where none does.
         """
         options = np.arange(len(self._starts))
-        keys = _OPTION * self.option[:-1] + self.loads.unit_bytes[0, :-1]
-        return np.searchsorted(keys, _OPTION * options + np.minimum(least_bytes, _OPTION))
+        keys = _OPTION * self.option[:-1] + self.off_gpu_bytes
+        wanted = least_bytes + self.shared_bytes[options].T[setting]
+        return np.searchsorted(keys, _OPTION * options + np.minimum(wanted, _OPTION))
 
 
 def list_rules(space: Space, prices: Prices) -> Rules:
@@ -135,13 +140,16 @@ def list_rules(space: Space, prices: Prices) -> Rules:
         )
     ]
     option = np.array([number for number, _ in found])
-    loads = _sum_up(space, prices, option, numbers, np.array([group.counts for _, group in found]))
+    counts = np.array([group.counts for _, group in found])
+    loads = _sum_up(space, prices, option, numbers, counts)
     patterns = [*(group.patterns for _, group in found), (NO_RULE,)]
     return Rules(
         np.append(option, NO_RULE),
         loads,
         np.concatenate(patterns),
         np.array([len(each) for each in patterns]),
+        (counts * sizes[option]).sum(axis=1),
+        prices.numbers.shared_bytes,
     )
 
 
@@ -161,7 +169,7 @@ def _sum_up(space: Space, prices: Prices, option: Ints, numbers: Ints, counts: I
     step_read = contents.step_read_ps[layers]
     streams, streams_again = prompt_bytes > 0, step_bytes > 0
     columns = Loads(
-        unit_bytes=np.maximum(0, total(contents.unit_bytes[layers]) - own.shared_bytes[option]),
+        unit_bytes=np.maximum(0, total(contents.unit_bytes[layers]) - own.shared_bytes[option].T),
         slab_bytes=total(contents.slab_bytes[layers]),
         prompt_copied=total(prompt_ps - space.start_ps * streams),
         prompt_copy=most(prompt_ps),

@@ -80,24 +80,31 @@ class Numbers:
 
     @cached_property
     def shared_bytes(self) -> Ints:
-        """Bytes on the GPU for parts, once for all layers, [options + 1].
+        """Bytes on the GPU for parts, once for all layers, [options + 1, settings].
 
         They are those of all kinds of layers: a larger rule of an option never frees less.
         """
-        return np.asarray(self._parts.gpu_bytes.max(axis=1))
+        shape = len(self.climbs), len(self.space.settings)
+        largest = self._parts.gpu_bytes.max(axis=1).reshape(shape[0], -1)
+        return np.broadcast_to(largest, shape)
 
     @cached_property
     def _has_parts(self) -> bool:
         return bool(self.shared_bytes.any())
 
     def parts_ps(self, option: Ints, counts: Ints) -> Floats:
-        """Picoseconds of the copies of parts of so many layers of each kind, [rules].
+        """Picoseconds of the copies of parts of so many layers of each kind, [settings, rules].
 
-        None is counted where a prompt finds all parts in their slots.
+        None is counted where a prompt finds all parts in their slots, and one where its groups do.
         """
-        num_parts = counts * self._parts.num_parts[option]
-        copied = (num_parts * self._parts.copy_ps[option]).sum(axis=1)
-        return np.where(num_parts.sum(axis=1) > PART_SLOTS, copied, 0).astype(np.float64)
+        if not self._has_parts:
+            return np.zeros(len(option))
+        parts = Parts(*(each[option] for each in self._parts))
+        num_parts = counts * parts.num_parts
+        crossings = np.where(parts.num_parts[..., None] > PART_SLOTS, parts.num_groups, 1)
+        copied = ((num_parts * parts.copy_ps)[..., None] * crossings).sum(axis=1)
+        is_copied = num_parts.sum(axis=1) > PART_SLOTS
+        return np.where(is_copied, copied.T, 0).astype(np.float64)
 
     @cached_property
     def _curves(self) -> Floats:
@@ -122,14 +129,14 @@ class Numbers:
         return curve
 
     def spend(
-        self, options: tuple[Ints, Ints], takes: tuple[Ints, Ints], spare: Ints
+        self, setting: Ints, options: tuple[Ints, Ints], takes: tuple[Ints, Ints], spare: Ints
     ) -> tuple[NDArray[np.bool_], Own | None]:
         """Spend the bytes that candidates leave on what their rules' numbers take.
 
         ``options`` and ``takes`` are of the first rule and of the second: which layers it takes, 1
         for each. Returns whether the bytes do, [candidates]; without numbers they always do.
         """
-        has_own = self.climbs | (self.shared_bytes > 0)
+        has_own = self.climbs | self.shared_bytes.any(axis=1)
         if not has_own.any():
             return np.ones(len(spare), dtype=bool), None
         is_first, is_second = (has_own[each] for each in options)
@@ -138,7 +145,8 @@ class Numbers:
         rungs = self._climb(option, taken, spare)
         fits = rungs.any(axis=1) | ~self.climbs[option]
         if self._has_parts:
-            gpu_bytes = self._parts.gpu_bytes[option][:, np.array(self.space.kind_of)]
+            at = option[:, None], np.array(self.space.kind_of), setting[:, None]
+            gpu_bytes = self._parts.gpu_bytes[at]
             fits &= spare >= (taken * gpu_bytes).max(axis=1)
         return fits, Own(option, taken, rungs)
 
@@ -177,7 +185,8 @@ class Numbers:
         parts = self._parts
         if self._has_parts and (num_parts := own.takes * parts.num_parts[at]).any():
             of_setting = *at, setting[:, None]
-            table = PartTable(num_parts, parts.part_ps[of_setting], parts.copy_ps[at])
+            groups = np.maximum(1, own.takes * parts.num_groups[of_setting])
+            table = PartTable(num_parts, parts.part_ps[of_setting], parts.copy_ps[at], groups)
             moved = own.takes * parts.moved_ps[of_setting]
             prompt = replace(prompt, compute_ps=prompt.compute_ps - moved, parts=table)
         return prompt, step

@@ -26,7 +26,7 @@ from offplan.costs.cores import CoresUse, find_use
 from offplan.costs.kept_experts import brought_bytes, find_experts, keeping_ps, left_bytes
 from offplan.costs.link import use_bytes
 from offplan.costs.missed import Missed
-from offplan.costs.parts import divide_ps, parts_bytes, span_seconds
+from offplan.costs.parts import bytes_at_experts, divide_ps, parts_bytes, span_seconds
 from offplan.costs.timeline import to_ps
 from offplan.errors import PlanError
 from offplan.expert_slots import BOUNDARY_BYTES, ExpertSlots, check_parts, find_expert_slots
@@ -44,6 +44,11 @@ SHARES = tuple(number / 16 for number in range(1, 17))
 """Values of ``host_share`` tried; 0 is an option without the host's cores."""
 NUM_PARTS = (2, 4, 8, 16, 32)
 """Values of ``parts`` tried: each chunk launches each part, and more parts spare little."""
+MOST_GROUPS = 16
+"""Groups of chunks, at most, that values of ``tokens_at_once`` divide a prompt into: they are the
+powers of two below the prompt's tokens."""
+LEAST_AT_ONCE = 128
+"""Fewer tokens at once are not tried: chunks of as many launch as often."""
 
 
 class Ladder(NamedTuple):
@@ -69,14 +74,17 @@ class Parts(NamedTuple):
     """
 
     num_parts: Any
-    gpu_bytes: Any
-    """GPU memory of the slots, and of what chunks keep meanwhile: all layers share the largest."""
+    gpu_bytes: NDArray[np.int64]
+    """GPU memory of the slots, and of what chunks keep meanwhile, [settings]: all layers share the
+    largest."""
     copy_ps: Any
     """Picoseconds of the copy of one part."""
     moved_ps: NDArray[np.int64]
     """Of a prompt's compute in the layer, what its parts take instead, [settings]."""
     part_ps: NDArray[np.int64]
-    """Picoseconds that a prompt computes with each part, [settings]."""
+    """Picoseconds that a group of chunks computes with each part, [settings]."""
+    num_groups: NDArray[np.int64]
+    """Groups of chunks for which the parts cross, [settings]."""
 
 
 @dataclass(frozen=True)
@@ -255,6 +263,14 @@ class StreamsParts(Option):
     """Routed experts that prompts stream in parts: ``parts``."""
 
     num_parts: int
+    token_bytes: int
+    """Bytes that a token keeps at the experts."""
+    tokens_at_once: int | None = None
+
+    @property
+    def rank(self) -> tuple[object, ...]:
+        """Of equally good ones that with most tokens at once comes first, as they are listed."""
+        return *super().rank[:-1], (self.num_parts,)
 
     @property
     def fills_ring(self) -> bool:
@@ -262,23 +278,31 @@ class StreamsParts(Option):
         return False
 
     def numbers(self, rungs: int, more: int) -> Mapping[str, Any]:
-        """Return the number of parts."""
-        return {"parts": self.num_parts}
+        """Return the number of parts, and how much of a prompt meets one at once."""
+        return {"parts": self.num_parts, "tokens_at_once": self.tokens_at_once}
 
     def parts(self, space: "Space", kind: int) -> Parts | None:
         """Price the parts of a kind of layer."""
         units = space.taken(self.segment_class)[kind]
         if not units:
             return None
-        first, *_ = build_slab((unit, self.rule(1, 1)) for unit in units).parts
-        prompts, layer = [each.prefill for each in space.settings], space.kind_of.index(kind)
-        times = [divide_ps(p.routed_ps[layer], self.num_parts, len(p.shapes)) for p in prompts]
+        rule, layer = self.rule(1, 1), space.kind_of.index(kind)
+        first, *_ = build_slab((unit, rule) for unit in units).parts
+        gpu_bytes, times = [], []
+        for each in space.settings:
+            chunk, num_chunks = each.prefill_chunk, len(each.prefill.shapes)
+            at_once = rule.chunks_at_once(chunk)
+            waiting = parts_bytes(self.token_bytes, space.question.workload, chunk, at_once)
+            gpu_bytes.append(PART_SLOTS * first.slot_bytes + waiting)
+            given = each.prefill.routed_ps[layer], self.num_parts, num_chunks
+            times.append(divide_ps(*given, -(-num_chunks // (at_once or num_chunks))))
         return Parts(
             self.num_parts,
-            PART_SLOTS * first.slot_bytes + parts_bytes(space.stage, space.question.workload),
+            np.array(gpu_bytes),
             to_ps(span_seconds(space.machine, first)),
             np.array([each.routed_ps for each in times]),
             np.array([each.part_ps for each in times]),
+            np.array([each.num_groups for each in times]),
         )
 
 
@@ -287,18 +311,27 @@ def _list_parts(space: "Space", ways: Iterable[tuple[Backend, Backend]]) -> Iter
     stage, goal = space.stage, space.question.goal
     if goal.parts == "off" or stage.experts is None:
         return
-    experts = expert_class(stage)
+    experts, token_bytes = expert_class(stage), bytes_at_experts(stage)
     for way in ways:
         if not way[0].streams or way[1].streams or way[1].is_served:
             continue
         if way[1].is_by_cores and not suits_cores(space, experts):
             continue
         for num_parts in NUM_PARTS:
-            option = StreamsParts(experts, *way, num_parts)
+            option = StreamsParts(experts, *way, num_parts, token_bytes)
             with suppress(PlanError):  # it does not divide the experts
                 for layer, units in zip(space.layers, space.taken(experts), strict=True):
                     check_parts(stage, layer, 1, option.rule(1, 1), units)
                 yield option
+                for tokens in _list_at_once(space.question.workload.prompt_tokens):
+                    yield replace(option, tokens_at_once=tokens)
+
+
+def _list_at_once(prompt_tokens: int) -> Iterator[int]:
+    """List the values of ``tokens_at_once`` that are tried, the largest first."""
+    tokens = 1 << (prompt_tokens - 1).bit_length()
+    while (tokens := tokens // 2) * MOST_GROUPS >= prompt_tokens and tokens >= LEAST_AT_ONCE:
+        yield tokens
 
 
 def backend_pairs(backends: Iterable[Backend], store: Store) -> list[tuple[Backend, Backend]]:
@@ -375,7 +408,11 @@ def number_steps(rule: Rule) -> Iterator[tuple[str, dict[str, object]]]:
     if (parts := rule.parts) is not None:
         for number in (parts // 2, 2 * parts):
             yield f"parts {parts} -> {number}", {"parts": number}
-        yield "without parts", {"parts": None}
+        if (tokens := rule.tokens_at_once) is not None:
+            for number in (tokens // 2, 2 * tokens):
+                yield f"tokens_at_once {tokens} -> {number}", {"tokens_at_once": number}
+            yield "without tokens_at_once", {"tokens_at_once": None}
+        yield "without parts", {"parts": None, "tokens_at_once": None}
     if (kept := rule.cached_experts) is None:
         return
     for number in (kept - 1, kept + 1):

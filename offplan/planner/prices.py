@@ -190,7 +190,7 @@ class Prices:
         Returns whether the bytes do, [candidates]; None where no option has such numbers.
         """
         options = candidates.first, candidates.second
-        return self.numbers.spend(options, self._takes(candidates), spare)
+        return self.numbers.spend(candidates.setting, options, self._takes(candidates), spare)
 
     def price(
         self, numbers: Ints, setting: Ints, prefetch_step: Ints, own: Own | None = None

@@ -231,7 +231,7 @@ class _Run:
         # the second has to free something where the first is no plan alone: enough layers stream
         left = np.maximum(rows.lacking_bytes, np.where(rows.is_plan, -np.inf, 1))
         missing = np.maximum(1, left[:, None] + rows.num_slots[:, None] * more)
-        second = rules.find(missing)
+        second = rules.find(rows.setting, missing)
         disjoint = self.searcher.disjoint[rules.option[rows.first]]
         row, option = np.nonzero((second < rules.ends) & disjoint)
         second = second[row, option]

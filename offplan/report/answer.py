@@ -20,6 +20,7 @@ from offplan.ranks import ONE_RANK
 from offplan.report.advice import describe_advice, describe_alternatives, describe_type
 from offplan.report.analysis import describe_running
 from offplan.report.model import render_model
+from offplan.report.plan import describe_at_once
 from offplan.report.strip import MemoryBar, make_layer_strip, memory_parts
 from offplan.units import format_budget, format_bytes, format_frequency, format_rate, format_seconds
 
@@ -227,6 +228,8 @@ def _describe_rule_plainly(rule: Rule, held: Held, where: str) -> str:
         kept = f"; the {number} of a layer that were used last are on the GPU as well"
     if rule.parts is not None:
         kept = f"; a prompt brings the experts of a layer in {rule.parts} parts"
+        if rule.tokens_at_once is not None:
+            kept += f", {describe_at_once(rule)}"
     return f"{size} of {told} layers stay {where}{reads}{kept}"
 
 

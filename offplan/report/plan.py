@@ -152,7 +152,8 @@ def _describe_rule(rule: Rule, store: str) -> str:
 def describe_kept(rule: Rule) -> str:
     """Say how many experts a rule keeps on the GPU, or in how many parts they stream."""
     if rule.parts is not None:
-        return f"; prompts stream the experts of a layer in {rule.parts} parts"
+        told = f"; prompts stream the experts of a layer in {rule.parts} parts"
+        return told if rule.tokens_at_once is None else f"{told}, {describe_at_once(rule)}"
     if rule.cached_experts is None:
         return ""
     more = rule.cached_experts_more
@@ -160,6 +161,11 @@ def describe_kept(rule: Rule) -> str:
     if share := rule.share_of_cores:
         told += f"; the host's cores multiply {share:.0%} of those missed, the link brings the rest"
     return f"; the {rule.cached_experts} experts of a layer used last are on the GPU, too{told}"
+
+
+def describe_at_once(rule: Rule) -> str:
+    """Say how much of a prompt meets a part at a time."""
+    return f"again for every {rule.tokens_at_once:,} tokens of a sequence"
 
 
 def _describe_packing(packing: Packing) -> str:

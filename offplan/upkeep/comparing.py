@@ -168,6 +168,8 @@ def _places(placement: Placement, store: str) -> dict[tuple[int, str], tuple[int
                 ways += f", {slots.host_share:.0%} of those missed by the cores"
         if entry.num_parts > 1:
             ways += f", in {entry.num_parts} parts"
+            if (at_once := placement.chunks_at_once.get(entry.unit.layer)) is not None:
+                ways += f" again for every {'chunk' if at_once == 1 else f'{at_once} chunks'}"
         places[key] = num_bytes, f"{store} ({ways})"
     if (embedding := placement.host_embedding) is not None:
         places[-1, embedding.name.removesuffix(".weight")] = (embedding.nbytes, "host (by row)")

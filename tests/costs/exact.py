@@ -23,7 +23,8 @@ def run_request(
     """Return picoseconds of the prompt and of a decode step."""
     engine = stage.runner.pass_rules
     if engine is None:
-        request = build_steady_request(placement, len(stage.layers))
+        num_chunks = len(prefill.shapes)
+        request = build_steady_request(placement, len(stage.layers), num_chunks=num_chunks)
         prompt_times, step_times = (
             pass_times(placement, stage, machine, each) for each in (prefill, decode)
         )

@@ -40,11 +40,16 @@ def models_with_experts(draw: st.DrawFn) -> Model:
 
 @st.composite
 def rules_in_parts(draw: st.DrawFn, model: Model) -> list[Rule]:
-    """Rules for a model, the first of which has prompts stream routed experts in parts."""
+    """Rules for a model, the first of which has prompts stream routed experts in parts.
+
+    Where chunks have a token, it has some of a prompt's chunks meet a part at once, or all.
+    """
     size = draw(st.integers(1, 3))
     group = size, draw(st.integers(1, size))
     first = rule("experts", decode=Backend.UVA, group=group)
-    first = first.model_copy(update={"parts": draw(st.sampled_from([2, 4, 8]))})
+    at_once = draw(st.sampled_from([None, 1, 2, 3, 5]))
+    parts = {"parts": draw(st.sampled_from([2, 4, 8])), "tokens_at_once": at_once}
+    first = first.model_copy(update=parts)
     rules = draw(rule_lists(len(model.layers)))
     return [first, *rules] if model.experts is not None else rules
 

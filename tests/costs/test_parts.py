@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from offplan.checkpoint.model import Model
 from offplan.costs.compute import ModelCompute
-from offplan.costs.parts import divide_ps, parts_bytes
+from offplan.costs.parts import bytes_at_experts, divide_ps, parts_bytes
 from offplan.costs.pass_times import pass_times
 from offplan.costs.predict import derive_stage, price_request
 from offplan.costs.work import decode_shape, prefill_shapes
@@ -47,7 +47,7 @@ def check_pricers(
     models_with_experts(),
     st.integers(1, 4),
     st.sampled_from([2e6, 1e8, 1e11]),
-    st.sampled_from([64, 200, 600]),
+    st.sampled_from([13, 64, 200, 600]),
 )
 def test_both_pricers_give_what_the_schedule_gives(
     data: st.DataObject, model: Model, prefetch_step: int, h2d: float, chunk: int
@@ -95,7 +95,23 @@ def test_more_parts_take_less_memory_and_chunks_at_experts_some() -> None:
     assert all(2 * after == before for before, after in pairwise(rings))
     assert rings[0] == memory(rule("experts"))[0]  # two halves in place of a slot
     more = memory(in_parts(2))[1] - memory(rule("experts"))[1]
-    assert more == parts_bytes(hold(model), WORKLOAD) > 0
+    assert more == parts_bytes(bytes_at_experts(hold(model)), WORKLOAD, 200, None) > 0
+
+
+def test_groups_of_chunks_take_less_memory_and_the_link_again() -> None:
+    model, machine, budget = moe_model(4), make_machine(), Budget(gpu_memory=2**30)
+
+    def predicted(tokens_at_once: int | None) -> tuple[int, int]:
+        parts = in_parts(4).model_copy(update={"tokens_at_once": tokens_at_once})
+        offload = Offload(prefill_chunk=100, rules=(parts,))
+        taken = predict(model, machine, WORKLOAD, budget, offload)
+        return taken.gpu_memory.activation_bytes, taken.prefill.link_bytes
+
+    each = bytes_at_experts(hold(model))
+    (held, moved), *groups = map(predicted, (None, 300, 250, 100, 1))
+    for (less, again), tokens in zip(groups, (300, 200, 100, 100), strict=True):
+        assert held - less == WORKLOAD.batch * (600 - tokens) * each
+        assert again == moved * (600 // tokens)
 
 
 def test_terms_name_parts() -> None:

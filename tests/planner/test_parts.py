@@ -13,6 +13,7 @@ from offplan.plan import Budget, Goal, Workload
 from offplan.planner.make import make_plan
 from offplan.planner.neighbours import find_neighbours
 from offplan.planner.question import Question
+from offplan.report.plan import describe_kept
 from tests.costs.builders import DENSE, dense_model, make_machine, make_model
 from tests.planner.cases import budget_for
 
@@ -55,6 +56,26 @@ def test_a_prompt_that_reads_again_and_again_reads_once() -> None:
         reads.append(predicted.prefill.link_bytes / predicted.host_memory_bytes)
     assert reads[0] > 2.5
     assert reads[1] < 1.01
+
+
+def test_chunks_wait_in_groups_where_all_of_them_do_not_fit() -> None:
+    """The parts cross twice, and the prompt is done in a fifth of the time all the same."""
+    model = make_model([WIDE] * 6)
+    several = Workload(batch=4, prompt_tokens=2048, output_tokens=20, context=2100)
+    budget = budget_for(model, MACHINE, 0.05, several)
+    plans = []
+    for parts in ("off", "auto"):
+        goal = Goal.model_validate({"packing": False, "parts": parts})
+        question = pose(model, MACHINE, several, budget, goal)
+        plans.append(make_plan(question).plan)
+    (rule,) = (rule for rule in plans[1].offload.rules if rule.parts)
+    assert rule.tokens_at_once is not None
+    times = [plan.prediction.prefill.step_s for plan in plans]
+    assert times[1] < 0.25 * times[0]
+    changes = [each.change for each in find_neighbours(question, plans[1])]
+    assert any("without tokens_at_once" in change for change in changes)
+    told = describe_kept(rule)
+    assert f"again for every {rule.tokens_at_once:,} tokens of a sequence" in told
 
 
 def test_neighbours_step_through_parts() -> None:

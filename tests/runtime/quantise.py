@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from offplan.plan import Packing
 from tests.runtime.families import PUBLISHED
 
 Tensors = dict[str, torch.Tensor]
@@ -372,6 +373,23 @@ def save_stored(
     told = json.loads((plain / "config.json").read_text())
     (stored / "config.json").write_text(json.dumps(told | {"quantization_config": said}))
     return stored, plain
+
+
+@cache
+def save_routed(
+    folder: Path, family: str, form: str, num_chosen: int
+) -> tuple[Path, Packing | None]:
+    """Save a tiny bfloat16 model with routed experts once; return its folder and a plan's packing.
+
+    ``form`` is one that ``save_stored`` knows, ``values`` for none, or ``packed`` for what a plan
+    packs. Each token chooses ``num_chosen`` experts.
+    """
+    is_plain = form in ("values", "packed")
+    into = folder / f"{family}-{form}-{num_chosen}"
+    into.mkdir()
+    stored = "fp8_block" if is_plain else form
+    both = save_stored(family, stored, into, torch.bfloat16, num_experts_per_tok=num_chosen)
+    return both[is_plain], Packing(group_size=2, num_in_group=2) if form == "packed" else None
 
 
 def _draw_mxfp4(value: torch.Tensor) -> Tensors:

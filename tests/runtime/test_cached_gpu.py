@@ -11,7 +11,7 @@ from offplan.plan import Packing
 from offplan.routing.use_order import UseOrder
 from tests.runtime.cached import Trace, check_slots, keeping, prompts, run_hostile
 from tests.runtime.plans import offload, open_session
-from tests.runtime.quantise import save_stored
+from tests.runtime.quantise import save_routed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,21 +21,11 @@ pytestmark = [
 FORMS = ["fp8_block", "fp8_tensor", "int4_zeros", "int8_zeros", "int8_bytes", "awq", "nvfp4"]
 CASES = [("qwen3_moe", form) for form in ("values", "packed", *FORMS)]
 CASES += [("deepseek_v3", "values"), ("deepseek_v3", "fp8_block"), ("gpt_oss", "mxfp4")]
-PACKING = Packing(group_size=2, num_in_group=2)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cached")
-
-
-@functools.cache
-def saved(folder: Path, family: str, form: str) -> Path:
-    is_plain = form in ("values", "packed")
-    stored = "fp8_block" if is_plain else form
-    into = folder / f"{family}-{form}"
-    into.mkdir()
-    return save_stored(family, stored, into, torch.bfloat16, num_experts_per_tok=2)[is_plain]
 
 
 @functools.cache
@@ -55,7 +45,7 @@ def run_resident(folder: Path, capture: bool, packing: Packing | None) -> list[t
 )
 def test_logits_equal_resident(folder: Path, family: str, form: str, capture: bool) -> None:
     """Captured, with slots for all of a step's experts, for some and for one."""
-    checkpoint, packing = saved(folder, family, form), PACKING if form == "packed" else None
+    checkpoint, packing = save_routed(folder, family, form, 2)
     expected = run_resident(checkpoint, capture, packing)
     for num, prefill in ((1, "prefetch"), (2, "uva"), (3, "prefetch")):
         rule = keeping(num, 1 if num == 2 else None, prefill)
@@ -72,7 +62,7 @@ def test_logits_equal_resident(folder: Path, family: str, form: str, capture: bo
 
 @pytest.mark.parametrize("num", [1, 2, 3])
 def test_counts_are_those_of_a_list_of_the_trace(folder: Path, num: int) -> None:
-    checkpoint = saved(folder, "qwen3_moe", "fp8_block")
+    checkpoint, _ = save_routed(folder, "qwen3_moe", "fp8_block", 2)
     decision = offload(keeping(num), prefill_chunk=7)
     with open_session(checkpoint, decision, "cuda", capture=False) as session, session.stream():
         session.warm_up(1, 7)
@@ -98,7 +88,7 @@ def test_counts_are_those_of_a_list_of_the_trace(folder: Path, num: int) -> None
 
 
 def test_two_sessions_one_after_the_other(folder: Path) -> None:
-    checkpoint = saved(folder, "qwen3_moe", "values")
+    checkpoint, _ = save_routed(folder, "qwen3_moe", "values", 2)
     decision = offload(keeping(2), prefill_chunk=7)
     runs = []
     for _ in range(2):

@@ -1,6 +1,7 @@
 """Prompts that stream a layer's experts in parts: what comes out, and what crosses."""
 
 import functools
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
 from offplan.plan import Offload, Packing
 from offplan.runtime.model.layers import DecoderLayers
+from offplan.runtime.model.parts import Arrived
 from offplan.runtime.passes import runner
 from tests.held import place
 from tests.runtime.cached import Abort, abort_in, run_hostile, run_resident
@@ -55,6 +57,7 @@ def test_logits_equal_resident(folder: Path, name: str, late: bool) -> None:
         ([in_parts(4)], 3),
         ([in_parts(4, every=2), attention], 7),
         ([attention, in_parts(2, every=2)], 1),
+        ([in_parts(4, tokens_at_once=9), attention], 3),
     ):
         assert_same(checkpoint, offload(*rules, prefill_chunk=chunk, prefetch_step=1), late)
 
@@ -66,8 +69,9 @@ def test_logits_equal_resident(folder: Path, name: str, late: bool) -> None:
 )
 def test_stored_forms_equal_resident(family: str, form: str, tmp_path: Path) -> None:
     stored, _ = save_stored(family, form, tmp_path, num_experts_per_tok=2)
-    for num_parts, chunk in ((2, 7), (4, 40)):
-        assert_same(stored, offload(in_parts(num_parts), prefill_chunk=chunk), late=True)
+    for num_parts, chunk, at_once in ((2, 7, None), (4, 40, None), (4, 3, 7)):
+        rule = in_parts(num_parts, tokens_at_once=at_once)
+        assert_same(stored, offload(rule, prefill_chunk=chunk), late=True)
 
 
 @pytest.mark.slow
@@ -76,11 +80,12 @@ def test_packed_experts_equal_resident(family: str, tmp_path: Path) -> None:
     _, plain = save_stored(family, "fp8_block", tmp_path, torch.bfloat16, num_experts_per_tok=2)
     packing = {"packing": Packing(group_size=2, num_in_group=2)}
     logits = []
-    for rules in ([], [in_parts(4)]):
+    for rules in ([], [in_parts(4)], [in_parts(4, tokens_at_once=14)]):
         decision = offload(*rules, prefill_chunk=7).model_copy(update=packing)
         with open_session(plain, decision) as session:
             logits.append(run_hostile(session))
-    assert all(map(torch.equal, *logits))
+    for each in logits[1:]:
+        assert all(map(torch.equal, each, logits[0]))
 
 
 def test_experts_by_cores_in_steps_alone(folder: Path) -> None:
@@ -110,6 +115,28 @@ def test_each_part_crosses_once_a_prompt(folder: Path, chunk: int) -> None:
         assert session.link_bytes == placement.slab_bytes
         session.decode(logits.argmax(-1, keepdim=True))
         assert session.link_bytes == placement.slab_bytes
+
+
+@pytest.mark.parametrize(("num_parts", "crossings"), [(4, 3), (2, 1)])
+def test_parts_cross_once_for_each_group_of_chunks(
+    folder: Path, num_parts: int, crossings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five chunks of two tokens, two at once; of two parts each stays in its slot."""
+    waiting: list[int] = []
+    add = Arrived.add
+
+    def count(arrived: Arrived, *given: Any) -> None:
+        waiting.append(sum(isinstance(each, Arrived) for each in gc.get_objects()))
+        add(arrived, *given)
+
+    monkeypatch.setattr(Arrived, "add", count)
+    checkpoint = saved("qwen3_moe_tied", folder)
+    decision = offload(in_parts(num_parts, tokens_at_once=5), prefill_chunk=2)
+    placement = place(open_model(str(checkpoint)), decision)
+    with open_session(checkpoint, decision) as session:
+        session.prefill(torch.arange(10)[None])
+        assert session.link_bytes == crossings * placement.slab_bytes
+    assert max(waiting) == 2
 
 
 def test_texts_of_many_logits_and_nan(folder: Path) -> None:

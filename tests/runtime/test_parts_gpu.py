@@ -1,14 +1,13 @@
 """Prompts in parts on a GPU: layers compiled by their pieces, against resident ones."""
 
-import functools
 from pathlib import Path
 
 import pytest
 import torch
 
-from offplan.plan import Offload, Packing
+from offplan.plan import Offload
 from tests.runtime.plans import group, in_parts, offload, open_session
-from tests.runtime.quantise import save_stored
+from tests.runtime.quantise import save_routed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,23 +16,12 @@ pytestmark = [
 
 CASES = [("qwen3_moe", form) for form in ("values", "packed", "fp8_block", "int4_zeros", "nvfp4")]
 CASES += [("deepseek_v3", "values"), ("deepseek_v3", "fp8_block"), ("gpt_oss", "mxfp4")]
-PACKING = Packing(group_size=2, num_in_group=2)
 PROMPTS = [torch.arange(40).view(1, 40) % 64, torch.arange(64).view(4, 16) % 64]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("parts")
-
-
-@functools.cache
-def saved(folder: Path, family: str, form: str) -> Path:
-    is_plain = form in ("values", "packed")
-    into = folder / f"{family}-{form}"
-    into.mkdir()
-    stored = "fp8_block" if is_plain else form
-    # tokens choose all four: what is chosen between near ties follows rounding
-    return save_stored(family, stored, into, torch.bfloat16, num_experts_per_tok=4)[is_plain]
 
 
 def run(folder: Path, decision: Offload) -> list[torch.Tensor]:
@@ -56,15 +44,18 @@ def test_logits_are_those_of_resident_experts(
     folder: Path, family: str, form: str, chunk: int
 ) -> None:
     """But for what compilers round where a layer is one piece."""
-    checkpoint = saved(folder, family, form)
-    packing = {"packing": PACKING if form == "packed" else None}
+    # tokens choose all four: what is chosen between near ties follows rounding
+    checkpoint, packing = save_routed(folder, family, form, 4)
     attention = group(1, 1, "self_attn", decode="uva")
-    runs = [
-        run(checkpoint, offload(*rules, prefill_chunk=chunk).model_copy(update=packing))
-        for rules in ([], [in_parts(4), attention])
-    ]
-    for got, expected in zip(*reversed(runs), strict=True):
-        scale = expected.abs().max()
-        assert (got - expected).abs().max() < 0.05 * scale
-    # a prompt that comes again gives the same
-    assert torch.equal(runs[1][0], runs[1][1])
+    resident, *parted = (
+        run(
+            checkpoint, offload(*rules, prefill_chunk=chunk).model_copy(update={"packing": packing})
+        )
+        for rules in ([], [in_parts(4), attention], [in_parts(4, tokens_at_once=16), attention])
+    )
+    for made in parted:
+        for got, expected in zip(made, resident, strict=True):
+            scale = expected.abs().max()
+            assert (got - expected).abs().max() < 0.05 * scale
+        # a prompt that comes again gives the same
+        assert torch.equal(made[0], made[1])

@@ -67,7 +67,7 @@ def divide_experts(
                 }
             )
         (experts,) = list_experts(decoder_layers(module)[layer])
-        found[layer] = ExpertsInParts(experts, parts)
+        found[layer] = ExpertsInParts(experts, parts, placement.chunks_at_once.get(layer))
     return found
 
 

@@ -84,9 +84,16 @@ class Arrived:
 class ExpertsInParts:
     """The experts of a layer, which prompts read by the parameters of their parts."""
 
-    def __init__(self, experts: nn.Module, parts: list[dict[str, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        experts: nn.Module,
+        parts: list[dict[str, torch.Tensor]],
+        chunks_at_once: int | None = None,
+    ) -> None:
         """Have chunks be handed over at ``experts``; ``parts`` has their parameters by name."""
         self._experts, self._parts = experts, parts
+        self.chunks_at_once = chunks_at_once
+        """Chunks that meet a part while it is in its slot; None for all."""
         vars(experts).update(takes_parts=False, hand_over=None)
         kind: Any = type(experts)
         experts.__class__ = _stops_at(kind)

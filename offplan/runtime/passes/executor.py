@@ -69,13 +69,16 @@ class Executor:
         """Carry out what precedes a call of a layer, counted from 0 on in each pass."""
         self._act(self._before, (number, None))
 
-    def before_part(self, number: int, part: int) -> None:
-        """Carry out what precedes a part of a layer's experts, whose call is ``number``."""
-        self._act(self._before, (number, part))
+    def before_part(self, number: int, group: int, part: int) -> None:
+        """Carry out what precedes a part of a layer's experts, whose call is ``number``.
 
-    def after_part(self, number: int, part: int) -> None:
+        It is for a group of chunks.
+        """
+        self._act(self._before, (number, (group, part)))
+
+    def after_part(self, number: int, group: int, part: int) -> None:
         """Carry out what follows a part."""
-        self._act(self._after, (number, part))
+        self._act(self._after, (number, (group, part)))
 
     def after(self, number: int) -> None:
         """Carry out what follows a call of a layer."""
@@ -103,7 +106,7 @@ class Executor:
             elif isinstance(op, Wait | Serve):
                 waits.append(op)
             else:
-                place = number, op.part if isinstance(op, ComputePart) else None
+                place = number, (op.group, op.part) if isinstance(op, ComputePart) else None
                 if waits:
                     self._before[place] = waits
                     waits = []
@@ -113,8 +116,8 @@ class Executor:
         return start
 
 
-_Place = tuple[int, int | None]
-"""A call of a layer, or a part of its experts."""
+_Place = tuple[int, tuple[int, int] | None]
+"""A call of a layer, or a part of its experts for a group of chunks."""
 
 
 def carry_out(link: Link, serve: Callable[[Serve], None], operations: list[Operation]) -> None:

@@ -1,5 +1,7 @@
 """Layers in parts: chunks wait at a layer's experts until each part of these has met them.
 
+All chunks wait at once, or group by group: the next group enters once the one before has left.
+
 A chunk runs in a greenlet, a coroutine on the same thread: it is left in the middle of its layer,
 and goes on there. torch's streams, modes and grad state are those of the thread, and stay.
 """
@@ -37,10 +39,20 @@ class PartRunner:
         return bool(self._layers)
 
     def run(self, index: int, steps: Sequence[tuple[Step, Around]]) -> list[torch.Tensor]:
-        """Take chunks through a layer, which all of them enter before any leaves it.
+        """Take chunks through a layer, which all of a group enter before any leaves it.
 
         Raises CheckpointError for a layer that does not come to its experts exactly once.
         """
+        at_once = self._layers[index].chunks_at_once or len(steps)
+        firsts = range(0, len(steps), at_once)
+        made = []
+        for group, first in enumerate(firsts):
+            made += self._run_group(index, group, steps[first : first + at_once])
+        return made
+
+    def _run_group(
+        self, index: int, group: int, steps: Sequence[tuple[Step, Around]]
+    ) -> list[torch.Tensor]:
         from greenlet import getcurrent, greenlet  # where parts run, and nowhere else
 
         experts, here = self._layers[index], getcurrent()
@@ -61,10 +73,10 @@ class PartRunner:
                 arrived.append(came)
             del came
             for part in range(experts.num_parts):
-                self._executor.before_part(index, part)
+                self._executor.before_part(index, group, part)
                 for each in arrived:
                     experts.add(each, part)
-                self._executor.after_part(index, part)
+                self._executor.after_part(index, group, part)
             made = []
             for number in range(len(chunks)):
                 hidden = go_on(number, arrived[number].finish())

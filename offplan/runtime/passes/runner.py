@@ -178,8 +178,9 @@ class ModelRunner:
                 # each sequence's last one is read again, for the head
                 self.rows_read += sum(batch for batch, _ in shapes)
             largest = max(batch * min(new, self.chunk) for batch, new in shapes)
+            num_chunks = sum(-(-new // self.chunk) for _, new in shapes)
             return self._passes.run(
-                self._next_schedule(Phase.PREFILL),
+                self._next_schedule(Phase.PREFILL, num_chunks),
                 self._in_phase(Phase.PREFILL, largest, forward),
                 readings[0].tokens,
                 may_capture=may_capture,
@@ -349,9 +350,11 @@ class ModelRunner:
             self.length = 0
             raise
 
-    def _next_schedule(self, phase: Phase) -> Schedule:
+    def _next_schedule(self, phase: Phase, num_chunks: int = 1) -> Schedule:
         """Return the schedule of a pass that finds the ring as the one before has left it."""
-        schedule = self._build(phase, self._ring, Phase.DECODE)
+        if not self._loaded.placement.chunks_at_once:
+            num_chunks = 1  # however many there are, the schedule is the same
+        schedule = self._build(phase, self._ring, Phase.DECODE, num_chunks=num_chunks)
         self._ring = schedule.after
         return schedule
 
