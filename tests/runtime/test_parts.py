@@ -11,6 +11,7 @@ from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
 from offplan.plan import Offload, Packing
 from offplan.runtime.model.layers import DecoderLayers
+from offplan.runtime.model.parts import ExpertsInParts, Meeting
 from offplan.runtime.passes import runner
 from tests.held import place
 from tests.runtime.cached import Abort, abort_in, run_hostile, run_resident
@@ -57,6 +58,21 @@ def test_logits_equal_resident(folder: Path, name: str, late: bool) -> None:
         ([attention, in_parts(2, every=2)], 1),
     ):
         assert_same(checkpoint, offload(*rules, prefill_chunk=chunk, prefetch_step=1), late)
+
+
+@pytest.mark.parametrize("chunk", [3, 7])
+def test_chunks_that_meet_parts_together(
+    folder: Path, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU; a part's pairs are then more than those of one chunk, and come in pieces."""
+    checkpoint = saved("qwen3_moe_tied", folder)
+    monkeypatch.setattr(
+        ExpertsInParts, "meet", lambda self, chunks: [Meeting(self._experts, chunks)]
+    )
+    expected = run_resident(checkpoint, chunk)
+    with open_session(checkpoint, offload(in_parts(2), prefill_chunk=chunk)) as session:
+        for got, right in zip(run_hostile(session), expected, strict=True):
+            torch.testing.assert_close(got, right, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
