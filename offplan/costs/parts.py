@@ -9,20 +9,21 @@ from offplan.placement import Phase, Placement, Span
 from offplan.plan import Workload
 
 PART_OPERATORS = 24
-"""Operators that a chunk launches for each part of a layer's experts, which run uncompiled.
+"""Operators that chunks launch for each part of a layer's experts, which run uncompiled.
 
-Source: ``runtime.model.parts.Arrived.add`` and transformers' ``grouped_mm``, read.
+Source: ``runtime.model.parts.Meeting.add`` and transformers' ``grouped_mm``, read.
 """
-PART_COPIES = 2
+PART_COPIES = 3
 """Hidden states that a chunk keeps of each token at a layer's experts, beside those that wait in
-every layer: the residual behind attention, and the normed one. Shared experts may add theirs.
+every layer: the residual behind attention, the normed one, and that one beside other chunks'.
+Shared experts may add theirs.
 
 Source: transformers' decoder layers, read; not yet measured.
 """
 CHOICE_BYTES = 28
 """Bytes of each choice of a token: expert, sorted expert and order in 8 each, a weight in 4.
 
-Source: ``runtime.model.parts.Arrived``.
+Source: ``runtime.model.parts.Meeting``.
 """
 SCORE_BYTES = 8
 """Bytes of a token's score of each expert, as the router gives it and in float32.
@@ -54,10 +55,14 @@ def part_times(placement: Placement, priced: PassCompute) -> dict[int, PartTimes
 
 
 def divide_ps(routed_ps: int, num_parts: int, num_chunks: int, num_groups: int = 1) -> PartTimes:
-    """Divide the picoseconds of routed experts; each chunk launches PART_OPERATORS a part."""
-    launching_ps = to_ps(num_chunks * PART_OPERATORS * LAUNCH_S)
-    part_ps = -(-routed_ps // (num_groups * num_parts)) + -(-launching_ps // num_groups)
-    return PartTimes(routed_ps, part_ps, num_parts * launching_ps, num_groups)
+    """Divide the picoseconds of routed experts.
+
+    Each part and group launches PART_OPERATORS for as many pairs as a chunk has.
+    """
+    num_parted = num_groups * num_parts
+    launching_ps = to_ps(-(-num_chunks // num_parted) * PART_OPERATORS * LAUNCH_S)
+    part_ps = -(-routed_ps // num_parted) + launching_ps
+    return PartTimes(routed_ps, part_ps, num_parted * launching_ps, num_groups)
 
 
 def parts_bytes(

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 SHARES = tuple(number / 16 for number in range(1, 17))
 """Values of ``host_share`` tried; 0 is an option without the host's cores."""
 NUM_PARTS = (2, 4, 8, 16, 32)
-"""Values of ``parts`` tried: each chunk launches each part, and more parts spare little."""
+"""Values of ``parts`` tried: each part has launches of its own, and more parts spare little."""
 MOST_GROUPS = 16
 """Groups of chunks, at most, that values of ``tokens_at_once`` divide a prompt into: they are the
 powers of two below the prompt's tokens."""

@@ -58,7 +58,7 @@ def test_both_pricers_give_what_the_schedule_gives(
 
 @pytest.mark.parametrize("num_parts", [2, 4, 8])
 def test_a_prompt_over_a_slow_link_takes_the_link(num_parts: int) -> None:
-    """However many chunks there are, each byte crosses once; a launch a chunk and part remains."""
+    """However many chunks there are, each byte crosses once; launches of each part remain."""
     model, machine = moe_model(5), make_machine(h2d=1e6)
     placement = place_rules(model, [in_parts(num_parts)], 1)
     for chunk in (100, 600):
@@ -78,7 +78,7 @@ def test_parts_take_what_their_experts_take_and_a_launch() -> None:
     for layer, each in times.parts.items():
         assert each.routed_ps == prompt.routed_ps[layer]
         assert 0 < each.routed_ps < prompt.layer_ps[layer]
-        assert each.part_ps == -(-each.routed_ps // 4) + divide_ps(0, 1, 3).part_ps
+        assert each.part_ps == -(-each.routed_ps // 4) + divide_ps(0, 4, 3).part_ps
         assert times.begin_ps[layer] + each.routed_ps == prompt.layer_ps[layer]
     assert prompt.routed_ps[0] == 0
 

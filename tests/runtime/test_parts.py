@@ -12,7 +12,7 @@ from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
 from offplan.plan import Offload, Packing
 from offplan.runtime.model.layers import DecoderLayers
-from offplan.runtime.model.parts import Arrived
+from offplan.runtime.model.parts import ExpertsInParts, Meeting
 from offplan.runtime.passes import runner
 from tests.held import place
 from tests.runtime.cached import Abort, abort_in, run_hostile, run_resident
@@ -60,6 +60,21 @@ def test_logits_equal_resident(folder: Path, name: str, late: bool) -> None:
         ([in_parts(4, tokens_at_once=9), attention], 3),
     ):
         assert_same(checkpoint, offload(*rules, prefill_chunk=chunk, prefetch_step=1), late)
+
+
+@pytest.mark.parametrize("chunk", [3, 7])
+def test_chunks_that_meet_parts_together(
+    folder: Path, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU; a part's pairs are then more than those of one chunk, and come in pieces."""
+    checkpoint = saved("qwen3_moe_tied", folder)
+    monkeypatch.setattr(
+        ExpertsInParts, "meet", lambda self, chunks: [Meeting(self._experts, chunks)]
+    )
+    expected = run_resident(checkpoint, chunk)
+    with open_session(checkpoint, offload(in_parts(2), prefill_chunk=chunk)) as session:
+        for got, right in zip(run_hostile(session), expected, strict=True):
+            torch.testing.assert_close(got, right, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -123,13 +138,13 @@ def test_parts_cross_once_for_each_group_of_chunks(
 ) -> None:
     """Five chunks of two tokens, two at once; of two parts each stays in its slot."""
     waiting: list[int] = []
-    add = Arrived.add
+    add = Meeting.add
 
-    def count(arrived: Arrived, *given: Any) -> None:
-        waiting.append(sum(isinstance(each, Arrived) for each in gc.get_objects()))
-        add(arrived, *given)
+    def count(meeting: Meeting, *given: Any) -> None:
+        waiting.append(sum(isinstance(each, Meeting) for each in gc.get_objects()))
+        add(meeting, *given)
 
-    monkeypatch.setattr(Arrived, "add", count)
+    monkeypatch.setattr(Meeting, "add", count)
     checkpoint = saved("qwen3_moe_tied", folder)
     decision = offload(in_parts(num_parts, tokens_at_once=5), prefill_chunk=2)
     placement = place(open_model(str(checkpoint)), decision)

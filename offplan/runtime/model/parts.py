@@ -5,9 +5,9 @@ has met its tokens. The product of each pair of a token and an expert is kept, u
 the sum over a token's experts has the order of a layer whose experts are all there.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,27 +27,36 @@ Way = Callable[..., torch.Tensor]
 """Multiplies tokens, [tokens, hidden], by experts that they choose, weighted: the same shape."""
 
 
-class Arrived:
-    """A chunk's tokens at the experts of a layer, and what their choices have given so far.
+class Arrived(NamedTuple):
+    """What a chunk hands over at the experts of a layer."""
+
+    hidden: torch.Tensor
+    """[tokens, hidden]"""
+    chosen: torch.Tensor
+    """The experts of each token, [tokens, choices]."""
+    weights: torch.Tensor
+    """[tokens, choices]"""
+
+
+class Meeting:
+    """Chunks' tokens at the experts of a layer, and what their choices have given so far.
 
     On the current stream; the host waits once, for how many choices each part has.
     """
 
-    def __init__(
-        self,
-        experts: nn.Module,
-        hidden: torch.Tensor,
-        chosen: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> None:
-        """Sort the choices: ``hidden`` is [tokens, hidden], the others are [tokens, choices]."""
-        self._experts, self._hidden, self._weights = experts, hidden, weights
+    def __init__(self, experts: nn.Module, chunks: Sequence[Arrived]) -> None:
+        """Sort the choices of all chunks together."""
+        self._experts = experts
+        self._hidden, chosen, self._weights = map(_join, zip(*chunks, strict=True))
+        self._sizes = [len(chunk.hidden) for chunk in chunks]
         self._num_chosen = chosen.shape[-1]
-        self._way, self._is_batched = _find_way(experts, hidden)
+        self._most = max(self._sizes) * self._num_chosen
+        """Pairs that are multiplied at a time: as many as where chunks come one by one."""
+        self._way, self._is_batched = _find_way(experts, self._hidden)
         self._chosen = flat = chosen.reshape(-1)
         # the very sort of transformers: an expert's rows have its order, which shows in last bits
         self._expert_of, self._order = torch.sort(flat)
-        self._made = hidden.new_empty(len(flat), hidden.shape[-1])
+        self._made = self._hidden.new_empty(len(flat), self._hidden.shape[-1])
         """The product of each pair of a token and a choice, [tokens x choices, hidden]."""
         self._bounds: list[int] = []
 
@@ -57,28 +66,40 @@ class Arrived:
         if not self._bounds:
             firsts = torch.arange(num_parts + 1, device=self._order.device) * num_experts
             self._bounds = torch.searchsorted(self._expert_of, firsts).tolist()
-        start, stop = self._bounds[part], self._bounds[part + 1]
-        if start == stop:
-            return
-        first, pairs = part * num_experts, self._order[start:stop]
+        first = part * num_experts
         here = {**values, "num_experts": num_experts, "in_place": ()}  # counted from 0 on
         some = ReadElsewhere(self._experts, here)
+        end = self._bounds[part + 1]
+        for start in range(self._bounds[part], end, self._most):
+            self._multiply(some, first, slice(start, min(start + self._most, end)))
+
+    def _multiply(self, some: Any, first: int, found: slice) -> None:
+        """Multiply sorted pairs, whose experts are ``some``, the ``first`` one among them."""
+        pairs = self._order[found]
         if self._is_batched:  # whose products depend on how many there are
-            chosen = (self._chosen - first).clamp(0, num_experts - 1)[:, None]
+            chosen = (self._chosen - first).clamp(0, some.num_experts - 1)[:, None]
             rows = self._hidden.repeat_interleave(self._num_chosen, 0)
             made = self._way(some, rows, chosen, self._weights.new_ones(chosen.shape))[pairs]
         else:
-            chosen = self._expert_of[start:stop] - first
+            chosen = self._expert_of[found] - first
             again = torch.sort(chosen)[1]  # as each expert's rows will be put once more
             pairs = torch.empty_like(pairs).scatter_(0, again, pairs)
             rows, chosen = self._hidden[pairs // self._num_chosen], chosen[:, None]
             made = self._way(some, rows, chosen, self._weights.new_ones(chosen.shape))
         self._made.index_copy_(0, pairs, made)
 
-    def finish(self) -> torch.Tensor:
-        """Return the weighted sum of each token's choices, [tokens, hidden]."""
-        made = self._made.view(*self._weights.shape, -1) * self._weights.unsqueeze(-1)
-        return made.sum(1).to(self._hidden.dtype)
+    def finish(self) -> list[torch.Tensor]:
+        """Return the weighted sum of each token's choices, [tokens, hidden] of each chunk."""
+        made = self._made.view(*self._weights.shape, -1).split(self._sizes)
+        weights = self._weights.unsqueeze(-1).split(self._sizes)
+        return [
+            (some * of_them).sum(1).to(self._hidden.dtype)
+            for some, of_them in zip(made, weights, strict=True)
+        ]
+
+
+def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
 class ExpertsInParts:
@@ -107,9 +128,20 @@ class ExpertsInParts:
         """Hand chunks that come to the experts over, which returns the sums; None for no longer."""
         vars(self._experts).update(takes_parts=hand_over is not None, hand_over=hand_over)
 
-    def add(self, arrived: Arrived, part: int) -> None:
-        """Have a chunk meet a part, which must be in its slot."""
-        arrived.add(part, self.num_parts, self._parts[part])
+    def meet(self, chunks: Sequence[Arrived]) -> list[Meeting]:
+        """Have chunks meet the parts: all together where each product is its own row's.
+
+        On a GPU that is one launch for all, not one for each chunk. Elsewhere, and where few tokens
+        are multiplied, a row's last bits depend on those beside it, and chunks come one by one.
+        """
+        hidden = chunks[0].hidden
+        is_joined = hidden.is_cuda and not _find_way(self._experts, hidden)[1]
+        groups = [chunks] if is_joined else [[chunk] for chunk in chunks]
+        return [Meeting(self._experts, group) for group in groups]
+
+    def add(self, meeting: Meeting, part: int) -> None:
+        """Have chunks meet a part, which must be in its slot."""
+        meeting.add(part, self.num_parts, self._parts[part])
 
     def close(self) -> None:
         """Let go of the memory that the parts are in."""
@@ -138,7 +170,7 @@ def _stops_at(kind: Any) -> type[nn.Module]:
 
 @torch.compiler.disable
 def _hand_over(experts: nn.Module, *given: torch.Tensor) -> Any:
-    return vars(experts)["hand_over"](Arrived(experts, *given))
+    return vars(experts)["hand_over"](Arrived(*given))
 
 
 def _find_way(experts: Any, hidden: torch.Tensor) -> tuple[Way, bool]:

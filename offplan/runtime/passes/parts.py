@@ -71,16 +71,19 @@ class PartRunner:
                 if not isinstance(came, Arrived):
                     raise refuse(f"layer {index} does not call its experts, whose parts stream")
                 arrived.append(came)
-            del came
+            meetings = experts.meet(arrived)
+            del came, arrived
             for part in range(experts.num_parts):
                 self._executor.before_part(index, group, part)
-                for each in arrived:
+                for each in meetings:
                     experts.add(each, part)
                 self._executor.after_part(index, group, part)
+            sums = [each for meeting in meetings for each in meeting.finish()]
+            del each, meetings  # or they would be kept
             made = []
             for number in range(len(chunks)):
-                hidden = go_on(number, arrived[number].finish())
-                arrived[number] = None  # type: ignore[call-overload]  # or it would be kept
+                hidden = go_on(number, sums[number])
+                sums[number] = None  # type: ignore[call-overload]
                 if not isinstance(hidden, torch.Tensor):
                     raise refuse(f"layer {index} calls its experts twice, whose parts stream")
                 made.append(hidden)
