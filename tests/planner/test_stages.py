@@ -216,6 +216,7 @@ def test_each_budget_of_a_frontier_holds_for_the_engine(tmp_path: Path) -> None:
     ("name", "num_layers", "packs"),
     [("dense", 8, False), ("latent", 8, False), ("packable", 8, True)],
 )
+@pytest.mark.slow
 def test_other_stages_are_priced_as_their_schedules_are(
     name: str, num_layers: int, packs: bool, tmp_path: Path
 ) -> None:
