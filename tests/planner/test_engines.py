@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.costs.predict import predict
-from offplan.engines.engine import EngineDemand
 from offplan.engines.export import export_plan
 from offplan.engines.runner import find_runner
 from offplan.errors import ExportError, InfeasibleError
+from offplan.held.runner import Demand
 from offplan.library.asking import pose
 from offplan.plan import Goal, Offload, Prediction
 from offplan.planner.aims import NEVER
@@ -185,7 +185,7 @@ def test_how_much_more_of_either_memory_an_engine_wants_is_told() -> None:
         make_plan(replace(asked, budget=budget.model_copy(update={name: enough})))
 
 
-def demand(offload: Offload, question: Question) -> tuple[EngineDemand, Prediction] | None:
+def demand(offload: Offload, question: Question) -> tuple[Demand, Prediction] | None:
     """What the engine needs and what the plan takes; None where the engine cannot run it."""
     held, budget = question.held, question.budget
     assert question.goal.engine is not None
