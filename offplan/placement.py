@@ -16,7 +16,7 @@ from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import PlanError
 from offplan.expert_slots import ExpertSlots, check_parts, find_expert_slots
 from offplan.held.stage import Stage
-from offplan.held.unit import Unit, group_units
+from offplan.held.unit import Unit
 from offplan.plan import Offload, Rule
 from offplan.segments import describe_unmatched
 from offplan.units import format_bytes
@@ -252,9 +252,9 @@ def place(stage: Stage, offload: Offload) -> Placement:
     keeping = [number for number, rule in enumerate(rules) if rule.cached_experts is not None]
     slots: dict[int, dict[int, ExpertSlots]] = {number: {} for number in keeping}
     chunks_at_once: dict[int, int] = {}
-    for layer in stage.layers:
+    for layer, units in zip(stage.layers, stage.units, strict=True):
         chosen: list[tuple[Unit, Rule]] = []
-        for unit in group_units(layer):
+        for unit in units:
             number = _first_rule(unit, rules, left)
             if number is not None:
                 unused.discard(number)
@@ -271,9 +271,9 @@ def place(stage: Stage, offload: Offload) -> Placement:
             slabs.append(build_slab(chosen))
         for number in keeping:
             rule = rules[number]
-            if units := [unit for unit, taker in chosen if taker is rule]:
+            if kept := [unit for unit, taker in chosen if taker is rule]:
                 slots[number][layer.index] = find_expert_slots(
-                    stage, layer, number + 1, rule, units, len(slots[number])
+                    stage, layer, number + 1, rule, kept, len(slots[number])
                 )
     if unused:
         raise PlanError(_describe_unused(min(unused), rules[min(unused)], stage))

@@ -19,6 +19,9 @@ settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
+PRICED = {"costs", "planner"}
+"""Folders of tests that price made-up models and search for their plans."""
+
 
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CLI:
@@ -39,17 +42,23 @@ def planned_unasked(request: pytest.FixtureRequest) -> Iterator[None]:
     Asking takes seconds for each model, in a process of its own where torch is not imported.
     """
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.parent.name in {"costs", "planner"}:
+        if request.path.parent.name in PRICED:
             patch.setattr("offplan.library.asking.needs_stock", lambda *_: False)
         yield
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what the whole suite leaves out as slow too, so that ``-m 'not slow'`` is the loop."""
+    """Mark what the whole suite leaves out as slow too, so that ``-m 'not slow'`` is the loop.
+
+    Coverage leaves out the slow tests of prices and of the search: they look at thousands of plans
+    by the same lines, most of which quick tests run too, and take three times as long when traced.
+    """
     for item in items:
         if item.get_closest_marker("sweep") or item.get_closest_marker("engines"):
             item.add_marker("slow")
+        if item.get_closest_marker("slow") and item.path.parent.name in PRICED:
+            item.add_marker("no_cover")
 
 
 def pytest_collection_finish() -> None:

@@ -170,6 +170,7 @@ def name_backends(decision: Offload) -> set[str]:
 @pytest.mark.parametrize(("bytes_per_s", "is_chosen"), [(50e9, True), (0.9e9, None), (1e6, False)])
 @pytest.mark.parametrize("kept", [0.0, 0.25])
 @pytest.mark.slow
+@pytest.mark.no_cover  # brute force, which takes three times as long when it is traced
 def test_the_planner_chooses_it_where_it_is_fastest(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
@@ -221,6 +222,7 @@ RULES = {
 
 @pytest.mark.parametrize("rules", first_quick(RULES.values()), ids=RULES)
 @pytest.mark.parametrize("chunk", first_quick([64, 3]))
+@pytest.mark.slow
 def test_a_session_runs_by_it(
     fast: Backend, folder: Path, rules: list[tuple[str, str, tuple[str, ...]]], chunk: int
 ) -> None:

@@ -166,6 +166,7 @@ def test_prefetch_in_prefill_alone_leaves_decode_without_copies() -> None:
 
 
 @given(st.data(), odd_models(), st.integers(1, 4))
+@pytest.mark.slow
 def test_what_is_kept_stays_in_its_slot_through_decode(
     data: st.DataObject, model: Model, prefetch_step: int
 ) -> None:

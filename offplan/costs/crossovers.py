@@ -14,7 +14,7 @@ from offplan.costs.timeline import to_seconds
 from offplan.costs.work import decode_shape
 from offplan.held.held import Held
 from offplan.held.stage import Stage
-from offplan.held.unit import Unit, group_units
+from offplan.held.unit import Unit
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase
 from offplan.plan import Plan, Workload
@@ -78,8 +78,8 @@ def find_crossovers(held: Held, machine: MachineProfile, plan: Plan) -> Crossove
 def _offload_experts(stage: Stage, machine: MachineProfile) -> tuple[list[list[Unit]], float]:
     """Return the routed experts of each layer that has some, and the seconds of their copies."""
     offloaded = [
-        [unit for unit in group_units(layer) if unit.is_expert]
-        for layer in stage.layers
+        [unit for unit in units if unit.is_expert]
+        for layer, units in zip(stage.layers, stage.units, strict=True)
         if layer.expert_bytes
     ]
     return offloaded, sum(machine.copy_seconds(sum(u.nbytes for u in each)) for each in offloaded)

@@ -14,6 +14,7 @@ from offplan.checkpoint.tensors import DTYPE_BITS, TensorInfo
 from offplan.held.layout import Layout
 from offplan.held.runner import OWN_RUNTIME, Runner
 from offplan.held.stock import StockPasses
+from offplan.held.unit import Unit, group_units
 from offplan.plan import Packing, Workload
 from offplan.ranks import ONE_RANK, Ranks
 from offplan.routing.profile import BatchReuse, RoutingProfile
@@ -93,6 +94,11 @@ class Stage:
     @cached_property
     def _read_outside(self) -> tuple[Parameter, ...]:
         return tuple(p for p in self.outside if p.tensors[0].name not in self.model.towers)
+
+    @cached_property
+    def units(self) -> tuple[tuple[Unit, ...], ...]:
+        """What rules can take of each layer."""
+        return tuple(map(group_units, self.layers))
 
     @cached_property
     def layout(self) -> Layout:

@@ -72,6 +72,7 @@ def refusal(hub, home, exit_code=2, **options) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_hub_and_folder_are_the_same_model(sharded, folders, tmp_path):
     got = open_from(sharded.url, tmp_path, revision="v1", HF_TOKEN="hf_secret")
     local = open_model(str(folders[1]))

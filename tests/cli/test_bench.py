@@ -172,6 +172,7 @@ def test_accelerate_is_optional(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> No
     assert "pip install accelerate" in err
 
 
+@pytest.mark.slow
 def test_dummy_weights_need_no_checkpoint(cli: CLI) -> None:
     config = "plans/tiny-moe/config.json"
     data = bench(cli, "plans/tiny-moe.yaml", "--model", config, "--dummy-weights")

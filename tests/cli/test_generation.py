@@ -92,6 +92,7 @@ def test_the_plans_batch_and_what_was_predicted(run: Run) -> None:
     assert data["predicted_as_run"]["prefill"]["step_s"] < data["predicted"]["prefill"]["step_s"]
 
 
+@pytest.mark.slow
 def test_a_chat(run: Run, copy: Path) -> None:
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if False %}{% endif %}"
     no_template = run("--prompt", "Weights", "--chat")

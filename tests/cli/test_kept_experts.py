@@ -47,6 +47,7 @@ def ask(profile: Path, *more: object) -> tuple[object, ...]:
     return ("plan", TINY, *QUESTION, "--cached-experts", "3", "--routing", profile, *more)
 
 
+@pytest.mark.slow
 def test_a_plan_names_its_profile_and_every_command_knows_it(
     cli: CLI, profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

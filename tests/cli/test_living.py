@@ -122,6 +122,7 @@ def test_replan_needs_the_figures_of_a_machine(cli: CLI, folder: Path) -> None:
     assert "profile: cpu\n" in out
 
 
+@pytest.mark.slow
 def test_replan_says_what_does_not_fit(cli: CLI, folder: Path) -> None:
     write_plan(("context: 256", "context: 100000"))
     assert cli("replan", "plan.yaml").code == 3

@@ -33,6 +33,7 @@ def test_it_says_what_it_knows(cli: CLI, tmp_path: Path, rules: str) -> None:
         assert f"\n{row} " in err
 
 
+@pytest.mark.slow
 def test_the_shipped_plan_in_json(cli: CLI) -> None:
     arguments = ("--prompt", "Weights", "--device", "cpu", "--json")
     code, out, _ = cli("run", "plans/tiny-moe.yaml", *arguments)
@@ -75,6 +76,7 @@ def test_bytes_moved_are_those_of_the_schedule(cli: CLI, tmp_path: Path) -> None
     assert moved == pytest.approx(sum(layer["bytes"] for layer in layers), rel=0.01)
 
 
+@pytest.mark.slow
 def test_without_a_prompt_it_runs_the_workload(cli: CLI) -> None:
     code, out, _ = cli("run", "plans/tiny-moe.yaml", "--device", "cpu", "--json")
     data = json.loads(out)

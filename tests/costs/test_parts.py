@@ -49,6 +49,7 @@ def check_pricers(
     st.sampled_from([2e6, 1e8, 1e11]),
     st.sampled_from([13, 64, 200, 600]),
 )
+@pytest.mark.slow
 def test_both_pricers_give_what_the_schedule_gives(
     data: st.DataObject, model: Model, prefetch_step: int, h2d: float, chunk: int
 ) -> None:

@@ -376,6 +376,7 @@ def pack(ranks: Ranks = ONE_RANK) -> tuple[Plan, Model, list[str]]:
     return plan, model, lines
 
 
+@pytest.mark.slow
 def test_a_packed_plan_in_force() -> None:
     plan, model, lines = pack()
     findings = found(plan, "".join(lines), "vllm-worker", model)

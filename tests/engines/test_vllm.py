@@ -286,6 +286,7 @@ def test_notes() -> None:
 
 
 @given(st.sampled_from([qwen3(), deepseek()]), st.integers(1, 200), st.randoms())
+@pytest.mark.slow
 def test_vllm_never_leaves_more_on_the_gpu(model: Model, kib: int, random: Random) -> None:
     """In whatever order it has a layer's parameters, and however many of them it takes."""
     rule = up_to(f"{kib}KiB")

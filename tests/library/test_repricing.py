@@ -47,6 +47,7 @@ def test_a_plan_that_nobody_edited_passes(
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "deepseek-v2-lite"])
+@pytest.mark.slow
 def test_a_plan_of_a_hub_id_passes_with_a_copy(name: str) -> None:
     config = str(ROOT / "tests" / "models" / name / "config.json")
     for path in (ROOT / "plans").glob(f"{name}*.yaml"):

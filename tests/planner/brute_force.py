@@ -109,14 +109,12 @@ class BruteForce:
     def _price(self, combined: Iterable[tuple[Rule, ...]]) -> Iterator[Priced]:
         """Price rules in every setting and with every ring, where they fit."""
         question = self.question
-        for rules, (chunk, fixed_bytes), embeddings in product(
-            combined, self._fixed_bytes.items(), PLACES
-        ):
+        for rules, embeddings in product(combined, PLACES):
             if any(question.store not in b.stores for r in rules for b in (r.prefill, r.decode)):
                 continue
             offload = Offload(
                 prefetch_step=1,
-                prefill_chunk=chunk,
+                prefill_chunk=self.chunks[0],
                 embeddings=embeddings,
                 store=question.store,
                 rules=rules,
@@ -128,10 +126,13 @@ class BruteForce:
             turns = max(len(placement.spans(phase)) for phase in Phase)
             for step in PREFETCH_STEPS[: max(1, turns)]:
                 placed = replace(placement, num_slots=min(step, turns))
-                gpu_bytes = placed.resident_bytes + placed.ring_bytes + fixed_bytes
-                if gpu_bytes <= question.budget.gpu_memory and self._has_room(placed):
-                    decided = offload.model_copy(update={"prefetch_step": step})
-                    yield self._time(decided, placed)
+                if not self._has_room(placed):
+                    continue
+                weight_bytes = placed.resident_bytes + placed.ring_bytes
+                for chunk, fixed_bytes in self._fixed_bytes.items():
+                    if weight_bytes + fixed_bytes <= question.budget.gpu_memory:
+                        said = {"prefetch_step": step, "prefill_chunk": chunk}
+                        yield self._time(offload.model_copy(update=said), placed)
 
     def _has_room(self, placement: Placement) -> bool:
         room = self.question.budget.host_memory

@@ -16,8 +16,9 @@ from offplan.costs.predict import predict
 from offplan.engines.export import export_plan
 from offplan.engines.runner import find_runner
 from offplan.errors import ExportError, InfeasibleError
+from offplan.held.runner import Demand
 from offplan.library.asking import pose
-from offplan.plan import Goal, Offload
+from offplan.plan import Goal, Offload, Prediction
 from offplan.planner.aims import NEVER
 from offplan.planner.make import make_plan
 from offplan.planner.question import Question
@@ -83,7 +84,7 @@ def test_the_fastest_of_an_engine_is_found(engine: str, share: float, h2d: float
     kept = [
         each.objective_s
         for each in BruteForce(question, (600, 512)).singles
-        if can_say(each.offload, question)
+        if demand(each.offload, question)
     ]
     if not kept:
         with pytest.raises(InfeasibleError):
@@ -114,7 +115,7 @@ def test_what_an_engine_makes_of_experts_is_within_the_budget(share: float, tmp_
     kept = [
         each.objective_s
         for each in BruteForce(question, (600, 512)).singles
-        if can_say(each.offload, question)
+        if demand(each.offload, question)
     ]
     result = make_plan(question)
     assert export_plan(result.plan, model, "vllm").engine.name == "vllm"
@@ -161,11 +162,9 @@ def read_fp8(folder: Path) -> Model:
 
 def lock(offload: Offload, question: Question) -> float:
     """Bytes that the engine page-locks, or the plan's own; infinite where it cannot say it."""
-    if not can_say(offload, question):
+    if (found := demand(offload, question)) is None:
         return NEVER
-    held, budget = question.held, question.budget
-    taken = predict(held, question.planned_machine, question.workload, budget, offload)
-    said = find_runner(str(question.goal.engine)).demand(offload, held)
+    said, taken = found
     return max(said.pinned_bytes, taken.host_memory_bytes)
 
 
@@ -186,12 +185,14 @@ def test_how_much_more_of_either_memory_an_engine_wants_is_told() -> None:
         make_plan(replace(asked, budget=budget.model_copy(update={name: enough})))
 
 
-def can_say(offload: Offload, question: Question) -> bool:
+def demand(offload: Offload, question: Question) -> tuple[Demand, Prediction] | None:
+    """What the engine needs and what the plan takes; None where the engine cannot run it."""
     held, budget = question.held, question.budget
     assert question.goal.engine is not None
     try:
         said = find_runner(question.goal.engine).demand(offload, held)
     except ExportError:
-        return False
+        return None
     taken = predict(held, question.planned_machine, question.workload, budget, offload)
-    return taken.gpu_memory.total_bytes + said.more_gpu_bytes <= budget.gpu_memory
+    fits = taken.gpu_memory.total_bytes + said.more_gpu_bytes <= budget.gpu_memory
+    return (said, taken) if fits else None

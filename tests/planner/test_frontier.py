@@ -34,6 +34,7 @@ def test_frontier_goes_from_the_least_to_all() -> None:
     assert sum("█" in line for line in lines) == len(points)
 
 
+@pytest.mark.slow
 def test_points_are_the_plans_of_their_budgets() -> None:
     question = ask(MODEL, MACHINE, 0.6)
     points = find_frontier(question)

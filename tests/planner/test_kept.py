@@ -278,6 +278,7 @@ def test_neighbours_step_the_share() -> None:
     ),
 )
 @pytest.mark.parametrize("cores", [False, True])
+@pytest.mark.slow
 def test_no_plan_of_a_real_model_is_slower_for_it(machine: str, gib: int, cores: bool) -> None:
     """By uniform routing, the least that kept experts promise."""
     model = open_model(str(ROOT / "tests/models/deepseek-v2-lite/config.json"))

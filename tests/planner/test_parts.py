@@ -34,6 +34,7 @@ def ask(share: float, parts: str, **said: object) -> Question:
     return pose(model, MACHINE, WORKLOAD, budget_for(model, MACHINE, share, WORKLOAD), goal)
 
 
+@pytest.mark.slow
 def test_no_plan_is_slower_for_parts_and_small_budgets_are_far_sooner() -> None:
     times: list[float] = []
     for share in np.linspace(0.08, 1.0, 10):

@@ -46,6 +46,7 @@ def test_what_is_found_is_as_fast_as_an_exhaustive_search_found() -> None:
 @pytest.mark.parametrize(
     ("name", "machine"), first_quick([("qwen3-8b", "a10"), ("deepseek-v2-lite", "rtx4090")])
 )
+@pytest.mark.slow
 def test_more_memory_is_never_slower_for_a_real_model(name: str, machine: str) -> None:
     model = read(f"tests/models/{name}/config.json")
     times = [

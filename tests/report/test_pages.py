@@ -172,6 +172,7 @@ def test_the_pictures_alone(cli: CLI, tmp_path: Path) -> None:
     assert "to the first token" in text
 
 
+@pytest.mark.slow
 def test_a_page_is_the_same_again(cli: CLI, tmp_path: Path) -> None:
     first = report(cli, tmp_path, PLAN)
     assert report(cli, tmp_path, PLAN, "--force") == first

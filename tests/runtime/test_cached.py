@@ -49,6 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("num", first_quick(range(1, NUM_EXPERTS + 1)))
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
 def test_logits_equal_resident(folder: Path, name: str, num: int) -> None:
     checkpoint = saved(name, folder)
     for prefill, chunk in (("prefetch", 64), ("prefetch", 3), ("uva", 7)):

@@ -55,6 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("num", "share"), first_quick([(1, 0.5), (2, 0.34), (2, None), (3, 0.6), (4, 0.5)])
 )
+@pytest.mark.slow
 def test_counts_are_those_of_a_list(
     folder: Path, prefill: str, num: int, share: float | None
 ) -> None:
@@ -228,6 +229,7 @@ def test_no_share_is_the_link_alone(folder: Path) -> None:
     assert all(map(torch.equal, *logits))
 
 
+@pytest.mark.slow
 def test_some_layers_are_divided_beside_others(tmp_path: Path) -> None:
     """Layers with slots that are divided, and that are not, and the cores' own, in one model."""
     stored, plain = save("qwen3_moe", "fp8_block", tmp_path, num_hidden_layers=4)

@@ -153,6 +153,7 @@ def test_what_is_kept_in_float32(family: str, dtype: torch.dtype, tmp_path: Path
         assert hold(session.loaded.model).loaded_bytes == sum(held.values())
 
 
+@pytest.mark.slow
 def test_keys_that_are_stored_and_shared_are_not_loaded(tmp_path: Path) -> None:
     config = make_config("gemma3n_text", {"num_kv_shared_layers": 0, "kv_lora_rank": None})
     model = draw_weights(AutoModelForCausalLM.from_config(config, dtype=torch.float32))

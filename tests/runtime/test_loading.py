@@ -85,6 +85,7 @@ def test_values_equal_what_transformers_loads(
     assert all(torch.equal(stock[name], value) for name, value in values.items())
 
 
+@pytest.mark.slow
 def test_resident_weights_are_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "EXTENT_BYTES", 100)
     folder = save_tiny("qwen3", tmp_path)

@@ -49,6 +49,7 @@ def assert_same(checkpoint: Path, decision: Offload, late: bool = False) -> None
 
 @pytest.mark.parametrize("late", first_quick([False, True]))
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
 def test_logits_equal_resident(folder: Path, name: str, late: bool) -> None:
     checkpoint = saved(name, folder)
     attention = group(1, 1, "self_attn", decode="uva")

@@ -119,6 +119,7 @@ def test_every_text_is_as_if_alone(tmp_path: Path, name: str, chunk: int) -> Non
 
 
 @pytest.mark.parametrize("name", first_quick(["qwen3", "deepseek_v2"]))
+@pytest.mark.slow
 def test_texts_that_join_and_leave_at_random(tmp_path: Path, name: str) -> None:
     folder, draw = save_tiny(name, tmp_path), random.Random(5)
     with open_session(folder, offload(group(2, 1), prefill_chunk=7)) as session:

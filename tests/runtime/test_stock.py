@@ -101,6 +101,7 @@ def falcon(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save("falcon", tmp_path_factory.mktemp("falcon"))
 
 
+@pytest.mark.slow
 def test_offloading_moves_bytes_and_changes_nothing(falcon: Path) -> None:
     resident = run_greedily(falcon, offload(), PROMPT, stock=True)
     for rule in (
@@ -244,6 +245,7 @@ def test_predicted_bytes_are_those_that_cross(
 @pytest.mark.parametrize(
     ("family", "part"), [("zamba", "shared_transf."), ("zamba2", "shared_transformer.")]
 )
+@pytest.mark.slow
 def test_shared_weights_lie_and_count_once(family: str, part: str, tmp_path: Path) -> None:
     require(family)
     model = open_model(str(save(family, tmp_path)))
@@ -290,6 +292,7 @@ def test_shared_weights_that_would_lie_twice_are_refused(tmp_path: Path) -> None
     assert f"is stored beside {name}, and both are one weight" in reason
 
 
+@pytest.mark.slow
 def test_experts_that_could_be_kept_need_not_be_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ WEIGHTS = (
 REST = WEIGHTS.removeprefix("Weights")
 
 
+@pytest.mark.slow
 def test_a_completion(served: Served) -> None:
     client = served.client()
     assert [model.id for model in client.models.list()] == [NAME]
@@ -40,6 +41,7 @@ def test_several_prompts_as_texts_and_as_tokens(served: Served, tiny: Tiny) -> N
         assert made.choices[1].logprobs.text_offset == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_chat_whole_and_streamed(served: Served) -> None:
     client = served.client()
     asked = {
@@ -77,6 +79,7 @@ def test_a_chat_whole_and_streamed(served: Served) -> None:
     assert [each.token for each in streamed] == [each.token for each in told]
 
 
+@pytest.mark.slow
 def test_drawn_texts_have_their_seeds(served: Served) -> None:
     client = served.client()
 

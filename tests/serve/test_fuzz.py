@@ -62,6 +62,7 @@ fuzzed = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], m
 
 @fuzzed
 @given(asked=ASKED | ANY_BYTES)
+@pytest.mark.slow
 def test_every_body_has_an_answer(
     asked: tuple[str, bytes], scripted: Served, rows: ScriptedRows
 ) -> None:

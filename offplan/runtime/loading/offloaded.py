@@ -7,7 +7,7 @@ import torch
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import PlanError
 from offplan.held.stage import Stage
-from offplan.held.unit import Unit, group_units
+from offplan.held.unit import Unit
 from offplan.placement import Placement
 from offplan.runtime.loading.target import Target
 from offplan.runtime.memory.store import HOST_EMBEDDING, Offloaded
@@ -46,8 +46,8 @@ def pin_split(
     """
     owners = {piece.tensor: name for name, target in targets.items() for piece in target.pieces}
     pinned = {piece.tensor.name for name in shared for piece in targets[name].pieces}
-    for layer in stage.layers:
-        for unit in group_units(layer):
+    for units in stage.units:
+        for unit in units:
             try:
                 _check_size(unit, wanted[_parameter_of(unit, owners, targets)].nbytes)
             except PlanError:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from offplan.held.stage import Stage
-from offplan.held.unit import group_units
 from offplan.machine.measure_products import measure_in_place_reads
 from offplan.machine.measure_time import (
     NUM_SAMPLES,
@@ -105,7 +104,7 @@ def measure_model_reads(
     ``uva`` is the rate of reading once, in bytes per second. Few tokens do so, and many are left to
     what holds for any shape: hardly a plan has them read in place.
     """
-    units = {unit for layer in stage.layers for unit in group_units(layer)}
+    units = {unit for of_layer in stage.units for unit in of_layer}
     # a convolution has three dimensions as well, and is no product
     shapes = {
         unit.shape
