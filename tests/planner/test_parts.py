@@ -62,8 +62,8 @@ def test_a_prompt_that_reads_again_and_again_reads_once() -> None:
 def test_chunks_wait_in_groups_where_all_of_them_do_not_fit() -> None:
     """The parts cross twice, and the prompt is done in a fifth of the time all the same."""
     model = make_model([WIDE] * 6)
-    several = Workload(batch=4, prompt_tokens=2048, output_tokens=20, context=2100)
-    budget = budget_for(model, MACHINE, 0.05, several)
+    several = Workload(batch=4, prompt_tokens=4096, output_tokens=20, context=4148)
+    budget = budget_for(model, MACHINE, 0.02, several)
     plans = []
     for parts in ("off", "auto"):
         goal = Goal.model_validate({"packing": False, "parts": parts})
