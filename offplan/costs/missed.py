@@ -17,12 +17,11 @@ from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement
 
-DIVIDING_S = 25e-6
+DIVIDING_S = 18e-6
 """Seconds that a layer takes to divide its missed experts, whoever multiplies them.
 
-Source: 12 layers of Qwen3-30B-A3B in FP8 and 8 of gpt-oss-120b on an H200, with two routings and
-two or three shares each: 13 to 38 us a layer beyond what ``Missed`` predicts and the same slots
-without the cores take.
+Source: 12 layers of Qwen3-30B-A3B in FP8 on an H200, two routings and two shares each: 7 to 23 us
+a layer beyond what ``Missed`` predicts besides.
 """
 
 
