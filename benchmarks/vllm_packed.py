@@ -32,6 +32,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -264,7 +265,7 @@ def run_all(chosen: list[str], args: argparse.Namespace) -> list[dict[str, Any]]
                 break
             prepare_first([way] if way not in prepared else [])
             later = missing[place + 1 :]
-            run_alone(prepared.pop(way), way, args, ends, lambda later=later: prepare_first(later))
+            run_alone(prepared.pop(way), way, args, ends, partial(prepare_first, later))
     finally:
         for process in prepared.values():
             end(process)

@@ -262,10 +262,10 @@ def place(stage: Stage, offload: Offload) -> Placement:
                 chosen.append((unit, rules[number]))
         for number, rule in enumerate(rules):
             if rule.parts is not None:
-                units = [u for u, taker in chosen if taker is rule]
-                check_parts(stage, layer, number + 1, rule, units)
+                taken = [unit for unit, taker in chosen if taker is rule]
+                check_parts(stage, layer, number + 1, rule, taken)
                 at_once = rule.chunks_at_once(offload.prefill_chunk)
-                if units and at_once is not None:
+                if taken and at_once is not None:
                     chunks_at_once[layer.index] = at_once
         if chosen:
             slabs.append(build_slab(chosen))
