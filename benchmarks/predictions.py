@@ -228,13 +228,13 @@ def main() -> None:
     chosen = list(dict.fromkeys(c for name in names for c in CASES if name in c.name))
     results = []
     here = measure_machine()
-    machines: dict[tuple[str, Workload, bool], MachineProfile] = {}
+    machines: dict[tuple[str, Workload, bool, bool], MachineProfile] = {}
     with tempfile.TemporaryDirectory() as folder:
         for case in chosen:
             print(case.name, file=sys.stderr, flush=True)
             # absolute: a plan's relative source starts at its file
             model, workload = open_model(str(Path(case.config).resolve())), case.workload
-            measured_for = case.config, workload, case.goal.packing
+            measured_for = case.config, workload, case.goal.packing, case.goal.stock
             if measured_for not in machines:
                 machines[measured_for] = time_layers(model, workload, case.goal, here)
             try:

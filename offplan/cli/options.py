@@ -192,9 +192,7 @@ Parts = Annotated[
 ]
 HostCores = Annotated[
     bool,
-    typer.Option(
-        "--host-cores", help="Let the host's cores multiply weights in decode (not yet timed)."
-    ),
+    typer.Option("--host-cores", help="Let the host's cores multiply weights in decode."),
 ]
 HostThreads = Annotated[
     int | None,

@@ -11,8 +11,8 @@ from offplan.plan import Workload
 PART_LAUNCH_S = 0.6e-3
 """Seconds that the host takes to have chunks meet a part of a layer's experts, uncompiled.
 
-Source: DeepSeek-V2-Lite in 4 GiB on an H200, prompts of 8,192 tokens, in 16 chunks and 8 parts and
-in 4 chunks and 16 parts, each chunk by itself: 1.40 and 1.41 s, of which the link takes 0.52.
+Source: DeepSeek-V2-Lite in 4 GiB on an H200, prompts of 8,192 tokens: 1.40 s in 16 chunks that met
+8 parts together, 1.41 s in 4 chunks, each of which met 16 parts by itself. The link takes 0.52 s.
 """
 CHUNK_LAUNCH_S = 2.7e-3
 """Seconds that the host takes to bring a chunk to a layer's experts and on; the same source."""

@@ -1,7 +1,7 @@
 """A thread that computes products whenever a stream rings for one; it calls no Python.
 
-A captured step is given the number of a job and the addresses of two words. It writes 0 to the
-answer, rings with the number, and waits until the answer is 1 or more: 1 for done, 2 for failed.
+A kernel of a captured step is given the number of a job and two words. It writes 0 to the answer
+and rings with the number; the stream waits until the answer is 1 or more: 1 for done, 2 for failed.
 Source: FreeToken, ``gpu_sync_cuda.cpp``, for a doorbell within a captured step.
 """
 

@@ -23,8 +23,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A compiler that writes its arguments down and makes empty files."""
     script = tmp_path / "compiler"
     script.write_text(
-        '#!/bin/sh\nif [ "$1" = --version ]; then echo one; exit; fi\n'
-        f'echo "$@" >> {tmp_path}/calls\nfor last; do :; done\necho made > "$last"\n'
+        '#!/bin/sh\nfor last; do :; done\nif [ "$last" = --version ]; then echo one; exit; fi\n'
+        f'echo "$@" >> {tmp_path}/calls\necho made > "$last"\n'
     )
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))

@@ -50,6 +50,26 @@ def test_products_come_back(handover: Handover, stream: AtOnce) -> None:
     handover.check()
 
 
+def test_the_host_is_called_where_the_stream_refuses_to_wait(
+    stream: AtOnce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OffplanError("refused")
+
+    handover = Handover(CPU, stream)
+    monkeypatch.setattr(stream, "wait", refuse)
+    with pytest.raises(OffplanError, match="refused"):
+        handover.exchange.enqueue(handover._coordinator.add(None))
+    handover.exchange.waits = False
+    form, parts = make_weight("bf16", 64, 64)
+    x = torch.randn(1, 64).to(torch.bfloat16)
+    made = handover.multiply(cores.describe(form, parts), x)
+    assert torch.allclose(
+        made.double(), x.double() @ values_of(form, parts).mT, atol=0.1, rtol=0.02
+    )
+    handover.close()
+
+
 def test_experts_come_back(handover: Handover) -> None:
     up, down = make_weight("bf16", 128, 96, 4), make_weight("bf16", 96, 64, 4)
     experts = cores.Experts(up=cores.describe(*up), down=cores.describe(*down), num_experts=4)

@@ -7,8 +7,8 @@ enum JobKind : int64_t { NOTHING, DENSE, EXPERTS, SLEEP };
 enum Answer : uint32_t { NO_ANSWER, DONE, FAILED };
 
 // The words that the stream and the coordinator share, in page-locked memory, each in a cache line
-// of its own. The stream writes 0 to `answer`, a job's number to `bell`, and waits until `answer` is
-// 1 or more. It comes to the next job when it has this one's answer, so one pair serves all jobs.
+// of its own. A kernel writes 0 to `answer`, a job's number to `bell`; the stream waits until
+// `answer` is 1 or more. It comes to the next job when it has this one's answer, so one pair serves all jobs.
 struct alignas(64) Words {
   std::atomic<uint32_t> bell;
   uint8_t between[60];

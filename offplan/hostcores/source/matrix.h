@@ -54,8 +54,8 @@ struct Matrix {
   }
 };
 
-// The order in which loops of one input take rows of a matrix; benchmarks compare them. Sums are the
-// same bits in all of them.
+// The order in which loops take rows of a matrix, one at a time for one input alone; benchmarks
+// compare them. Sums are the same bits in all of them.
 enum RowOrder : int64_t { OF_PROCESSOR, ONE_BY_ONE, BESIDE, APART };
 extern RowOrder row_order;
 

@@ -127,9 +127,9 @@ class Exchange:
 
     def end(self) -> None:
         """Have the stream wait until the job is done that was begun last, if it may not be yet."""
-        if self._is_begun:
+        is_begun, self._is_begun = self._is_begun, False  # also where the stream cannot wait
+        if is_begun:
             self._stream.wait(self._coordinator.answer, 1)
-        self._is_begun = False
 
     def enqueue(self, job: int) -> None:
         """Have a job done once all is done that the stream has been given before."""

@@ -134,8 +134,10 @@ class ExpertsInParts:
         On a GPU that is one launch for all, not one for each chunk. Elsewhere, and where few tokens
         are multiplied, a row's last bits depend on those beside it, and chunks come one by one.
         """
-        hidden = chunks[0].hidden
-        is_joined = hidden.is_cuda and not _find_way(self._experts, hidden)[1]
+        is_joined = all(
+            chunk.hidden.is_cuda and not _find_way(self._experts, chunk.hidden)[1]
+            for chunk in chunks
+        )
         groups = [chunks] if is_joined else [[chunk] for chunk in chunks]
         return [Meeting(self._experts, group) for group in groups]
 
