@@ -102,8 +102,9 @@ def test_the_next_turn_of_a_chat(served: Served) -> None:
     said += [first.choices[0].message.model_dump(), {"role": "user", "content": " do"}]
     second = client.chat.completions.create(**asked, messages=said)
     assert second.choices[0].message.content == " not "
-    # all that was read and made but the last token, which nothing followed
-    assert second.usage.prompt_tokens_details.cached_tokens == len("Weights that") - 1
+    # all that was read and made but the last token, which nothing followed; more where another
+    # test has asked the same server for more of it
+    assert second.usage.prompt_tokens_details.cached_tokens >= len("Weights that") - 1
 
 
 def test_tools_are_shown_to_the_model(served: Served) -> None:
