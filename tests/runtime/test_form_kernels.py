@@ -64,8 +64,9 @@ def limits_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the tests below run themselves")
-def test_on_the_cpu() -> None:
-    assert "passed" in run_interpreted(__file__)
+@pytest.mark.parametrize("named", ["expert", "not expert"])  # two halves beside one another
+def test_on_the_cpu(named: str) -> None:
+    assert "passed" in run_interpreted(__file__, named)
 
 
 def random_words(*shape: int) -> torch.Tensor:
