@@ -220,22 +220,6 @@ static void lay_packed(const Matrix& a, const uint16_t* x, uint8_t* to) {
   memcpy(made + steps * 64, x, a.num_in * 2);
 }
 
-// Patches add what codes have left out.
-static void patch(const Matrix& a, const uint8_t* const* x, float* const* y, int64_t num,
-                  int64_t first, int64_t stop) {
-  const int32_t *patches = (const int32_t*)a.part[PATCHES],
-                *blocks = (const int32_t*)a.part[PATCH_BLOCKS];
-  for (int64_t b = first / BLOCK; b < stop / BLOCK; b++)
-    for (int64_t p = blocks[2 * b]; p < blocks[2 * b + 1]; p++) {
-      const int64_t row = patches[2 * p] / a.num_in, column = patches[2 * p] % a.num_in;
-      const float value = from_bf16((uint16_t)patches[2 * p + 1]);
-      for (int64_t i = 0; i < num; i++) {
-        const uint16_t* raw = (const uint16_t*)(x[i] + packed_steps(a) * 256);
-        y[i][row - first] += value * from_bf16(raw[column]);
-      }
-    }
-}
-
 // ---- whole numbers of 8 bits, which meet inputs of 16 bits by vpmaddwd, a chunk at a time ----
 
 // A row of inputs: words; their sums that meet each lane of a chunk; what words are to be multiplied by.
@@ -568,7 +552,7 @@ static void all_rows(const Matrix& a, const uint8_t* const* x, float* const* y, 
 static void rows(const Matrix& a, const uint8_t* const* x, float* const* y, int64_t num,
                  int64_t first, int64_t stop) {
   choose(a, [&](auto form) { all_rows<decltype(form)>(a, x, y, num, first, stop); });
-  if (a.kind == PACKED) patch(a, x, y, num, first, stop);
+  if (a.kind == PACKED) add_patches(a, packed_steps(a) * 256, x, y, num, first, stop);
 }
 
 }  // namespace

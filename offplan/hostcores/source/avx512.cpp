@@ -287,22 +287,6 @@ static void all_rows(const Matrix& a, const uint8_t* const* x, float* const* y, 
   if (rest.count) all_inputs<Form, 1, 1>(a, x, y, num, rest, first);
 }
 
-// Patches add what codes have left out.
-static void patch(const Matrix& a, const uint8_t* const* x, float* const* y, int64_t num,
-                  int64_t first, int64_t stop) {
-  const int32_t *patches = (const int32_t*)a.part[PATCHES],
-                *blocks = (const int32_t*)a.part[PATCH_BLOCKS];
-  for (int64_t b = first / BLOCK; b < stop / BLOCK; b++)
-    for (int64_t p = blocks[2 * b]; p < blocks[2 * b + 1]; p++) {
-      const int64_t row = patches[2 * p] / a.num_in, column = patches[2 * p] % a.num_in;
-      const float value = from_bf16((uint16_t)patches[2 * p + 1]);
-      for (int64_t i = 0; i < num; i++) {
-        const uint16_t* raw = (const uint16_t*)(x[i] + a.chunks() * CHUNK * 2);
-        y[i][row - first] += value * from_bf16(raw[column]);
-      }
-    }
-}
-
 template <class Form>
 struct Order {  // for each word of a vector, where it is among two halves of 128 columns
   alignas(64) uint16_t word[4][32];
@@ -378,7 +362,7 @@ static void prepare(const Matrix& a, const uint16_t* x, uint8_t* prepared) {
 static void rows(const Matrix& a, const uint8_t* const* x, float* const* y, int64_t num,
                  int64_t first, int64_t stop) {
   choose(a, [&](auto form) { all_rows<decltype(form)>(a, x, y, num, first, stop); });
-  if (a.kind == PACKED) patch(a, x, y, num, first, stop);
+  if (a.kind == PACKED) add_patches(a, a.chunks() * CHUNK * 2, x, y, num, first, stop);
 }
 
 }  // namespace

@@ -127,3 +127,19 @@ static inline uint16_t to_bf16(float value) {  // to the nearest, ties to even
   if ((word & 0x7fffffff) > 0x7f800000) return (uint16_t)(word >> 16 | 0x40);
   return (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16);
 }
+
+// Patches add what codes have left out; a row of inputs has its raw values `raw_at` bytes on.
+INLINE void add_patches(const Matrix& a, int64_t raw_at, const uint8_t* const* x, float* const* y,
+                        int64_t num, int64_t first, int64_t stop) {
+  const int32_t *patches = (const int32_t*)a.part[PATCHES],
+                *blocks = (const int32_t*)a.part[PATCH_BLOCKS];
+  for (int64_t b = first / BLOCK; b < stop / BLOCK; b++)
+    for (int64_t p = blocks[2 * b]; p < blocks[2 * b + 1]; p++) {
+      const int64_t row = patches[2 * p] / a.num_in, column = patches[2 * p] % a.num_in;
+      const float value = from_bf16((uint16_t)patches[2 * p + 1]);
+      for (int64_t i = 0; i < num; i++) {
+        const uint16_t* raw = (const uint16_t*)(x[i] + raw_at);
+        y[i][row - first] += value * from_bf16(raw[column]);
+      }
+    }
+}
