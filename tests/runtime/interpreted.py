@@ -6,6 +6,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton interprets: how ``run_interpreted`` starts a file again."""
+HAS_GPU = torch.cuda.is_available()
+runs_kernels = pytest.mark.skipif(not HAS_GPU and not INTERPRETED, reason="no CUDA device here")
+runs_itself = pytest.mark.skipif(
+    HAS_GPU or INTERPRETED, reason="the file's other tests run themselves"
+)
 
 
 def need_triton() -> None:

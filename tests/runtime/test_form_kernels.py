@@ -1,6 +1,5 @@
 """The kernels of stored forms against plain torch."""
 
-import os
 import sys
 
 import pytest
@@ -10,10 +9,8 @@ from offplan.forms.form import Form, Kind, Part, WordOrder
 from offplan.kernel_sizes import MAX_PAIRS
 from offplan.runtime.forms import reference
 from tests.runtime.columns import expand, hold
-from tests.runtime.interpreted import run_interpreted
+from tests.runtime.interpreted import INTERPRETED, run_interpreted, runs_itself, runs_kernels
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""How ``test_on_the_cpu`` starts this file again."""
 # the interpreter rounds bfloat16 in a way of its own
 DEVICE, DTYPES = ("cpu", [torch.float16]) if INTERPRETED else ("cuda", [torch.bfloat16, torch.half])
 NUM_OUT, NUM_IN = (128, 256) if INTERPRETED else (320, 768)
@@ -21,8 +18,6 @@ EXPERTS = 2 if INTERPRETED else 5
 ROWS = [1, 3] if INTERPRETED else [1, 2, 3, 16, 50, 128]
 TOKENS = [1, 7] if INTERPRETED else [1, 7, 300, 900]
 
-HAS_GPU = torch.cuda.is_available()
-runs_kernels = pytest.mark.skipif(not HAS_GPU and not INTERPRETED, reason="no CUDA device here")
 
 PACKED = Form(Kind.PACKED)
 FORMS = {
@@ -63,7 +58,7 @@ def limits_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the tests below run themselves")
+@runs_itself
 @pytest.mark.parametrize("named", ["expert", "not expert"])  # two halves beside one another
 def test_on_the_cpu(named: str) -> None:
     assert "passed" in run_interpreted(__file__, named)

@@ -1,23 +1,24 @@
 """The kernels that hand products over, against copies."""
 
-import os
 from typing import Any
 
 import pytest
 import torch
 
 from tests.runtime.bells import make_bell, require_one_bell, require_rung
-from tests.runtime.interpreted import need_triton, run_interpreted
+from tests.runtime.interpreted import (
+    INTERPRETED,
+    need_triton,
+    run_interpreted,
+    runs_itself,
+    runs_kernels,
+)
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""How ``test_on_the_cpu`` starts this file again."""
 DEVICE = "cpu" if INTERPRETED else "cuda"
-HAS_GPU = torch.cuda.is_available()
-runs_kernels = pytest.mark.skipif(not HAS_GPU and not INTERPRETED, reason="no CUDA device here")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the tests below run themselves")
+@runs_itself
 def test_on_the_cpu() -> None:
     assert "passed" in run_interpreted(__file__)
 

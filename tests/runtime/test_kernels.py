@@ -1,6 +1,5 @@
 """Our own kernels against plain products, and a model of bfloat16 that runs through all of them."""
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,18 +12,21 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from offplan.kernel_sizes import EXPERT_MULTIPLE
 from tests.runtime.conftest import LATENTS, SIZES
-from tests.runtime.interpreted import need_triton, run_interpreted
+from tests.runtime.interpreted import (
+    HAS_GPU,
+    INTERPRETED,
+    need_triton,
+    run_interpreted,
+    runs_itself,
+    runs_kernels,
+)
 from tests.runtime.plans import group, offload, open_session
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""How ``test_on_the_cpu`` starts this file again."""
 DEVICE, DTYPE = ("cpu", torch.float16) if INTERPRETED else ("cuda", torch.bfloat16)
 LIMITS = (232448, 132)
 """An H200's, for the interpreter: shared memory of a program, multiprocessors."""
 
-HAS_GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="no CUDA device here")
-runs_kernels = pytest.mark.skipif(not HAS_GPU and not INTERPRETED, reason="no CUDA device here")
 
 WIDE = {"hidden_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 8}
 TOKENS = [(1, 2), (1, 1), (3, 2), (20, 2), (200, 2), (600, 2)]
@@ -52,7 +54,7 @@ def make_experts(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the tests below run themselves")
+@runs_itself
 def test_on_the_cpu() -> None:
     assert f"{len(TOKENS) + len(LATENT_CASES)} passed" in run_interpreted(__file__)
 

@@ -1,6 +1,5 @@
 """The kernels that keep experts in slots, against the same in plain torch and resident experts."""
 
-import os
 from typing import Any
 
 import pytest
@@ -23,19 +22,21 @@ from offplan.runtime.forms.expert_table import (
 from offplan.runtime.forms.packing import pack
 from offplan.runtime.forms.stored import StoredWeight, part_name
 from tests.runtime.bells import make_bell, require_one_bell, require_rung
-from tests.runtime.interpreted import need_triton, run_interpreted
+from tests.runtime.interpreted import (
+    HAS_GPU,
+    INTERPRETED,
+    need_triton,
+    run_interpreted,
+    runs_itself,
+    runs_kernels,
+)
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""How ``test_on_the_cpu`` starts this file again."""
 DEVICE, DTYPE = ("cpu", torch.float16) if INTERPRETED else ("cuda", torch.bfloat16)
 LIMITS = (232448, 132)
 
-HAS_GPU = torch.cuda.is_available()
-runs_kernels = pytest.mark.skipif(not HAS_GPU and not INTERPRETED, reason="no CUDA device here")
-
 
 @pytest.mark.slow
-@pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the tests below run themselves")
+@runs_itself
 def test_on_the_cpu() -> None:
     assert "passed" in run_interpreted(__file__)
 
