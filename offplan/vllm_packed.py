@@ -244,7 +244,7 @@ class PackedExperts(OnlineMoEMethodBase):
         names = [name for name in ("w13_weight", "w2_weight") if name in layer._parameters]
         self._loads.require(layer, *names)
         for name in names:
-            _hold(layer, name, _stack([*map(pack_in_runs, getattr(layer, name).data)]))
+            _hold(layer, name, _pack_each(getattr(layer, name).data))
             if layer.expert_map is not None:
                 # vLLM goes on with the experts of other ranks, and looks the weight up by its name
                 setattr(layer, name, OTHER_EXPERTS)
@@ -321,13 +321,21 @@ def _multiplier(
     return multiply
 
 
-def _stack(matrices: list[Parts]) -> Parts:
-    """Join the parts of experts, [experts, ...]; each has room for the most patches of one."""
-    reserve = max(len(parts[Part.PATCHES]) for parts in matrices)
-    for parts in matrices:
-        missing = reserve - len(parts[Part.PATCHES])
-        parts[Part.PATCHES] = torch.nn.functional.pad(parts[Part.PATCHES], (0, 0, 0, missing))
-    return {part: torch.stack([parts[part] for parts in matrices]) for part in PARTS}
+def _pack_each(matrices: torch.Tensor) -> Parts:
+    """Pack those of experts, [experts, out, in]; each has room for the most patches of one."""
+    held: Parts = {}
+    patches = []
+    for number, values in enumerate(matrices):
+        parts = pack_in_runs(values)
+        patches.append(parts.pop(Part.PATCHES))
+        for part, value in parts.items():
+            if part not in held:
+                held[part] = value.new_empty(len(matrices), *value.shape)
+            held[part][number] = value
+    reserve = max(map(len, patches))
+    rooms = [(0, 0, 0, reserve - len(each)) for each in patches]
+    held[Part.PATCHES] = torch.stack([*map(torch.nn.functional.pad, patches, rooms)])
+    return held
 
 
 def _hold(layer: torch.nn.Module, name: str, parts: Parts) -> None:
