@@ -35,7 +35,7 @@ from offplan.checkpoint.model import INPUT_EMBEDDINGS
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.tensors import CONFIG_NAME
 from offplan.engines.names import name_part
-from offplan.engines.taken import IN_FORCE, QUANTIZATION, Taken, TakenParameter
+from offplan.engines.taken import IN_FORCE, QUANTIZATION, READ_IN_PLACE, Taken, TakenParameter
 from offplan.engines.vllm import WORKER_VERSIONS
 from offplan.engines.worker import find_taken
 from offplan.errors import DriftError, ExportError
@@ -378,7 +378,7 @@ def find_place(parameter: Any, held: Any, blocks: list[range]) -> str:
     if on_device:
         return RESIDENT
     # a view of host memory is on the GPU as tensors go, and torch did not allocate it there
-    is_view = getattr(parameter, "_vllm_is_uva_offloaded", False) and parameter.device.type != "cpu"
+    is_view = getattr(parameter, READ_IN_PLACE, False) and parameter.device.type != "cpu"
     return PLACES[Backend.UVA] if is_view else f"on {parameter.device}"
 
 

@@ -45,11 +45,12 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.offloader import get_offloader
 
 from offplan.engines.names import name_part
-from offplan.engines.taken import QUANTIZATION, Taken
+from offplan.engines.taken import QUANTIZATION, READ_IN_PLACE, Taken
 from offplan.engines.vllm import WORKER_VERSIONS
 from offplan.errors import ExportError
 from offplan.forms.form import Part
 from offplan.forms.packed import PACKED, can_pack
+from offplan.kernel_sizes import are_gathered
 from offplan.runtime.forms.packing import pack_in_runs
 from offplan.runtime.forms.reference import Parts, expand
 
@@ -302,18 +303,28 @@ def _multiplier(
     """Return what multiplies rows, each for as many pairs, by the expert of each pair, [pairs].
 
     It is given the name of a weight, ``w13`` or ``w2``. Pairs of an expert beyond the last one
-    are not multiplied.
+    are not multiplied. What lies in host memory is read as the runtime reads it: few experts are
+    copied first, and of many nothing crosses twice where it need not.
     """
     if experts.is_cuda:
         from offplan.runtime.forms import operators  # needs triton
+        from offplan.runtime.forms.gather import gather
         from offplan.runtime.forms.pairs import sort_pairs
 
-        _, order, starts = sort_pairs(experts, layer.local_num_experts)
+        pairs = sort_pairs(experts, layer.local_num_experts)
+        _, order, starts = pairs
+        # pairs of other ranks' experts are in no order
+        is_gathered = layer.expert_map is None
+        is_gathered = is_gathered and are_gathered(len(experts), layer.local_num_experts)
 
     def multiply(name: str, x: torch.Tensor) -> torch.Tensor:
         parts = _held(layer, f"{name}_weight")
         if x.is_cuda:
-            return operators.multiply(PACKED, parts, x, order, starts)
+            begins, in_place = starts, hasattr(parts[Part.WEIGHT], READ_IN_PLACE)
+            if in_place and is_gathered:
+                in_place = False
+                parts, begins = gather(parts, *pairs)
+            return operators.multiply(PACKED, parts, x, order, begins, in_place=in_place)
         rows = x.repeat_interleave(len(experts) // len(x), 0)
         values = expand(PACKED, parts, x.dtype)[experts.clamp(max=layer.local_num_experts - 1)]
         return torch.einsum("pi,poi->po", rows, values)
