@@ -14,6 +14,7 @@ Source: vLLM 0.33.0, ``model_executor/layers/quantization``; its online quantisa
 
 import logging
 from collections.abc import Callable
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -192,6 +193,10 @@ class PackedLinear(OnlineLinearBase):
         sizes = input_size_per_partition, output_partition_sizes, input_size, output_size
         shape = sum(output_partition_sizes), input_size_per_partition
         if can_pack(shape) and params_dtype == torch.bfloat16:
+            self._device = torch.get_default_device()
+            if isinstance(layer, ParallelLMHead):
+                loader = extra_weight_attrs["weight_loader"]
+                extra_weight_attrs["weight_loader"] = _loading_on_host(layer, loader)
             super().create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)
             return
         _say_sizes(self._loads.prefix, shape)
@@ -209,7 +214,7 @@ class PackedLinear(OnlineLinearBase):
         """Pack the weight, and let go of its values."""
         if "weight" in layer._parameters:
             self._loads.require(layer, "weight")
-            _hold(layer, "weight", pack_in_runs(layer.weight.data))
+            _hold(layer, "weight", pack_in_runs(layer.weight.data, self._device))
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -286,6 +291,22 @@ class PackedExperts(OnlineMoEMethodBase):
             is_own = (experts < layer.local_num_experts).view(num_tokens, num_chosen, 1)
             weighted = torch.where(is_own, weighted, 0)
         return weighted.sum(1).to(x.dtype)
+
+
+def _loading_on_host(layer: ParallelLMHead, loader: Callable[..., None]) -> Callable[..., None]:
+    """Return a loader by which a head is filled in host memory, from where it is packed.
+
+    It is a model's largest matrix, and is loaded last: unpacked on the GPU, it alone would have
+    loading take more memory than all that runs there afterwards. vLLM asks the loader, on the meta
+    device, what there is to load before it makes the weight.
+    """
+
+    @wraps(loader)
+    def load(*args: Any, **kwargs: Any) -> None:
+        get_layerwise_info(layer).restore_device = torch.device("cpu")
+        loader(*args, **kwargs)
+
+    return load
 
 
 def _hold_plain(layer: torch.nn.Module) -> QuantizeMethodBase | None:

@@ -166,6 +166,34 @@ def test_experts_multiply_by_their_values(tmp_path: Path, packed: Any) -> None:
         assert torch.allclose(made[token].float(), expected, atol=0.02, rtol=0.02)
 
 
+def test_a_head_is_filled_in_host_memory(
+    tmp_path: Path, packed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever memory the others are made in; the GPU has no room for it unpacked."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    made, materialize = {}, layerwise.materialize_layer
+
+    def note(layer: Any, info: Any) -> None:
+        made[type(layer).__name__] = info.restore_device
+        info.restore_device = torch.device("cpu")
+        materialize(layer, info)
+
+    def record(model: Any) -> None:
+        for module in model.modules():
+            layerwise.get_layerwise_info(module).restore_device = torch.device("cuda")
+
+    monkeypatch.setattr(layerwise, "materialize_layer", note)
+    monkeypatch.setattr(
+        "vllm.model_executor.model_loader.utils.record_metadata_for_reloading", record
+    )
+    save("llama", tmp_path)
+    load(tmp_path)
+    assert made.pop("ParallelLMHead") == torch.device("cpu")
+    assert made
+    assert {*made.values()} == {torch.device("cuda")}
+
+
 class OnGpu(torch.Tensor):
     """Stands for a tensor of a GPU, where there is none."""
 

@@ -77,21 +77,22 @@ def find_bases(exponents: torch.Tensor) -> torch.Tensor:
     return tops.view(num_out, -1, BASE_BYTES).amax(2).clamp_(min=15).sub_(15)
 
 
-def pack_in_runs(values: torch.Tensor) -> Parts:
+def pack_in_runs(values: torch.Tensor, device: torch.device | None = None) -> Parts:
     """Pack a matrix, bfloat16 of [out, in], RUN_WEIGHTS at a time; ``can_pack`` says which.
 
-    There is room for as many patches as there are, and for those that plans reserve. Beside the
-    matrix and its parts this takes the memory of packing one run.
+    There is room for as many patches as there are, and for those that plans reserve. The parts lie
+    on ``device``, or where the matrix does. Beside matrix and parts this takes the memory of
+    packing one run.
     """
     num_out, num_in = values.shape
     step = run_rows(num_in)
     if num_out <= step:
-        return _pack_all(values)
+        return _pack_all(values.to(device))
     # each run goes to its place: joined at the end, all would be there twice
     whole: Parts = {}
     patches, blocks, num_patches = [], [], 0
     for start in range(0, num_out, step):
-        rows = values[start : start + step]
+        rows = values[start : start + step].to(device)
         run = _pack_all(rows)
         for part in (Part.WEIGHT, Part.EXPONENT, Part.BASE):
             rows_each = len(rows) // len(run[part])  # bases are of 64 rows together
