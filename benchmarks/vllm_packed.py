@@ -10,7 +10,7 @@ with the plan's own context and batch;
 ``=FOLDER`` is the checkpoint of a plan for another model.
 ``NAME-compiled`` is the same with layers compiled, which starts later, and ``resident-tp2`` vLLM's
 own on two GPUs. The default is all but that, and of vLLM alone the compiled ones, last. Needs a
-CUDA device and vLLM; GPU memory is that of the first device.
+CUDA device and vLLM; GPU memory is that of the first device, and at the end of each.
 
 A way's process starts while the way before it is measured, imports vLLM and waits: it has no CUDA
 until its turn, from which on ``start_s`` counts. Each leaves ``RESULTS/WAY.part.json`` as soon as
@@ -46,11 +46,13 @@ from benchmarks.vllm_worker import (
     describe,
     end,
     keep_told,
+    read_used_bytes,
     say_way,
     start,
     start_vllm,
     wait_for,
 )
+from offplan.checkpoint.open import open_model
 from offplan.engines.taken import QUANTIZATION
 from offplan.plan import load_plan
 
@@ -87,6 +89,8 @@ def find_words(way: str, args: argparse.Namespace) -> tuple[list[str], list[int]
         words += ["--skip-tokenizer-init", "--no-enable-prefix-caching"]
         words += ["--quantization", QUANTIZATION] if base == "packed" else []
         words += ["--tensor-parallel-size", "2"] if base.endswith(ON_TWO) else []
+        if open_model(str(folder)).experts is not None:  # the kernels that plans ask for
+            words += ["--moe-backend", "triton"]
     else:
         workload = load_plan(plan).workload
         batches, prompts = [workload.batch], [workload.prompt_tokens]
@@ -120,7 +124,7 @@ def run_way(args: argparse.Namespace) -> None:
     if not sys.stdin.readline():
         return  # its turn does not come
     began = time.time()
-    before = torch.cuda.device_memory_used(0)
+    before = read_used_bytes()
     words, batches, prompts = find_words(args.run, args)
     found: dict[str, Any] = {
         **{"way": args.run, "folder": str(find_folder(args.run, args)), "options": words},
@@ -128,7 +132,8 @@ def run_way(args: argparse.Namespace) -> None:
     }
 
     def keep(**more: Any) -> None:
-        found.update(more, gpu_bytes=torch.cuda.device_memory_used(0) - before)
+        taken = [now - then for now, then in zip(read_used_bytes(), before, strict=True)]
+        found.update(more, gpu_bytes=taken[0], gpus_bytes=taken)
         part = args.partial.with_suffix(".new")
         part.write_text(json.dumps(found))
         part.rename(args.partial)  # it appears whole
@@ -187,9 +192,9 @@ def prepare(way: str, args: argparse.Namespace) -> "subprocess.Popen[bytes]":
 def wait_for_memory() -> int:
     """Wait until the way before has given back the card's memory; return what is in use."""
     until = time.time() + SETTLES_S
-    while (used := torch.cuda.device_memory_used(0)) > SETTLED_BYTES and time.time() < until:
+    while max(used := read_used_bytes()) > SETTLED_BYTES and time.time() < until:
         time.sleep(0.05)
-    return used
+    return used[0]
 
 
 def run_alone(
@@ -222,7 +227,7 @@ def run_alone(
             is_measuring = True
             measuring()
         if not loaded:
-            used = torch.cuda.device_memory_used(0) - before
+            used = read_used_bytes()[0] - before
             peak = max(peak, used)
             if LOADED.search(log.read_text(errors="replace")):
                 loaded = used

@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from importlib.metadata import requires, version
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ GRACE_S = 20
 LOG_LINES = 25
 TOLD = (
     *("offplan:", "Offloader", "attention backend", "FlashAttention", "torch.compile took"),
-    *("Loading weights took", "Model loading took"),
+    *("Loading weights took", "Model loading took", "We must use the `spawn`"),
 )
 """What lines of vLLM's log have that are kept."""
 
@@ -133,6 +134,22 @@ def open_offplan(
         yield run
 
 
+def read_used_bytes() -> list[int]:
+    """What the driver says is in use on each GPU that this process may use.
+
+    ``torch.cuda.device_memory_used`` would initialise CUDA in the process, and vLLM could no longer
+    fork its engine: it starts it anew, which takes as long as all imports.
+    """
+    pynvml = import_module("pynvml")  # which need not be there to check types
+    places = [torch.cuda._get_nvml_device_index(i) for i in range(torch.cuda.device_count())]
+    pynvml.nvmlInit()
+    try:
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, places)
+        return [pynvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles]
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def measure(run: Generate, num_tokens: int, num_steps: int, repeats: int) -> dict[str, Any]:
     def seconds(count: int) -> float:
         began = time.perf_counter()
@@ -156,7 +173,7 @@ def measure(run: Generate, num_tokens: int, num_steps: int, repeats: int) -> dic
 
 def run_way(args: argparse.Namespace) -> dict[str, Any]:
     """Run one way in this process, which has not used CUDA yet."""
-    before = torch.cuda.device_memory_used(0)
+    before = read_used_bytes()
     plan, gaps = load_plan(args.plan), list[float]()
     model = open_model(str(args.folder))
     size = plan.workload.prompt_tokens
@@ -170,7 +187,9 @@ def run_way(args: argparse.Namespace) -> dict[str, Any]:
     with opened as run:
         start_s = time.time() - args.began
         found = measure(run, args.tokens, args.steps, args.repeats)
-        found["gpu_bytes"] = torch.cuda.device_memory_used(0) - before
+        used = read_used_bytes()
+        found["gpus_bytes"] = [now - then for now, then in zip(used, before, strict=True)]
+        found["gpu_bytes"] = found["gpus_bytes"][0]
     return {"start_s": start_s, "options": words, **found, "gaps": gaps}
 
 

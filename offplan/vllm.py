@@ -13,10 +13,12 @@ Source: vLLM 0.33.0, ``model_executor/offloader`` and ``v1/worker``.
 
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
 from vllm import __version__ as vllm_version
 from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -35,7 +37,7 @@ from offplan.checkpoint.model import INPUT_EMBEDDINGS
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.tensors import CONFIG_NAME
 from offplan.engines.names import name_part
-from offplan.engines.taken import IN_FORCE, QUANTIZATION, Taken, TakenParameter
+from offplan.engines.taken import IN_FORCE, QUANTIZATION, READ_IN_PLACE, Taken, TakenParameter
 from offplan.engines.vllm import WORKER_VERSIONS
 from offplan.engines.worker import find_taken
 from offplan.errors import DriftError, ExportError
@@ -74,7 +76,8 @@ class Worker(GPUWorker):
             config.quant_config.taken = taken
         offloader = PlanOffloader(taken, lambda: self.model_runner.get_model())
         set_offloader(offloader)
-        super().load_model(load_dummy_weights=load_dummy_weights)
+        with offloader.moving_embedding():
+            super().load_model(load_dummy_weights=load_dummy_weights)
         offloader.verify()
         # or the room of an embedding that was moved would stay torch's, part of it in use
         torch.cuda.empty_cache()
@@ -197,6 +200,27 @@ class PlanOffloader(PrefetchOffloader):
         for name in held:
             if name.endswith(name_part("", Part.WEIGHT)) and name not in packed:
                 yield f"{name} of layer {index} is packed, expected it as it is stored"
+
+    @contextmanager
+    def moving_embedding(self) -> Iterator[None]:
+        """Have the input embedding leave the GPU as soon as it is built, if the plan takes it.
+
+        Else it would lie there beside all that is loaded after it, and loading would take more
+        memory than the plan has.
+        """
+        if self._taken.embedding is None:
+            yield
+            return
+
+        def move(_: torch.nn.Module, name: str, built: torch.nn.Module | None) -> None:
+            if name in INPUT_EMBEDDINGS and isinstance(built, VocabParallelEmbedding):
+                UVAOffloader(ALL, {"weight"}).wrap_modules(iter([built]))
+
+        hook = register_module_module_registration_hook(move)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def post_init(self) -> None:
         """Move the embedding, then allocate the ring and start its first copies."""
@@ -378,7 +402,7 @@ def find_place(parameter: Any, held: Any, blocks: list[range]) -> str:
     if on_device:
         return RESIDENT
     # a view of host memory is on the GPU as tensors go, and torch did not allocate it there
-    is_view = getattr(parameter, "_vllm_is_uva_offloaded", False) and parameter.device.type != "cpu"
+    is_view = getattr(parameter, READ_IN_PLACE, False) and parameter.device.type != "cpu"
     return PLACES[Backend.UVA] if is_view else f"on {parameter.device}"
 
 

@@ -14,6 +14,7 @@ Source: vLLM 0.33.0, ``model_executor/layers/quantization``; its online quantisa
 
 import logging
 from collections.abc import Callable
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,11 +46,12 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.offloader import get_offloader
 
 from offplan.engines.names import name_part
-from offplan.engines.taken import QUANTIZATION, Taken
+from offplan.engines.taken import QUANTIZATION, READ_IN_PLACE, Taken
 from offplan.engines.vllm import WORKER_VERSIONS
 from offplan.errors import ExportError
 from offplan.forms.form import Part
 from offplan.forms.packed import PACKED, can_pack
+from offplan.kernel_sizes import are_gathered
 from offplan.runtime.forms.packing import pack_in_runs
 from offplan.runtime.forms.reference import Parts, expand
 
@@ -191,6 +193,10 @@ class PackedLinear(OnlineLinearBase):
         sizes = input_size_per_partition, output_partition_sizes, input_size, output_size
         shape = sum(output_partition_sizes), input_size_per_partition
         if can_pack(shape) and params_dtype == torch.bfloat16:
+            self._device = torch.get_default_device()
+            if isinstance(layer, ParallelLMHead):
+                loader = extra_weight_attrs["weight_loader"]
+                extra_weight_attrs["weight_loader"] = _loading_on_host(layer, loader)
             super().create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)
             return
         _say_sizes(self._loads.prefix, shape)
@@ -208,7 +214,7 @@ class PackedLinear(OnlineLinearBase):
         """Pack the weight, and let go of its values."""
         if "weight" in layer._parameters:
             self._loads.require(layer, "weight")
-            _hold(layer, "weight", pack_in_runs(layer.weight.data))
+            _hold(layer, "weight", pack_in_runs(layer.weight.data, self._device))
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -244,7 +250,7 @@ class PackedExperts(OnlineMoEMethodBase):
         names = [name for name in ("w13_weight", "w2_weight") if name in layer._parameters]
         self._loads.require(layer, *names)
         for name in names:
-            _hold(layer, name, _stack([*map(pack_in_runs, getattr(layer, name).data)]))
+            _hold(layer, name, _pack_each(getattr(layer, name).data))
             if layer.expert_map is not None:
                 # vLLM goes on with the experts of other ranks, and looks the weight up by its name
                 setattr(layer, name, OTHER_EXPERTS)
@@ -287,6 +293,22 @@ class PackedExperts(OnlineMoEMethodBase):
         return weighted.sum(1).to(x.dtype)
 
 
+def _loading_on_host(layer: ParallelLMHead, loader: Callable[..., None]) -> Callable[..., None]:
+    """Return a loader by which a head is filled in host memory, from where it is packed.
+
+    It is a model's largest matrix, and is loaded last: unpacked on the GPU, it alone would have
+    loading take more memory than all that runs there afterwards. vLLM asks the loader, on the meta
+    device, what there is to load before it makes the weight.
+    """
+
+    @wraps(loader)
+    def load(*args: Any, **kwargs: Any) -> None:
+        get_layerwise_info(layer).restore_device = torch.device("cpu")
+        loader(*args, **kwargs)
+
+    return load
+
+
 def _hold_plain(layer: torch.nn.Module) -> QuantizeMethodBase | None:
     """Return what holds and multiplies a layer's weights as they are stored."""
     if isinstance(layer, RoutedExperts):
@@ -302,18 +324,28 @@ def _multiplier(
     """Return what multiplies rows, each for as many pairs, by the expert of each pair, [pairs].
 
     It is given the name of a weight, ``w13`` or ``w2``. Pairs of an expert beyond the last one
-    are not multiplied.
+    are not multiplied. What lies in host memory is read as the runtime reads it: few experts are
+    copied first, and of many nothing crosses twice where it need not.
     """
     if experts.is_cuda:
         from offplan.runtime.forms import operators  # needs triton
+        from offplan.runtime.forms.gather import gather
         from offplan.runtime.forms.pairs import sort_pairs
 
-        _, order, starts = sort_pairs(experts, layer.local_num_experts)
+        pairs = sort_pairs(experts, layer.local_num_experts)
+        _, order, starts = pairs
+        # pairs of other ranks' experts are in no order
+        is_gathered = layer.expert_map is None
+        is_gathered = is_gathered and are_gathered(len(experts), layer.local_num_experts)
 
     def multiply(name: str, x: torch.Tensor) -> torch.Tensor:
         parts = _held(layer, f"{name}_weight")
         if x.is_cuda:
-            return operators.multiply(PACKED, parts, x, order, starts)
+            begins, in_place = starts, hasattr(parts[Part.WEIGHT], READ_IN_PLACE)
+            if in_place and is_gathered:
+                in_place = False
+                parts, begins = gather(parts, *pairs)
+            return operators.multiply(PACKED, parts, x, order, begins, in_place=in_place)
         rows = x.repeat_interleave(len(experts) // len(x), 0)
         values = expand(PACKED, parts, x.dtype)[experts.clamp(max=layer.local_num_experts - 1)]
         return torch.einsum("pi,poi->po", rows, values)
@@ -321,13 +353,21 @@ def _multiplier(
     return multiply
 
 
-def _stack(matrices: list[Parts]) -> Parts:
-    """Join the parts of experts, [experts, ...]; each has room for the most patches of one."""
-    reserve = max(len(parts[Part.PATCHES]) for parts in matrices)
-    for parts in matrices:
-        missing = reserve - len(parts[Part.PATCHES])
-        parts[Part.PATCHES] = torch.nn.functional.pad(parts[Part.PATCHES], (0, 0, 0, missing))
-    return {part: torch.stack([parts[part] for parts in matrices]) for part in PARTS}
+def _pack_each(matrices: torch.Tensor) -> Parts:
+    """Pack those of experts, [experts, out, in]; each has room for the most patches of one."""
+    held: Parts = {}
+    patches = []
+    for number, values in enumerate(matrices):
+        parts = pack_in_runs(values)
+        patches.append(parts.pop(Part.PATCHES))
+        for part, value in parts.items():
+            if part not in held:
+                held[part] = value.new_empty(len(matrices), *value.shape)
+            held[part][number] = value
+    reserve = max(map(len, patches))
+    rooms = [(0, 0, 0, reserve - len(each)) for each in patches]
+    held[Part.PATCHES] = torch.stack([*map(torch.nn.functional.pad, patches, rooms)])
+    return held
 
 
 def _hold(layer: torch.nn.Module, name: str, parts: Parts) -> None:

@@ -36,6 +36,8 @@ IN_FORCE = "offplan: the plan is in force: "
 """What begins the line of each rank of the worker once it has compared all with the plan."""
 QUANTIZATION = "offplan_packed"
 """The name by which vLLM holds packed weights."""
+READ_IN_PLACE = "_vllm_is_uva_offloaded"
+"""What vLLM's offloader marks parameters with that it leaves in host memory, to be read there."""
 
 
 @dataclass(frozen=True)

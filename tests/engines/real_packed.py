@@ -214,7 +214,8 @@ def load_planned(
     config.quant_config.taken = taken
     loaded: list[Any] = []
     offloader = worker.PlanOffloader(taken, lambda: loaded[0])
-    model = real_vllm.load(config, folder, rank, offloader, stage)
+    with offloader.moving_embedding():
+        model = real_vllm.load(config, folder, rank, offloader, stage)
     loaded.append(model)
     offloader.post_init()
     return model, offloader

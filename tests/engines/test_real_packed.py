@@ -166,6 +166,80 @@ def test_experts_multiply_by_their_values(tmp_path: Path, packed: Any) -> None:
         assert torch.allclose(made[token].float(), expected, atol=0.02, rtol=0.02)
 
 
+def test_a_head_is_filled_in_host_memory(
+    tmp_path: Path, packed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever memory the others are made in; the GPU has no room for it unpacked."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    made, materialize = {}, layerwise.materialize_layer
+
+    def note(layer: Any, info: Any) -> None:
+        made[type(layer).__name__] = info.restore_device
+        info.restore_device = torch.device("cpu")
+        materialize(layer, info)
+
+    def record(model: Any) -> None:
+        for module in model.modules():
+            layerwise.get_layerwise_info(module).restore_device = torch.device("cuda")
+
+    monkeypatch.setattr(layerwise, "materialize_layer", note)
+    monkeypatch.setattr(
+        "vllm.model_executor.model_loader.utils.record_metadata_for_reloading", record
+    )
+    save("llama", tmp_path)
+    load(tmp_path)
+    assert made.pop("ParallelLMHead") == torch.device("cpu")
+    assert made
+    assert {*made.values()} == {torch.device("cuda")}
+
+
+class OnGpu(torch.Tensor):
+    """Stands for a tensor of a GPU, where there is none."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(
+    ("is_read", "num_pairs", "has_others", "told"),
+    [
+        (False, 4, False, (False, "whole")),
+        (True, 4, False, (False, "gathered")),
+        (True, 5, False, (True, "whole")),
+        (True, 4, True, (True, "whole")),
+    ],
+)
+def test_few_experts_in_host_memory_are_copied_first_and_of_many_nothing_crosses_twice(
+    packed: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    is_read: bool,
+    num_pairs: int,
+    has_others: bool,
+    told: tuple[bool, str],
+) -> None:
+    """As the runtime reads them, by whose rules plans are priced."""
+    from offplan.runtime.forms import gather, operators, pairs
+
+    layer = SimpleNamespace(local_num_experts=4, expert_map=torch.arange(4) if has_others else None)
+    for part in packed.PARTS:
+        value = torch.nn.Parameter(torch.zeros(4, 1), requires_grad=False)
+        if is_read:
+            value._vllm_is_uva_offloaded = True
+        setattr(layer, packed.name_part("w2_weight", part), value)
+    begins = {"whole": torch.zeros(5), "gathered": torch.ones(5)}
+    found = []
+
+    def multiply(_: Any, parts: Any, x: Any, order: Any, starts: Any, *, in_place: bool) -> None:
+        found.append((in_place, next(n for n, each in begins.items() if starts is each)))
+
+    monkeypatch.setattr(pairs, "sort_pairs", lambda experts, _: (experts, experts, begins["whole"]))
+    monkeypatch.setattr(gather, "gather", lambda parts, *_: (parts, begins["gathered"]))
+    monkeypatch.setattr(operators, "multiply", multiply)
+    experts = torch.zeros(num_pairs).as_subclass(OnGpu)
+    packed._multiplier(layer, experts)("w2", experts)
+    assert found == [told]
+
+
 def test_ranks_multiply_by_their_own_experts(tmp_path: Path, packed: Any) -> None:
     """What two ranks make of whole experts, each of its half, adds up to what one makes of all."""
     save("qwen3_moe", tmp_path)

@@ -313,7 +313,10 @@ def test_the_embedding_is_read_in_place(seam: Any, tmp_path: Path) -> None:
     plan, model, path = write_plan(tmp_path, "Qwen3ForCausalLM", embeddings="host")
     taken = find_taken(plan, model, (0, 33, 0))
     offloader = seam.worker.PlanOffloader(taken, lambda: built)  # type: ignore[has-type]
-    built = build_on_meta(seam, configure(tmp_path, path), offloader, tmp_path)
+    with offloader.moving_embedding():
+        built = build_on_meta(seam, configure(tmp_path, path), offloader, tmp_path)
+    early = {n for n, p in built.named_parameters() if hasattr(p, "_vllm_is_uva_offloaded")}
+    assert early == {"model.embed_tokens.weight"}, "loading would take more than the plan has"
     offloader.post_init()
     moved = {n for n, p in built.named_parameters() if hasattr(p, "_vllm_is_uva_offloaded")}
     assert moved == {"model.embed_tokens.weight"}

@@ -1,14 +1,20 @@
 """bfloat16 weights, packed and expanded by plain torch."""
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from offplan.forms.form import Form, Kind, Part, patch_reserve
 from offplan.kernel_sizes import CODES_ROWS, PACKED_ROWS
-from offplan.runtime.forms.packing import TooManyEscapes, pack
+from offplan.runtime.forms import packing
+from offplan.runtime.forms.packing import TooManyEscapes, pack, pack_in_runs
 from offplan.runtime.forms.reference import expand
 from offplan.runtime.forms.stored import (
     StoredLinear,
@@ -18,6 +24,34 @@ from offplan.runtime.forms.stored import (
 )
 
 PACKED = Form(Kind.PACKED)
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes of tensors that are made, and how many were there at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {
+            each.untyped_storage().data_ptr()
+            for each in tree_leaves((args, kwargs))
+            if torch.is_tensor(each)
+        }
+        for each in tree_leaves(made):
+            if not torch.is_tensor(each):
+                continue
+            storage = each.untyped_storage()
+            place = storage.data_ptr()
+            if place in given or place in self._sizes:
+                continue
+            self._sizes[place] = storage.nbytes()
+            weakref.finalize(storage, self._sizes.pop, place, None)
+            self.most = max(self.most, sum(self._sizes.values()))
+        return made
 
 
 def needs_patch(bits: torch.Tensor) -> torch.Tensor:
@@ -147,3 +181,17 @@ def test_bases_are_of_128_bytes_of_exponents_of_64_rows() -> None:
     values = torch.full((2, 3, 64), 127 - 10 - 15, dtype=torch.uint8)
     values[0, 0, 3], values[1, 1, 6], values[1, 2, 7] = 112, 113, 114
     assert torch.equal(base, values)
+
+
+def test_packing_in_runs_takes_room_for_the_parts_and_one_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    values = torch.randn(4096, 256).mul(0.02).bfloat16()
+    values[5, 7], values[4000, 3] = 1e30, float("nan")
+    expected = pack(values)
+    run_weights = 64 * 256
+    monkeypatch.setattr(packing, "RUN_WEIGHTS", run_weights)
+    with Held() as held:
+        parts = pack_in_runs(values)
+    assert all(torch.equal(parts[part], value) for part, value in expected.items())
+    assert held.most < sum(value.nbytes for value in parts.values()) + 20 * run_weights

@@ -77,28 +77,38 @@ def find_bases(exponents: torch.Tensor) -> torch.Tensor:
     return tops.view(num_out, -1, BASE_BYTES).amax(2).clamp_(min=15).sub_(15)
 
 
-def pack_in_runs(values: torch.Tensor) -> Parts:
+def pack_in_runs(values: torch.Tensor, device: torch.device | None = None) -> Parts:
     """Pack a matrix, bfloat16 of [out, in], RUN_WEIGHTS at a time; ``can_pack`` says which.
 
-    There is room for as many patches as there are, and for those that plans reserve.
+    There is room for as many patches as there are, and for those that plans reserve. The parts lie
+    on ``device``, or where the matrix does. Beside matrix and parts this takes the memory of
+    packing one run.
     """
     num_out, num_in = values.shape
     step = run_rows(num_in)
-    runs = [_pack_all(values[start : start + step]) for start in range(0, num_out, step)]
+    if num_out <= step:
+        return _pack_all(values.to(device))
+    # each run goes to its place: joined at the end, all would be there twice
+    whole: Parts = {}
     patches, blocks, num_patches = [], [], 0
-    for number, run in enumerate(runs):
+    for start in range(0, num_out, step):
+        rows = values[start : start + step].to(device)
+        run = _pack_all(rows)
+        for part in (Part.WEIGHT, Part.EXPONENT, Part.BASE):
+            rows_each = len(rows) // len(run[part])  # bases are of 64 rows together
+            if part not in whole:
+                whole[part] = run[part].new_empty(num_out // rows_each, *run[part].shape[1:])
+            whole[part][start // rows_each :][: len(run[part])] = run[part]
         ends = run[Part.PATCH_BLOCKS]
-        own = run[Part.PATCHES][: int(ends[-1, 1])]
-        first = torch.tensor([number * step * num_in, 0], dtype=torch.int32, device=own.device)
-        patches.append(own + first)
+        own = run[Part.PATCHES][: int(ends[-1, 1])].clone()  # without the room of the run
+        own[:, 0] += start * num_in
+        patches.append(own)
         blocks.append(ends + num_patches)
         num_patches += len(own)
     missing = max(0, patch_reserve(num_out, num_in) - num_patches)
-    whole = (Part.WEIGHT, Part.EXPONENT, Part.BASE)
-    return {part: torch.cat([run[part] for run in runs]) for part in whole} | {
-        Part.PATCHES: nn.functional.pad(torch.cat(patches), (0, 0, 0, missing)),
-        Part.PATCH_BLOCKS: torch.cat(blocks),
-    }
+    whole[Part.PATCHES] = nn.functional.pad(torch.cat(patches), (0, 0, 0, missing))
+    whole[Part.PATCH_BLOCKS] = torch.cat(blocks)
+    return whole
 
 
 def run_rows(num_in: int) -> int:
