@@ -15,7 +15,11 @@ Source: DeepSeek-V2-Lite in 4 GiB on an H200, prompts of 8,192 tokens: 1.40 s in
 8 parts together, 1.41 s in 4 chunks, each of which met 16 parts by itself. The link takes 0.52 s.
 """
 CHUNK_LAUNCH_S = 2.7e-3
-"""Seconds that the host takes to bring a chunk to a layer's experts and on; the same source."""
+"""Seconds that the host takes to bring a chunk to a layer's experts and on; the same source.
+
+Both are of prompts that were not captured. The runtime captures prompts in parts since; for these
+the second is too much by an amount that nobody has measured.
+"""
 PART_COPIES = 3
 """Hidden states that a chunk keeps of each token at a layer's experts, beside those that wait in
 every layer: the residual behind attention, the normed one, and that one beside other chunks'.

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
 from offplan.plan import Offload, Packing
+from offplan.runtime.model import attention
 from offplan.runtime.model.layers import DecoderLayers
 from offplan.runtime.model.parts import ExpertsInParts, Meeting
 from offplan.runtime.passes import runner
@@ -70,12 +73,79 @@ def test_chunks_that_meet_parts_together(
     """As on a GPU; a part's pairs are then more than those of one chunk, and come in pieces."""
     checkpoint = saved("qwen3_moe_tied", folder)
     monkeypatch.setattr(
-        ExpertsInParts, "meet", lambda self, chunks: [Meeting(self._experts, chunks)]
+        ExpertsInParts,
+        "meet",
+        lambda self, chunks: [Meeting(self._experts, chunks, self.num_parts)],
     )
     expected = run_resident(checkpoint, chunk)
     with open_session(checkpoint, offload(in_parts(2), prefill_chunk=chunk)) as session:
         for got, right in zip(run_hostile(session), expected, strict=True):
             torch.testing.assert_close(got, right, atol=1e-5, rtol=1e-5)
+
+
+class Repeated(TorchDispatchMode):
+    """Stands in for a CUDA graph: notes what is computed, and computes it again in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._noted: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        made = function(*args, **(kwargs or {}))
+        self._noted.append((function, args, kwargs or {}, made))
+        return made
+
+    def capture_begin(self, **_: object) -> None:
+        self.__enter__()
+
+    def capture_end(self) -> None:
+        self.__exit__(None, None, None)
+
+    def replay(self) -> None:
+        for function, args, kwargs, made in self._noted:
+            again = function(*args, **kwargs)
+            for old, new in zip(tree_leaves(made), tree_leaves(again), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+@pytest.mark.parametrize("name", first_quick(["qwen3_moe_tied", "deepseek_v2"]))
+def test_captured_prompts_wait_for_their_own_choices(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts are multiplied between graphs, at each replay by what its tokens chose."""
+    checkpoint = saved(name, folder)
+    decision = offload(in_parts(4, tokens_at_once=9), prefill_chunk=3, prefetch_step=1)
+    texts = torch.randint(0, 64, (5, 2, 14), generator=torch.Generator().manual_seed(0))
+    graphs: list[Repeated] = []
+
+    def begin() -> Repeated:
+        graphs.append(Repeated())
+        return graphs[-1]
+
+    def see_before(num_new: int, num_kept: int) -> torch.Tensor:
+        return torch.ones(num_new, num_kept, dtype=torch.bool).tril(num_kept - num_new)
+
+    def run(*, is_captured: bool) -> list[torch.Tensor]:
+        logits = []
+        with open_session(checkpoint, decision, late_copies=True) as session:
+            session.runner.captures_prompt = lambda *_: is_captured
+            for text in texts:
+                logits.append(session.prefill(text).clone())
+                logits.append(session.decode(logits[-1].argmax(-1, keepdim=True)).clone())
+        return logits
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", begin)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    # no tensors of their own class, which the stand-in cannot note
+    monkeypatch.setattr(attention, "causal_lower_right", see_before)
+    expected = run(is_captured=False)
+    assert not graphs
+    assert all(map(torch.equal, run(is_captured=True), expected))
+    assert graphs
 
 
 @pytest.mark.slow

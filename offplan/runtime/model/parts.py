@@ -6,6 +6,7 @@ the sum over a token's experts has the order of a layer whose experts are all th
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -41,12 +42,16 @@ class Arrived(NamedTuple):
 class Meeting:
     """Chunks' tokens at the experts of a layer, and what their choices have given so far.
 
-    On the current stream; the host waits once, for how many choices each part has.
+    On the current stream; the host waits in ``count`` alone.
     """
 
-    def __init__(self, experts: nn.Module, chunks: Sequence[Arrived]) -> None:
-        """Sort the choices of all chunks together."""
+    def __init__(self, experts: nn.Module, chunks: Sequence[Arrived], num_parts: int) -> None:
+        """Sort the choices of all chunks together, by the experts of each part."""
         self._experts = experts
+        self._num_experts: int = vars(experts)["num_experts"] // num_parts
+        """Experts of a part."""
+        self._parameters = dict(experts.named_parameters(recurse=False))
+        """Those of the prompt's phase: a captured prompt runs again amid steps."""
         self._hidden, chosen, self._weights = map(_join, zip(*chunks, strict=True))
         self._sizes = [len(chunk.hidden) for chunk in chunks]
         self._num_chosen = chosen.shape[-1]
@@ -58,17 +63,34 @@ class Meeting:
         self._expert_of, self._order = torch.sort(flat)
         self._made = self._hidden.new_empty(len(flat), self._hidden.shape[-1])
         """The product of each pair of a token and a choice, [tokens x choices, hidden]."""
+        firsts = torch.arange(num_parts + 1, device=flat.device) * self._num_experts
+        self._ends = torch.searchsorted(self._expert_of, firsts)
         self._bounds: list[int] = []
+        """Where each part's pairs begin among the sorted ones, and where the last one's end."""
 
-    def add(self, part: int, num_parts: int, values: Mapping[str, torch.Tensor]) -> None:
+    def borrow(self) -> "Meeting":
+        """Return what counts and adds whenever a captured pass is replayed; elsewhere itself.
+
+        It keeps none of the memory that what is captured later may take.
+        """
+        if not (self._hidden.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return self
+        borrowed = copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                vars(borrowed)[name] = _Borrowed(value).view_as(value)
+        return borrowed
+
+    def count(self) -> None:
+        """Wait for how many pairs each part has; before parts are added."""
+        self._bounds = self._ends.tolist()
+
+    def add(self, part: int, values: Mapping[str, torch.Tensor]) -> None:
         """Multiply the tokens that chose experts of a part; ``values`` are its parameters."""
-        num_experts: int = vars(self._experts)["num_experts"] // num_parts
-        if not self._bounds:
-            firsts = torch.arange(num_parts + 1, device=self._order.device) * num_experts
-            self._bounds = torch.searchsorted(self._expert_of, firsts).tolist()
-        first = part * num_experts
-        here = {**values, "num_experts": num_experts, "in_place": ()}  # counted from 0 on
-        some = ReadElsewhere(self._experts, here)
+        first = part * self._num_experts
+        # experts are counted from 0 on
+        here = {**values, "num_experts": self._num_experts, "in_place": ()}
+        some = ReadElsewhere(self._experts, {**self._parameters, **here})
         end = self._bounds[part + 1]
         for start in range(self._bounds[part], end, self._most):
             self._multiply(some, first, slice(start, min(start + self._most, end)))
@@ -96,6 +118,24 @@ class Meeting:
             (some * of_them).sum(1).to(self._hidden.dtype)
             for some, of_them in zip(made, weights, strict=True)
         ]
+
+
+class _Borrowed:
+    """A tensor's memory on a GPU, by its address alone, as numba's interface describes it."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        behind = value.untyped_storage().nbytes() // value.itemsize - value.storage_offset()
+        self.__cuda_array_interface__ = {
+            "shape": (behind * value.itemsize,),
+            "typestr": "|u1",
+            "data": (value.data_ptr(), False),
+            "version": 2,
+        }
+
+    def view_as(self, value: torch.Tensor) -> torch.Tensor:
+        """View the memory as the tensor does."""
+        whole = torch.as_tensor(self, device=value.device).view(value.dtype)
+        return whole.as_strided(value.shape, value.stride())
 
 
 def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -139,11 +179,11 @@ class ExpertsInParts:
             for chunk in chunks
         )
         groups = [chunks] if is_joined else [[chunk] for chunk in chunks]
-        return [Meeting(self._experts, group) for group in groups]
+        return [Meeting(self._experts, group, self.num_parts) for group in groups]
 
     def add(self, meeting: Meeting, part: int) -> None:
         """Have chunks meet a part, which must be in its slot."""
-        meeting.add(part, self.num_parts, self._parts[part])
+        meeting.add(part, self._parts[part])
 
     def close(self) -> None:
         """Let go of the memory that the parts are in."""

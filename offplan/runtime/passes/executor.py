@@ -11,6 +11,9 @@ from offplan.placement import Phase
 from offplan.runtime.passes.link import Link
 from offplan.schedule import Begin, ComputePart, Copy, Operation, Schedule, Serve, Wait
 
+Act = Operation | Callable[[], object]
+"""An operation of the schedule, or what the host does beside it."""
+
 
 class Executor:
     """Interleaves the operations of a schedule with a model's calls of its layers.
@@ -31,10 +34,10 @@ class Executor:
         self._settle = settle
         self.is_prompt = False
         """Whether the pass that runs reads a prompt."""
-        self._before: dict[_Place, list[Operation]] = {}
-        self._after: dict[_Place, list[Operation]] = {}
+        self._before: dict[_Place, list[Act]] = {}
+        self._after: dict[_Place, list[Act]] = {}
         self._carry_out = partial(carry_out, link, serve)
-        self._apply: Callable[[list[Operation]], None] = self._carry_out
+        self._apply: Callable[[list[Act]], None] = self._carry_out
 
     def run(self, schedule: Schedule, forward: Callable[[], Any]) -> Any:
         """Call ``forward``, which must call the layers as the schedule says.
@@ -86,20 +89,24 @@ class Executor:
             self._settle(number)
         self._act(self._after, (number, None))
 
-    def _act(self, planned: dict["_Place", list[Operation]], place: "_Place") -> None:
+    def call(self, function: Callable[[], object]) -> None:
+        """Call what no graph may capture: now, and at this place of each replay."""
+        self._apply([function])
+
+    def _act(self, planned: dict["_Place", list[Act]], place: "_Place") -> None:
         if operations := planned.pop(place, None):
             self._apply(operations)
 
-    def _split(self, schedule: Schedule) -> list[Operation]:
+    def _split(self, schedule: Schedule) -> list[Act]:
         """Sort operations by the call they precede or follow; return the copies before any call.
 
         A copy belongs right behind the call that freed its slot, a wait right before the call
         that needs it, and so does what the layer is served. Between two calls all copies come
         before all waits.
         """
-        start: list[Operation] = []
+        start: list[Act] = []
         copies, number = start, 0
-        waits: list[Operation] = []
+        waits: list[Act] = []
         for op in schedule.operations:
             if isinstance(op, Copy):
                 copies.append(op)
@@ -120,7 +127,7 @@ _Place = tuple[int, tuple[int, int] | None]
 """A call of a layer, or a part of its experts for a group of chunks."""
 
 
-def carry_out(link: Link, serve: Callable[[Serve], None], operations: list[Operation]) -> None:
+def carry_out(link: Link, serve: Callable[[Serve], None], operations: list[Act]) -> None:
     """Ask the link for each copy and wait, and ``serve`` for what is read at use."""
     for operation in operations:
         if isinstance(operation, Copy):
@@ -129,15 +136,17 @@ def carry_out(link: Link, serve: Callable[[Serve], None], operations: list[Opera
             link.wait(operation)
         elif isinstance(operation, Serve):
             serve(operation)
+        elif callable(operation):
+            operation()
 
 
 class CapturedPass:
-    """A pass as CUDA graphs with the schedule's operations between them."""
+    """A pass as CUDA graphs; the host carries out operations and makes calls between them."""
 
-    def __init__(self, carry_out: Callable[[list[Operation]], None], pool: Any) -> None:
+    def __init__(self, carry_out: Callable[[list[Act]], None], pool: Any) -> None:
         self._carry_out = carry_out
         self._pool = pool
-        self._parts: list[torch.cuda.CUDAGraph | list[Operation]] = []
+        self._parts: list[torch.cuda.CUDAGraph | list[Act]] = []
         self._empty: list[torch.cuda.CUDAGraph] = []
         """Graphs kept because torch captures nothing more in a pool whose last graph is gone.
 
@@ -153,14 +162,14 @@ class CapturedPass:
     def __exit__(self, *_: object) -> None:
         self._end()
 
-    def cut(self, operations: list[Operation]) -> None:
+    def cut(self, operations: list[Act]) -> None:
         """End the segment, note the operations, begin the next segment."""
         self._end()
         self._parts.append(list(operations))
         self._begin()
 
     def replay(self) -> None:
-        """Run the pass once on the current stream; the host waits for nothing."""
+        """Run the pass once on the current stream; the host waits in what it calls alone."""
         for part in self._parts:
             if isinstance(part, list):
                 self._carry_out(part)

@@ -8,6 +8,7 @@ and goes on there. torch's streams, modes and grad state are those of the thread
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,11 +33,6 @@ class PartRunner:
     def is_parted(self, index: int) -> bool:
         """Whether the pass at hand runs a layer in parts."""
         return index in self._layers and self._executor.is_prompt
-
-    @property
-    def has_layers(self) -> bool:
-        """Whether prompts run any layer in parts."""
-        return bool(self._layers)
 
     def run(self, index: int, steps: Sequence[tuple[Step, Around]]) -> list[torch.Tensor]:
         """Take chunks through a layer, which all of a group enter before any leaves it.
@@ -73,13 +69,16 @@ class PartRunner:
                 arrived.append(came)
             meetings = experts.meet(arrived)
             del came, arrived
+            borrowed = [each.borrow() for each in meetings]
+            for each in borrowed:
+                self._executor.call(each.count)
             for part in range(experts.num_parts):
                 self._executor.before_part(index, group, part)
-                for each in meetings:
-                    experts.add(each, part)
+                for each in borrowed:
+                    self._executor.call(partial(experts.add, each, part))
                 self._executor.after_part(index, group, part)
             sums = [each for meeting in meetings for each in meeting.finish()]
-            del each, meetings  # or they would be kept
+            del each, meetings, borrowed  # or they would be kept
             made = []
             for number in range(len(chunks)):
                 hidden = go_on(number, sums[number])

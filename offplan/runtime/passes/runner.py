@@ -314,7 +314,6 @@ class ModelRunner:
             most = min(most, MAX_CAPTURED_TOKENS // self.chunk)
         return (
             self._capture
-            and not self._parts.has_layers  # whose choices the host waits for
             and self.chunk <= num_tokens <= most * self.chunk
             and batch * self.chunk <= MAX_CAPTURED_TOKENS
             and self._experts.can_capture(batch * self.chunk)
