@@ -4,6 +4,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import starmap
 
 import torch
 
@@ -40,7 +41,7 @@ def measure_stock_times(
     as the first of ``chunks`` is read whole. Decode is timed with as many tokens in the cache as a
     step of the request finds on average, MOST_FILLED at most. Waits for the device.
     """
-    num_steps = NUM_SAMPLES * (1 if device == "cuda" else CPU_REPEATS)
+    num_steps = 2 * NUM_SAMPLES * (1 if device == "cuda" else CPU_REPEATS)
     all_steps = NUM_WARMUP_STEPS + num_steps
     read, reach = chunks[0], min(workload.decode_context, MOST_FILLED)
     context = max(workload.context, all_steps + 1)
@@ -62,9 +63,9 @@ def measure_stock_times(
         prompt = tokens[:, :read]
         session.prefill(prompt)
         clock.forget()
-        for _ in range(NUM_SAMPLES):
+        for number in range(2 * NUM_SAMPLES):
             settle(session.device)  # a request's prompt finds an idle device
-            clock.time(partial(session.prefill, prompt))
+            clock.time(partial(session.prefill, prompt), marked=number % 2 == 0)
         of_prompt = clock.take()
         if on_progress is not None:
             on_progress(1, 2)
@@ -72,9 +73,9 @@ def measure_stock_times(
         for number in range(all_steps):
             if number == NUM_WARMUP_STEPS:
                 clock.forget()
-            logits = clock.time(partial(session.decode, logits.argmax(-1, keepdim=True)))
+            step = partial(session.decode, logits.argmax(-1, keepdim=True))
+            logits = clock.time(step, marked=number % 2 == 0)
         of_step = clock.take()
-        clock.close()
         if on_progress is not None:
             on_progress(2, 2)
     phases = ((Phase.PREFILL, read, read, of_prompt), (Phase.DECODE, 1, reach, of_step))
@@ -93,7 +94,11 @@ def measure_stock_times(
 
 
 class _Clock:
-    """Times passes of a session, and the calls of layers in each, by events on its stream."""
+    """Times passes of a session, and the calls of layers in each, by events on its stream.
+
+    To mark a call takes the host time, which a pass that is bound by its launches shows. So as many
+    passes run without marks, and say what all calls add up to.
+    """
 
     def __init__(self, session: Session, stage: Stage) -> None:
         """Begin to note the calls of layers; ``stage`` names their times."""
@@ -101,45 +106,57 @@ class _Clock:
         self._begun: Moment = 0.0
         self._noted: list[tuple[str, Moment, Moment]] = []
         """The layer, the beginning and the end of each call since the last pass."""
-        self._passes: list[tuple[Moment, Moment, list[tuple[str, Moment, Moment]]]] = []
-        self._calls = LayerCalls(decoder_layers(session.loaded.module))
-        self._calls.enter, self._calls.leave = self._enter, self._leave
+        self._marked: list[tuple[Moment, Moment, list[tuple[str, Moment, Moment]]]] = []
+        self._plain: list[tuple[Moment, Moment]] = []
+        """Passes without marks inside."""
+        self._layers = decoder_layers(session.loaded.module)
 
-    def close(self) -> None:
-        """Note no more calls."""
-        self._calls.close()
-
-    def time(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run a pass, and keep the moments of its calls."""
-        self._noted, began = [], mark(self._device)
+    def time(self, work: Callable[[], torch.Tensor], *, marked: bool) -> torch.Tensor:
+        """Run a pass, and keep its moments, and those of its calls where they are ``marked``."""
+        self._noted = []
+        calls = LayerCalls(self._layers if marked else ())
+        calls.enter, calls.leave = self._enter, self._leave
+        began = mark(self._device)
         made = work()
-        self._passes.append((began, mark(self._device), self._noted))
+        ended = mark(self._device)
+        calls.close()
+        if marked:
+            self._marked.append((began, ended, self._noted))
+        else:
+            self._plain.append((began, ended))
         return made
 
     def forget(self) -> None:
         """Forget the passes so far."""
-        self._passes.clear()
+        self._marked.clear()
+        self._plain.clear()
 
     def take(self) -> Mapping[str, Timing]:
         """Return the seconds of one call, by the name of its times; waits for the device.
 
-        All calls of a pass, and what lies outside, add up to the median pass.
+        All calls of a pass, and what lies outside, add up to the median pass without marks.
         """
         settle(self._device)
+        plain = statistics.median(starmap(seconds_between, self._plain))
+        marked = [seconds_between(began, ended) for began, ended, _ in self._marked]
+        num_marks = 2 * len(self._marked[0][2])
+        of_mark = max(0.0, statistics.fmean(marked) - plain) / max(1, num_marks)
         samples: defaultdict[str, list[float]] = defaultdict(list)
-        passes: list[float] = []
-        for began, ended, calls in self._passes:
-            seconds: defaultdict[str, list[float]] = defaultdict(list)
+        outside_key = self._stage.time_key(self._stage.outside_key)
+        left: list[float] = []
+        """Seconds of each pass without its marks."""
+        for seconds, (*_, calls) in zip(marked, self._marked, strict=True):
+            by_name: defaultdict[str, list[float]] = defaultdict(list)
             for name, *moments in calls:
-                seconds[name].append(seconds_between(*moments))
-            for name, each in seconds.items():
+                by_name[name].append(max(0.0, seconds_between(*moments) - of_mark))
+            for name, each in by_name.items():
                 samples[name].append(statistics.fmean(each))
-            passes.append(seconds_between(began, ended))
-            outside = passes[-1] - sum(map(sum, seconds.values()))
-            samples[self._stage.time_key(self._stage.outside_key)].append(max(0.0, outside))
+            inside = sum(map(sum, by_name.values()))
+            samples[outside_key].append(max(0.0, seconds - of_mark * num_marks - inside))
+            left.append(inside + samples[outside_key][-1])
         self.forget()
         # in an interrupted pass one part is late, which the medians of parts would leave out
-        share = statistics.median(passes) / statistics.fmean(passes)
+        share = plain / statistics.fmean(left)
         means = {name: average(each) for name, each in samples.items()}
         return {name: each._replace(seconds=share * each.seconds) for name, each in means.items()}
 
