@@ -1,12 +1,14 @@
 """Texts in chunks, taken through layer by layer, so that weights cross the link only once."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
+from offplan.runtime.model.attention import without_cudnn
 from offplan.runtime.model.caches import ALL
 from offplan.runtime.model.filled import Way
 from offplan.runtime.model.layers import Call
@@ -41,6 +43,8 @@ class _Chunk:
     rows: slice
     new: torch.Tensor
     """Positions of its tokens."""
+    start: int
+    """Tokens of the text before them."""
 
 
 class ChunkedTexts:
@@ -62,7 +66,7 @@ class ChunkedTexts:
                     partial(forward.chunk, tokens, start, reading.stop, reading.rows)
                 )
                 arguments, new = [call.arguments for call in calls], forward.position.new
-                chunks.append(_Chunk(calls[0].hidden, arguments, reading.rows, new))
+                chunks.append(_Chunk(calls[0].hidden, arguments, reading.rows, new, start))
                 start += tokens.shape[1]
             self._chunks.append(chunks)
 
@@ -77,7 +81,7 @@ class ChunkedTexts:
             steps = [
                 (
                     partial(self._run, index, chunk),
-                    partial(as_compiled_for, chunk.hidden.shape[-2], self._planned),
+                    partial(self._around, chunk),
                 )
                 for chunk in every
             ]
@@ -91,8 +95,11 @@ class ChunkedTexts:
                 self._step(index, chunk)
 
     def _step(self, index: int, chunk: _Chunk) -> torch.Tensor:
-        with as_compiled_for(chunk.hidden.shape[-2], self._planned):
+        with self._around(chunk):
             return self._run(index, chunk)
+
+    def _around(self, chunk: _Chunk) -> AbstractContextManager[None]:
+        return as_planned(chunk.hidden.shape[-2], chunk.start, self._planned)
 
     def _run(self, index: int, chunk: _Chunk) -> torch.Tensor:
         self._forward.prepare(chunk.rows, chunk.new, Way.CHUNK, index)
@@ -135,6 +142,16 @@ class ChunkedTexts:
         )
 
 
-def as_compiled_for(num_tokens: int, planned: int) -> Any:
-    """Context in which remainders run eagerly: only the plan's chunk is worth a compilation."""
-    return torch.compiler.set_stance("default" if num_tokens == planned else "force_eager")
+@contextmanager
+def as_planned(num_tokens: int, start: int, planned: int) -> Iterator[None]:
+    """Have what comes again alone be prepared for: chunks of the plan's size, one behind the other.
+
+    Only these are worth a compilation, and cuDNN's attention, which plans for each shape.
+    """
+    is_whole = num_tokens == planned
+    with torch.compiler.set_stance("default" if is_whole else "force_eager"):
+        if is_whole and start % planned == 0:
+            yield
+            return
+        with without_cudnn():
+            yield

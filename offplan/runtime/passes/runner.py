@@ -24,7 +24,7 @@ from offplan.runtime.model.latent import keep_latents
 from offplan.runtime.model.layers import Call, DecoderLayers
 from offplan.runtime.model.linear import find_linear
 from offplan.runtime.passes.captured import MakeLogits, Passes
-from offplan.runtime.passes.chunks import ChunkedTexts, Reading, as_compiled_for
+from offplan.runtime.passes.chunks import ChunkedTexts, Reading, as_planned
 from offplan.runtime.passes.executor import Executor
 from offplan.runtime.passes.forward import Forward
 from offplan.runtime.passes.link import Link
@@ -387,7 +387,7 @@ class ModelRunner:
         """Read texts; ``tokens`` stand for the first one's, for a captured pass has its own."""
         first = replace(readings[0], tokens=tokens)
         if len(readings) == 1 and tokens.shape[1] <= self.chunk:
-            with as_compiled_for(tokens.shape[1], self.chunk):
+            with as_planned(tokens.shape[1], first.start, self.chunk):
                 return self.forward.chunk(tokens, first.start, first.stop, first.rows)[:, -1]
         return self._run_layers([first, *readings[1:]]).finish()
 

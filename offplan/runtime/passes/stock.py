@@ -6,7 +6,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from offplan.checkpoint.model_types import STOCK_CHUNKS, STOCK_CHUNKS_WITHOUT_WINDOW
 from offplan.errors import InputError
@@ -15,6 +14,7 @@ from offplan.runtime.forms.experts import STORED_EXPERTS_NAME, holds_codes
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.gpu_memory import PeakMemory
+from offplan.runtime.model.attention import without_cudnn
 from offplan.runtime.model.calls import LayerCalls, WeightWatch
 from offplan.runtime.model.generation import StockGeneration
 from offplan.runtime.passes.executor import Executor
@@ -33,13 +33,6 @@ from offplan.schedule import (
     read_at_use,
     slots_read,
 )
-
-ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""torch's kernels of attention that passes may take: all but cuDNN's.
-
-cuDNN builds a plan for each number of tokens in the cache, so every new token waits for it: 34 of
-48 ms a step for 26 layers of Nemotron-H-8B on an H100, with torch 2.11.
-"""
 
 
 class StockRunner:
@@ -207,7 +200,7 @@ class StockRunner:
         self._ring = schedule.after
         self._loaded.enter_phase(phase)
         self._expected, self._num_called = self._order[phase], 0
-        with sdpa_kernel(ATTENTION):
+        with without_cudnn():  # every step has a length of its own
             made: torch.Tensor = self._executor.run(schedule, forward)
         if self._num_called != len(self._expected):
             raise self._unlike("ends")
