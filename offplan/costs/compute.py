@@ -1,6 +1,7 @@
 """Seconds of compute with everything resident: measured where a profile has it, else a roofline."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import log
@@ -67,6 +68,11 @@ class PassCompute:
     """Whether all of it was measured."""
     routed_ps: tuple[int, ...]
     """Of each layer's picoseconds, those of its routed experts' products."""
+
+    @cached_property
+    def chunks(self) -> Mapping[int, int]:
+        """How many of its chunks have how many tokens, over all sequences."""
+        return Counter(shape.num_tokens for shape in self.shapes)
 
     @cached_property
     def resident_ps(self) -> int:

@@ -6,19 +6,16 @@ Source: 12 threads beside copies on an H200's host; the copies kept 52 to 55 of 
 layer waits for the cores alone has not been timed.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from offplan.backends import Backend
 from offplan.checkpoint.model import Experts
 from offplan.costs.link import UnitUse
-from offplan.costs.timeline import to_ps
 from offplan.forms.form import Part
 from offplan.held.unit import Unit
 from offplan.machine.profile import MachineProfile
-from offplan.placement import Phase, Placement
 from offplan.routing.profile import BatchReuse
-from offplan.schedule import read_at_use
 
 ROWS_AT_RATE = 3.0
 """Rows that a weight meets as fast as one; more take as much longer as they are more.
@@ -63,31 +60,3 @@ def find_use(
         rows = batch * experts.num_experts_per_token / chosen
     num_bytes = round(sum(map(Backend.HOST.link_bytes, uses)))
     return CoresUse(num_bytes, len(dense) + bool(routed), max(1.0, rows / ROWS_AT_RATE))
-
-
-def cores_by_layer(
-    placement: Placement,
-    machine: MachineProfile,
-    experts: Experts | None,
-    num_layers: int,
-    batch: int,
-    reuse: BatchReuse | None,
-) -> tuple[tuple[int, ...], list[CoresUse]]:
-    """Picoseconds that each layer of a decode step waits for the cores, and what they do.
-
-    Decode reads what prefill left in the ring from there.
-    """
-    found, uses = [0] * num_layers, []
-    beside = bool(placement.spans(Phase.DECODE))
-    for layer, entries in read_at_use(placement, Phase.DECODE).items():
-        whole = [each for each in entries if not each.keeps_experts]  # else: ``costs.missed``
-        if units := [each.unit for each in whole if each.decode.is_by_cores]:
-            use = find_use(units, machine, experts, batch, reuse)
-            found[layer] = to_ps(use.seconds(machine, beside=beside))
-            uses.append(use)
-    return tuple(found), uses
-
-
-def add_uses(uses: Sequence[CoresUse]) -> tuple[int, int]:
-    """Return the bytes and the products of all layers."""
-    return sum(use.num_bytes for use in uses), sum(use.num_products for use in uses)

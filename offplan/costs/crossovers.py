@@ -14,7 +14,6 @@ from offplan.costs.timeline import to_seconds
 from offplan.costs.work import decode_shape
 from offplan.held.held import Held
 from offplan.held.stage import Stage
-from offplan.held.unit import Unit
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase
 from offplan.plan import Plan, Workload
@@ -61,65 +60,49 @@ def find_crossovers(held: Held, machine: MachineProfile, plan: Plan) -> Crossove
     # prompts longer than the plan's are read in chunks of its size
     hides = partial(computes_enough, Phase.PREFILL, "prompt_tokens")
     moves = plan.prediction.decode.link_bytes > 0
-    wins = _streaming_wins(stage, machine, plan.workload)
+    asked = stage, machine, plan.workload
+    wins = _streaming_wins(Backend.UVA, *asked)
     engine = stage.runner.pass_rules
     reads = machine.store == "host" and (engine is None or not engine.copies_in_place)
-    by_cores = plan.has_cores
-    beats = _streaming_beats_cores(stage, machine, plan.workload)
+    beats = _streaming_wins(Backend.HOST, *asked)
     streams = any(rule.prefill.streams for rule in plan.offload.rules)
     return Crossovers(
         compute_bound_batch=least_from_powers(computes, MOST_BATCH) if moves else None,
         streaming_batch=least_from_powers(wins, MOST_BATCH) if reads else None,
-        cores_batch=least_from_powers(beats, MOST_BATCH) if by_cores else None,
+        cores_batch=least_from_powers(beats, MOST_BATCH) if plan.has_cores else None,
         hiding_prompt=least_from_powers(hides, MOST_PROMPT) if streams else None,
     )
 
 
-def _offload_experts(stage: Stage, machine: MachineProfile) -> tuple[list[list[Unit]], float]:
-    """Return the routed experts of each layer that has some, and the seconds of their copies."""
+def _streaming_wins(
+    backend: Backend, stage: Stage, machine: MachineProfile, workload: Workload
+) -> Callable[[int], bool]:
+    """Tell whether streaming beats a backend that gets at experts at use, were all offloaded.
+
+    It does where max(compute, copies) < compute + the backend's time. On an engine, where copies
+    and compute take turns, where copies < the backend's time.
+    """
     offloaded = [
         [unit for unit in units if unit.is_expert]
         for layer, units in zip(stage.layers, stage.units, strict=True)
         if layer.expert_bytes
     ]
-    return offloaded, sum(machine.copy_seconds(sum(u.nbytes for u in each)) for each in offloaded)
-
-
-def _streaming_wins(
-    stage: Stage, machine: MachineProfile, workload: Workload
-) -> Callable[[int], bool]:
-    """Tell whether max(compute, copies) < compute + reading, were all experts offloaded.
-
-    On an engine, where copies and compute take turns, whether copies < reading.
-    """
-    offloaded, copies_s = _offload_experts(stage, machine)
+    copies_s = sum(machine.copy_seconds(sum(u.nbytes for u in each)) for each in offloaded)
     compute = ModelCompute(stage, machine)
 
+    def use_s(batch: int) -> float:
+        asked = machine, stage.experts, batch
+        if backend.is_by_cores:
+            uses = (find_use(units, *asked, None) for units in offloaded)
+            return sum(use.seconds(machine, beside=False) for use in uses)
+        read = sum(use_bytes(backend, machine, units, *asked[1:]) for units in offloaded)
+        return read / backend.rate(machine).value
+
     def wins(batch: int) -> bool:
-        read = sum(
-            use_bytes(Backend.UVA, machine, units, stage.experts, batch) for units in offloaded
-        )
         shape = decode_shape(workload.model_copy(update={"batch": batch}))
         resident_s = to_seconds(compute.price(shape).resident_ps)
         in_turns = stage.runner.pass_rules is not None
         streaming_s = resident_s + copies_s if in_turns else max(resident_s, copies_s)
-        return streaming_s < resident_s + read / machine.uva.value
+        return streaming_s < resident_s + use_s(batch)
 
     return wins if offloaded else lambda batch: False
-
-
-def _streaming_beats_cores(
-    stage: Stage, machine: MachineProfile, workload: Workload
-) -> Callable[[int], bool]:
-    """Tell whether max(compute, copies) < compute + the cores' time, were all experts offloaded."""
-    offloaded, copies_s = _offload_experts(stage, machine)
-    compute = ModelCompute(stage, machine)
-
-    def beats(batch: int) -> bool:
-        uses = (find_use(units, machine, stage.experts, batch, None) for units in offloaded)
-        cores_s = sum(use.seconds(machine, beside=False) for use in uses)
-        shape = decode_shape(workload.model_copy(update={"batch": batch}))
-        resident_s = to_seconds(compute.price(shape).resident_ps)
-        return max(resident_s, copies_s) < resident_s + cores_s
-
-    return beats if offloaded else lambda batch: False

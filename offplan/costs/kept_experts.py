@@ -18,7 +18,7 @@ from offplan.costs.work import PassShape
 from offplan.expert_slots import ExpertsFound, ExpertSlots, count_by_cores
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
-from offplan.placement import Phase, Placement
+from offplan.placement import Placement
 from offplan.routing.profile import BatchReuse
 
 KEEPING_S = 8e-6
@@ -163,23 +163,3 @@ def keeping_ps(
     """
     moved = 2 * left_bytes(slots, experts, shapes) if streams else 0
     return to_ps(KEEPING_S + moved / machine.hbm.value)
-
-
-def keeping_by_layer(
-    placement: Placement,
-    experts: Experts | None,
-    machine: MachineProfile,
-    num_layers: int,
-    shapes: Sequence[PassShape],
-) -> tuple[int, ...]:
-    """Picoseconds of each layer's kernels that keep experts, in a pass of these chunks."""
-    found = [0] * num_layers
-    if experts is None:
-        return tuple(found)
-    is_prompt = shapes[0].phase is Phase.PREFILL
-    kept = (entry for entry in placement.entries if entry.keeps_experts)
-    streams = {entry.unit.layer: entry.prefill.streams for entry in kept}
-    for layer, slots in placement.expert_slots.items():
-        in_ring = is_prompt and streams[layer]
-        found[layer] = keeping_ps(slots, experts, machine, shapes, streams=in_ring)
-    return tuple(found)

@@ -1,23 +1,19 @@
 """The bytes that cross the link when layers read offloaded weights at use."""
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import erfc, exp, log, prod, sqrt
 
 from offplan.backends import Backend
 from offplan.checkpoint.model import Experts
 from offplan.checkpoint.tensors import TensorInfo
-from offplan.costs.kept_experts import brought_bytes, find_experts, left_bytes
 from offplan.costs.work import PassShape, gathers_codes
 from offplan.held.unit import Unit
 from offplan.kernel_sizes import IN_PLACE_ROWS
 from offplan.machine.curve import Reread
 from offplan.machine.profile import MachineProfile
-from offplan.placement import Phase, Placement
 from offplan.routing.profile import BatchReuse
-from offplan.schedule import read_at_use
 
 REREADS = tuple(
     Reread(rows=rows, factor=factor)
@@ -147,22 +143,6 @@ def use_bytes(
     return round(sum(map(backend.link_bytes, uses)))
 
 
-def group_by_backend(served: Iterable[tuple[Unit, Backend]]) -> dict[Backend, list[Unit]]:
-    """Group units of a layer by the backend that reads them at use."""
-    found: dict[Backend, list[Unit]] = {}
-    for unit, backend in served:
-        found.setdefault(backend, []).append(unit)
-    return found
-
-
-def times_read(backend: Backend, tokens: Sequence[int]) -> Mapping[int, int]:
-    """Count how often a backend reads for how many tokens, in a pass of chunks of so many.
-
-    What it fetches for a layer all chunks use; the kernels of each chunk read for themselves.
-    """
-    return {sum(tokens): 1} if backend.is_served else Counter(tokens)
-
-
 def coded_reads(mean_rows: float) -> float:
     """How often the codes of an expert are read whose rows are ``mean_rows`` on average.
 
@@ -192,43 +172,3 @@ def embedding_bytes(table: TensorInfo | None, shapes: Sequence[PassShape]) -> in
     again = shapes[0].batch if shapes[0].is_part else 0
     num_rows = sum(shape.num_tokens for shape in shapes) + again
     return num_rows * (table.nbytes // table.shape[0])
-
-
-def read_bytes_by_layer(
-    placement: Placement,
-    machine: MachineProfile,
-    experts: Experts | None,
-    num_layers: int,
-    shapes: Sequence[PassShape],
-    reuse: BatchReuse | None = None,
-) -> tuple[Mapping[Backend, int], ...]:
-    """Bytes that each layer reads at use in a pass of these chunks, by backend, re-reads included.
-
-    Decode reads what prefill left in the ring from there. Experts that are kept on the GPU one by
-    one cross in decode where they are missed, and once more to be left there by a prompt.
-    """
-    phase, tokens = shapes[0].phase, [shape.num_tokens for shape in shapes]
-    is_step = phase is Phase.DECODE
-    by_step = reuse if is_step else None
-    by_layer: list[Mapping[Backend, int]] = [{} for _ in range(num_layers)]
-    for layer, entries in read_at_use(placement, phase).items():
-        whole = (each for each in entries if not (is_step and each.keeps_experts))
-        ways = ((each.unit, each.backend(phase)) for each in whole)
-        served = group_by_backend(way for way in ways if not way[1].is_by_cores)
-        read = {
-            backend: sum(
-                count * use_bytes(backend, machine, units, experts, num_tokens, by_step)
-                for num_tokens, count in times_read(backend, tokens).items()
-            )
-            for backend, units in served.items()
-        }
-        keeping = next((each.backend(phase) for each in entries if each.keeps_experts), None)
-        if keeping is not None and experts is not None:
-            slots = placement.expert_slots[layer]
-            more = left_bytes(slots, experts, shapes)
-            if is_step:
-                keeping = Backend.UVA if keeping.is_by_cores else keeping
-                more = brought_bytes(slots, find_experts(slots, experts, reuse, tokens[0]))
-            read[keeping] = read.get(keeping, 0) + more
-        by_layer[layer] = read
-    return tuple(by_layer)

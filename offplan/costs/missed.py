@@ -8,14 +8,13 @@ of the experts that it found, and the layer waits for the longest of the three.
 from typing import NamedTuple
 
 from offplan.backends import Backend
-from offplan.costs.compute import PassCompute
-from offplan.costs.cores import CoresUse, find_use
+from offplan.checkpoint.model import Experts
+from offplan.costs.at_use import AtUse
+from offplan.costs.cores import CoresUse
 from offplan.costs.kept_experts import brought_bytes, find_experts, spread
 from offplan.costs.timeline import to_ps
 from offplan.expert_slots import ExpertsFound, ExpertSlots, count_by_cores
-from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
-from offplan.placement import Phase, Placement
 
 DIVIDING_S = 18e-6
 """Seconds that a layer takes to divide its missed experts, whoever multiplies them.
@@ -32,6 +31,13 @@ class Missed(NamedTuple):
     found: ExpertsFound
     chosen: CoresUse
     """What the host's cores would do with all experts that the step chooses."""
+
+    @classmethod
+    def find(cls, slots: ExpertSlots, experts: Experts, at_use: AtUse) -> "Missed":
+        """Predict it for a layer with these slots."""
+        found = find_experts(slots, experts, at_use.reuse, at_use.batch)
+        by_cores = slots.units if slots.host_share else ()
+        return cls(slots, found, at_use.cores((unit, Backend.HOST) for unit in by_cores))
 
     @property
     def cores(self) -> CoresUse:
@@ -62,25 +68,3 @@ class Missed(NamedTuple):
             link_s = (missed - by_cores) * expert_bytes / rate.value
             longest_s += likely * max(meanwhile_ps / 1e12, link_s, cores_s)
         return to_ps(longest_s + DIVIDING_S) - meanwhile_ps - link_ps
-
-
-def missed_by_layer(
-    placement: Placement, stage: Stage, machine: MachineProfile, step: PassCompute
-) -> tuple[tuple[int, ...], list[CoresUse]]:
-    """Return ``waiting_ps`` of each layer of a decode step, and what the cores do.
-
-    Nothing is returned where no rule has the cores multiply experts that a step misses.
-    """
-    experts, divided = stage.experts, {}
-    if experts is not None and step.shapes[0].phase is Phase.DECODE:
-        divided = {n: slots for n, slots in placement.expert_slots.items() if slots.host_share}
-    if experts is None or not divided:
-        return (), []
-    batch, copies = step.shapes[0].batch, bool(placement.spans(Phase.DECODE))
-    waiting, uses, reuse = [0] * len(stage.layers), [], stage.reuse(batch)
-    for number, slots in divided.items():
-        found = find_experts(slots, experts, reuse, batch)
-        missed = Missed(slots, found, find_use(slots.units, machine, experts, batch, reuse))
-        waiting[number] = missed.waiting_ps(machine, step.layer_ps[number], copies=copies)
-        uses.append(missed.cores)
-    return tuple(waiting), uses

@@ -3,70 +3,76 @@
 from collections import Counter
 
 from offplan.backends import Backend
+from offplan.costs.at_use import AtUse, read_ps
 from offplan.costs.calls import count_calls
 from offplan.costs.compute import PassCompute
-from offplan.costs.cores import CoresUse, add_uses, cores_by_layer
-from offplan.costs.kept_experts import keeping_by_layer
-from offplan.costs.link import embedding_bytes, read_bytes_by_layer, uva_slowdown
-from offplan.costs.missed import missed_by_layer
+from offplan.costs.kept_experts import brought_bytes, keeping_ps, left_bytes
+from offplan.costs.link import embedding_bytes, uva_slowdown
+from offplan.costs.missed import Missed
 from offplan.costs.parts import part_times, span_seconds
 from offplan.costs.timeline import PassTimes, to_ps
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement, Span
+from offplan.schedule import read_at_use
 
 
 def pass_times(
     placement: Placement, stage: Stage, machine: MachineProfile, priced: PassCompute
 ) -> PassTimes:
-    """Find what each operation of a pass takes."""
+    """Find what each operation of a pass takes.
+
+    Experts that are kept on the GPU one by one cross in decode where they are missed, and once more
+    to be left there by a prompt.
+    """
 
     def copy_ps(span: Span) -> int:
         return to_ps(span_seconds(machine, span))
 
-    shapes, num_layers = priced.shapes, len(stage.layers)
-    calls = count_calls(stage, shapes[0].phase)
-    reuse = stage.reuse(shapes[0].batch)
-    once = read_bytes_by_layer(placement, machine, stage.experts, num_layers, shapes, reuse)
-    read = [
-        {backend: count * num_bytes for backend, num_bytes in layer.items()}
-        for count, layer in zip(calls, once, strict=True)
-    ]
-    cores_ps: tuple[int, ...] = ()
-    uses: list[CoresUse] = []
-    if shapes[0].phase is Phase.DECODE:
-        cores_ps, uses = cores_by_layer(
-            placement, machine, stage.experts, num_layers, shapes[0].num_tokens, reuse
-        )
-    missed_ps, divided = missed_by_layer(placement, stage, machine, priced)
-    cores_bytes, cores_products = add_uses([*uses, *divided])
+    shapes, phase = priced.shapes, priced.shapes[0].phase
+    is_step, copies = phase is Phase.DECODE, bool(placement.spans(Phase.DECODE))
+    at_use, calls = AtUse(stage, machine, shapes[0].batch), count_calls(stage, phase)
+    read: list[Counter[Backend]] = [Counter() for _ in calls]
+    keeping, waiting, missing = ([0] * len(calls) for _ in range(3))
+    uses = []
+    for layer, entries in read_at_use(placement, phase).items():
+        served = [(e.unit, e.backend(phase)) for e in entries if not (is_step and e.keeps_experts)]
+        read[layer] = at_use.read_bytes(served, priced)
+        if is_step:
+            uses.append(at_use.cores(served))
+            waiting[layer] = to_ps(uses[-1].seconds(machine, beside=copies))
+        if (slots := placement.expert_slots.get(layer)) is None or stage.experts is None:
+            continue
+        way = next((e.backend(phase) for e in entries if e.keeps_experts), None)  # None streams
+        keeping[layer] = keeping_ps(slots, stage.experts, machine, shapes, streams=way is None)
+        if is_step:
+            missed = Missed.find(slots, stage.experts, at_use)
+            read[layer][Backend.UVA] += brought_bytes(slots, missed.found)
+            missing[layer] = missed.waiting_ps(machine, priced.layer_ps[layer], copies=copies)
+            uses.append(missed.cores)
+        elif way is not None:
+            read[layer][way] += left_bytes(slots, stage.experts, shapes)
+    # embedding rows are read just before the first layer, and count as its reading
     rows = embedding_bytes(placement.host_embedding, shapes)
-    first_ps, *rest_ps = (
-        sum(read_ps(backend, machine, num_bytes) for backend, num_bytes in layer.items())
-        for layer in read
-    )
-    read_bytes = Counter({Backend.UVA: rows})
-    for layer in read:
-        read_bytes.update(layer)
+    uva_ps, read_by = [0] * len(calls), Counter({Backend.UVA: rows})
+    uva_ps[0] = read_ps(Backend.UVA, machine, rows)
+    for layer, count in enumerate(calls):
+        for backend, num_bytes in read[layer].items():
+            uva_ps[layer] += read_ps(backend, machine, count * num_bytes)
+            read_by[backend] += count * num_bytes
     return PassTimes(
         compute_ps=priced.layer_ps,
         outside_ps=priced.outside_ps,
-        # embedding rows are read just before the first layer, and count as its reading
-        uva_ps=(first_ps + read_ps(Backend.UVA, machine, rows), *rest_ps),
+        uva_ps=tuple(uva_ps),
         uva_slowdown=uva_slowdown(machine),
-        uva_bytes=read_bytes.total(),
+        uva_bytes=read_by.total(),
         copy_ps=copy_ps,
-        read_by=read_bytes,
-        cores_ps=cores_ps,
-        cores_bytes=cores_bytes,
-        cores_products=cores_products,
-        missed_ps=missed_ps,
-        num_calls=count_calls(stage, shapes[0].phase, len(shapes)),
+        read_by=read_by,
+        cores_ps=tuple(waiting),
+        cores_bytes=sum(use.num_bytes for use in uses),
+        cores_products=sum(use.num_products for use in uses),
+        missed_ps=tuple(missing) if any(missing) else (),
+        num_calls=count_calls(stage, phase, len(shapes)),
         parts=part_times(placement, priced),
-        keeping_ps=keeping_by_layer(placement, stage.experts, machine, num_layers, shapes),
+        keeping_ps=tuple(keeping),
     )
-
-
-def read_ps(backend: Backend, machine: MachineProfile, num_bytes: int) -> int:
-    """Picoseconds in which a backend has so many bytes cross."""
-    return to_ps(num_bytes / backend.rate(machine).value)

@@ -12,7 +12,7 @@ from offplan.costs.kept_experts import predict_use
 from offplan.costs.memory import list_gpu_memory, list_stores
 from offplan.costs.pass_times import pass_times
 from offplan.costs.phase_terms import list_phase
-from offplan.costs.steady import OnePlan
+from offplan.costs.steady import price_plan
 from offplan.costs.term import Input, Term
 from offplan.costs.timeline import (
     WAITING,
@@ -53,21 +53,20 @@ def price_request(
 ) -> RequestTimes:
     """Price one request among many like it, by what runs the model: a batch of one plan."""
     engine, num_passes = stage.runner.pass_rules, len(prefill.shapes)
+    asked = placement, stage, machine
     if engine is not None:
-        times = [
-            engine_pass_times(engine, placement, stage, machine, each) for each in (prefill, decode)
-        ]
-        took = OnePlan.of(placement, times[0], times[1], num_passes).price(engine)
+        times = [engine_pass_times(engine, *asked, each) for each in (prefill, decode)]
+        took = price_plan(engine, placement, times[0], times[1], num_passes)
         phases = zip(Phase, times, took, (num_passes, 1), strict=True)
         return RequestTimes(*(add_up_engine(engine, placement, *phase) for phase in phases))
-    prompt, step = (pass_times(placement, stage, machine, each) for each in (prefill, decode))
+    prompt, step = (pass_times(*asked, each) for each in (prefill, decode))
     calls = list_calls(stage, num_passes)
     request = build_steady_request(placement, len(stage.layers), calls, num_passes)
     if calls is not None:
         return RequestTimes(
             price_prefill(request.prefill, prompt), price_decode(request.decode, step)
         )
-    took = OnePlan.of(placement, prompt, step, num_passes).price(None)
+    took = price_plan(None, placement, prompt, step, num_passes)
     return RequestTimes(
         add_up_prompt(request.prefill, prompt, took[0]),
         add_up(request.decode, step, took[1], WAITING),

@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
 from math import ceil, lcm
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,10 +43,6 @@ class PartTable:
     """One copy of a part."""
     num_groups: Ints
     """Groups of chunks for which the parts cross; 1 where the layer is not in parts."""
-
-    def __getitem__(self, rows: Ints) -> "PartTable":
-        """Select candidates."""
-        return PartTable(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     @cached_property
     def most(self) -> list[int]:
@@ -95,10 +90,9 @@ class PassTable:
     """Layers in parts, whose parts are no longer in ``compute_ps``; None where there are none."""
 
     def __getitem__(self, rows: Ints) -> "PassTable":
-        """Select candidates."""
-        every: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        chosen = {name: each[rows] for name, each in every.items() if each is not None}
-        return PassTable(**chosen)
+        """Select candidates, none of whose layers is in parts."""
+        names = (field.name for field in fields(self) if field.name != "parts")
+        return PassTable(*(getattr(self, name)[rows] for name in names))
 
     def with_more(self, read_ps: Ints, compute_ps: Ints) -> "PassTable":
         """Return the same of layers that read and compute for so much longer."""
@@ -155,76 +149,56 @@ class PassTable:
         return np.take_along_axis(self.layer_of, np.clip(turn, 0, last), axis=1)
 
 
-@dataclass(frozen=True)
-class OnePlan:
-    """The tables of one plan: a batch of one.
+def price_plan(
+    engine: PassRules | None,
+    placement: Placement,
+    prompt: PassTimes,
+    step: PassTimes,
+    num_passes: int,
+) -> tuple[Fraction, Fraction]:
+    """Price the prompt and a decode step of one plan, in picoseconds: a batch of one.
 
-    What int64 could not add up is counted in so many picoseconds that it can.
+    An engine reads the prompt in so many passes. What int64 could not add up is counted in so many
+    picoseconds that it can.
     """
-
-    prompt: PassTable
-    step: PassTable
-    slowdown: float
-    num_passes: int
-    unit_ps: int
-
-    @classmethod
-    def of(
-        cls, placement: Placement, prompt: PassTimes, step: PassTimes, num_passes: int
-    ) -> "OnePlan":
-        """Write the tables of what is placed, from what operations of both phases take.
-
-        An engine reads the prompt in so many passes.
-        """
-        phases = tuple(zip(Phase, (prompt, step), strict=True))
-        spans = {phase: placement.spans(phase) for phase in Phase}
-        most = sum(
-            2 * times.resident_ps
-            + sum(times.busy_ps)
-            + 2 * num_passes * sum(map(times.copy_ps, spans[phase]))
-            + ceil(times.uva_slowdown) * sum(times.uva_ps)
-            + sum(
-                2
-                * each.num_groups
-                * len(placement.parts[layer])
-                * (each.part_ps + times.copy_ps(part))
-                for layer, each in times.parts.items()
-                for part in placement.parts[layer][:1]
-            )
-            for phase, times in phases
+    phases = tuple(zip(Phase, (prompt, step), strict=True))
+    spans = {phase: placement.spans(phase) for phase in Phase}
+    most = sum(
+        2 * times.resident_ps
+        + sum(times.busy_ps)
+        + 2 * num_passes * sum(map(times.copy_ps, spans[phase]))
+        + ceil(times.uva_slowdown) * sum(times.uva_ps)
+        + sum(
+            2 * each.num_groups * len(placement.parts[layer]) * (each.part_ps + times.copy_ps(part))
+            for layer, each in times.parts.items()
+            for part in placement.parts[layer][:1]
         )
-        unit_ps = -(-NUM_STEPS * most // MOST) or 1
-        tables = []
-        for phase, times in phases:
-            layers = {span.layer: span for span in spans[phase]}
-            num_layers = range(len(times.compute_ps))
-            copies = (times.copy_ps(layers[n]) if n in layers else 0 for n in num_layers)
-            sizes = (layers[n].nbytes if n in layers else 0 for n in num_layers)
-            in_units = [each // unit_ps for each in (*times.begin_ps, *times.uva_ps, *copies)]
-            in_layers = np.array(in_units, dtype=np.int64).reshape(3, 1, -1)
-            tables.append(
-                PassTable(
-                    compute_ps=in_layers[0],
-                    read_ps=in_layers[1],
-                    span_bytes=np.array([[*sizes]], dtype=np.int64),
-                    copy_ps=in_layers[2],
-                    outside_ps=np.array([times.outside_ps // unit_ps]),
-                    prefetch_step=np.array([placement.num_slots]),
-                    parts=_tabulate_parts(placement, times, unit_ps) if times.parts else None,
-                )
+        for phase, times in phases
+    )
+    unit_ps = -(-NUM_STEPS * most // MOST) or 1
+    tables = []
+    for phase, times in phases:
+        layers = {span.layer: span for span in spans[phase]}
+        streamed = [layers.get(number) for number in range(len(times.compute_ps))]
+        copies = [0 if span is None else times.copy_ps(span) for span in streamed]
+        in_units = [
+            [ps // unit_ps for ps in each] for each in (times.begin_ps, times.uva_ps, copies)
+        ]
+        compute_ps, read_ps, copy_ps = np.array(in_units, dtype=np.int64)[:, None]
+        tables.append(
+            PassTable(
+                compute_ps=compute_ps,
+                read_ps=read_ps,
+                span_bytes=np.array([[0 if span is None else span.nbytes for span in streamed]]),
+                copy_ps=copy_ps,
+                outside_ps=np.array([times.outside_ps // unit_ps]),
+                prefetch_step=np.array([placement.num_slots]),
+                parts=_tabulate_parts(placement, times, unit_ps) if times.parts else None,
             )
-        return cls(tables[0], tables[1], prompt.uva_slowdown, num_passes, unit_ps)
-
-    def price(self, engine: PassRules | None) -> tuple[Fraction, Fraction]:
-        """Picoseconds of the prompt and of a decode step, on an engine or not."""
-        if engine is not None:
-            prompts = engine_prompt_ps(engine, self.prompt, np.array([self.num_passes]))
-            over, under = engine_step_ps(engine, self.step), np.array([1])
-        else:
-            prompts = prompt_ps(self.prompt, self.step, self.slowdown)
-            over, under = step_ps(self.step, self.slowdown)
-        step = Fraction(int(over[0]), int(under[0]))
-        return Fraction(self.unit_ps * int(prompts[0])), self.unit_ps * step
+        )
+    passes, slowdown = np.array([num_passes]), prompt.uva_slowdown
+    prompts, steps, under = price_passes(engine, tables[0], tables[1], slowdown, passes)
+    return Fraction(unit_ps * int(prompts[0])), unit_ps * Fraction(int(steps[0]), int(under[0]))
 
 
 def _tabulate_parts(placement: Placement, times: PassTimes, unit_ps: int) -> PartTable:
@@ -236,6 +210,23 @@ def _tabulate_parts(placement: Placement, times: PassTimes, unit_ps: int) -> Par
         in_units = each.part_ps // unit_ps, times.copy_ps(parts[0]) // unit_ps
         columns[:, 0, layer] = len(parts), *in_units, each.num_groups
     return PartTable(*columns)
+
+
+def price_passes(
+    engine: PassRules | None,
+    prompt: PassTable,
+    step: PassTable,
+    slowdown: float,
+    num_passes: Ints,
+) -> tuple[Ints, Ints, Ints]:
+    """Picoseconds of prompts, of so many passes on an engine, and of decode steps.
+
+    The latter are numerators and denominators, [candidates] each.
+    """
+    if engine is None:
+        return prompt_ps(prompt, step, slowdown), *step_ps(step, slowdown)
+    steps = engine_step_ps(engine, step)
+    return engine_prompt_ps(engine, prompt, num_passes), steps, np.ones_like(steps)
 
 
 def prompt_ps(prompt: PassTable, step: PassTable, slowdown: float) -> Ints:

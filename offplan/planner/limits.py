@@ -6,31 +6,30 @@ from math import ceil
 from offplan.costs.steady import MOST, NUM_STEPS
 from offplan.costs.timeline import to_ps
 from offplan.errors import InputError
-from offplan.planner.at_use import AtUse
+from offplan.planner.space import Space
 
 
-def check_range(at_use: AtUse) -> None:
+def check_range(space: Space) -> None:
     """Raise InputError for a question some of whose plans may take more than MOST.
 
     What is taken as the most is a plan that reads every layer at use, by the backend that takes
     longest, and copies it as well, in each setting.
     """
-    space = at_use.space
     settings, most_bytes = space.settings, space.stage.loaded_bytes
     copies_ps = to_ps(space.machine.copy_seconds(most_bytes)) + len(space.kind_of) * space.start_ps
     if space.stage.runner.pass_rules is not None:  # for each chunk, and in a step at most twice
         copies_ps *= max(2, int(space.table.num_chunks.max()))
     backends = [way for way in space.runner.backends if not way.streams]
+    passes = [*(each.prefill for each in settings), space.decode]
     reads = [*(space.reading_ps(each.row_bytes[0]) for each in settings), 0]
     for kind, count in Counter(space.kind_of).items():
         ways = [[(unit, way) for unit in space.units[kind]] for way in backends]
-        taken = zip(
-            *((*at_use.prompt_reads(each), at_use.step_reads(each)) for each in ways), strict=True
-        )
-        reads = [read + count * max(each) for read, each in zip(reads, taken, strict=True)]
-    resident = [*(each.prefill.resident_ps for each in settings), space.decode.resident_ps]
-    pairs, slowdown = zip(resident, reads, strict=True), ceil(space.slowdown)
-    *prompts_ps, step_ps = (each + copies_ps + slowdown * read for each, read in pairs)
+        reads = [
+            read + count * max(space.at_use.read_ps(way, each) for way in ways)
+            for read, each in zip(reads, passes, strict=True)
+        ]
+    pairs, slowdown = zip(passes, reads, strict=True), ceil(space.slowdown)
+    *prompts_ps, step_ps = (each.resident_ps + copies_ps + slowdown * read for each, read in pairs)
     held_bytes = max(each.device_bytes for each in settings)
     if max(max(prompts_ps) + NUM_STEPS * step_ps, held_bytes) > MOST:
         workload = space.question.workload

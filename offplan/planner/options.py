@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 from offplan.backends import Backend
 from offplan.checkpoint.model import Experts
 from offplan.choices import Store
-from offplan.costs.cores import CoresUse, find_use
+from offplan.costs.cores import CoresUse
 from offplan.costs.kept_experts import brought_bytes, find_experts, keeping_ps, left_bytes
-from offplan.costs.link import use_bytes
 from offplan.costs.missed import Missed
 from offplan.costs.parts import bytes_at_experts, divide_ps, parts_bytes, span_seconds
 from offplan.costs.timeline import to_ps
@@ -174,16 +173,15 @@ class RoutedExperts:
 
     @cached_property
     def chosen(self) -> list[tuple[int, CoresUse]]:
-        """Bytes that a step reads of each kind of layer with no slots, all that it chooses.
+        """Picoseconds that a step reads each kind of layer with no slots, all that it chooses.
 
         With what the host's cores would do with them.
         """
-        space, found = self.space, []
-        given = space.stage.experts, space.question.workload.batch, space.reuse
+        at_use, found = self.space.at_use, []
         for slots in self.slots:
             units = () if slots is None else slots.units
-            read = use_bytes(Backend.UVA, space.machine, units, *given)
-            found.append((read, find_use(units, space.machine, *given)))
+            read_ps = at_use.read_ps([(unit, Backend.UVA) for unit in units], self.space.decode)
+            found.append((read_ps, at_use.cores((unit, Backend.HOST) for unit in units)))
         return found
 
 
@@ -219,7 +217,7 @@ class KeepsExperts(Option):
         prompt, step = space.settings[0].prefill.shapes, space.decode.shapes
         streams = self.prefill.streams
         times = np.zeros((5, self.experts.most + 1), dtype=np.int64)
-        none_ps = space.reading_ps(self.experts.chosen[kind][0])
+        none_ps = self.experts.chosen[kind][0]
         if self.host_share:
             none = replace(slots, num_slots=0, host_share=self.host_share)
             none_ps = sum(self._step_ps(space, kind, none, experts)[:2])
@@ -249,7 +247,7 @@ class KeepsExperts(Option):
 
         Waiting is what it takes beyond that reading.
         """
-        found = find_experts(slots, experts, space.reuse, space.question.workload.batch)
+        found = find_experts(slots, experts, space.at_use.reuse, space.at_use.batch)
         missed = Missed(slots, found, self.experts.chosen[kind][1])
         layer_ps = space.decode.layer_ps[space.kind_of.index(kind)]
         alone, beside = (

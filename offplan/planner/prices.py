@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offplan.costs.steady import PassTable, engine_prompt_ps, engine_step_ps, prompt_ps, step_ps
+from offplan.costs.steady import PassTable, price_passes
+from offplan.costs.timeline import to_ps
 from offplan.held.unit import Unit
 from offplan.placement import Phase, build_slab, off_gpu_bytes
 from offplan.planner.aims import Floats
-from offplan.planner.at_use import AtUse
 from offplan.planner.candidates import NO_RULE, Candidates, Ints
 from offplan.planner.numbers import Numbers, Own
 from offplan.planner.options import Option
@@ -59,11 +59,6 @@ class Prices:
     _arrays: tuple[Content, Ints] = (Content(), np.zeros(0, dtype=np.int64))
 
     @cached_property
-    def at_use(self) -> AtUse:
-        """What layers take at use."""
-        return AtUse(self.space)
-
-    @cached_property
     def numbers(self) -> Numbers:
         """What rules' own numbers take and cost."""
         return Numbers(self.space)
@@ -100,7 +95,7 @@ class Prices:
         return self._numbers[key]
 
     def _price(self, chosen: list[tuple[Unit, Option]]) -> tuple[Content, list[int]]:
-        space, at_use, layout = self.space, self.at_use, self.space.stage.layout
+        space, at_use, layout = self.space, self.space.at_use, self.space.stage.layout
         if not chosen:
             return Content(), [0] * len(space.settings)
         slab = build_slab((unit, way.rule(1, 1)) for unit, way in chosen)
@@ -112,8 +107,9 @@ class Prices:
         reads = [(u, way) for u, way in chosen if not (way.climbs or way.decode.streams)]
         in_decode = [(u, way.decode) for u, way in reads]
         never = [(u, way.decode) for u, way in reads if not way.fills_ring]
-        by_cores = [[u for u, way in each if way.is_by_cores] for each in (in_decode, never)]
-        prompt_reads, step_read_ps = at_use.prompt_reads(in_prefill), at_use.step_reads(in_decode)
+        prompt_reads = space.prompt_reads(in_prefill)
+        step_read_ps = at_use.read_ps(in_decode, space.decode)
+        by_cores, kept_by_cores = at_use.cores(in_decode), at_use.cores(never)
         engine = space.stage.runner.pass_rules
         if engine is not None and engine.copies_in_place and not any(spans):
             # it copies what it is told to read in place, for each chunk
@@ -132,10 +128,10 @@ class Prices:
             prompt_copy_ps=copies[0],
             step_copy_ps=copies[1],
             step_read_ps=step_read_ps,
-            kept_read_ps=at_use.step_reads(never),
-            step_cores_ps=at_use.cores_ps(by_cores[0]),
-            beside_cores_ps=at_use.cores_ps(by_cores[0], beside=True),
-            kept_cores_ps=at_use.cores_ps(by_cores[1]),
+            kept_read_ps=at_use.read_ps(never, space.decode),
+            step_cores_ps=to_ps(by_cores.seconds(space.machine, beside=False)),
+            beside_cores_ps=to_ps(by_cores.seconds(space.machine, beside=True)),
+            kept_cores_ps=to_ps(kept_by_cores.seconds(space.machine, beside=False)),
         )
         return content, prompt_reads
 
@@ -229,8 +225,6 @@ class Prices:
         step.read_ps[:, 0] += row_ps[:, 1]
         if own is not None:
             prompt, step = self.numbers.add(prompt, step, setting, own)
-        if (engine := space.stage.runner.pass_rules) is not None:
-            prompts_ps = engine_prompt_ps(engine, prompt, table.num_chunks[setting])
-            return prompts_ps.astype(float), engine_step_ps(engine, step).astype(float)
-        over, under = step_ps(step, space.slowdown)
-        return prompt_ps(prompt, step, space.slowdown).astype(float), over / under
+        given = prompt, step, space.slowdown, table.num_chunks[setting]
+        prompts, steps, under = price_passes(space.stage.runner.pass_rules, *given)
+        return prompts.astype(float), steps / under

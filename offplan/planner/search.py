@@ -88,7 +88,7 @@ class Searcher:
     _firsts: tuple[Budget, Firsts] | None = None
 
     def __post_init__(self) -> None:
-        check_range(self.prices.at_use)
+        check_range(self.space)
 
     @cached_property
     def packed(self) -> "Searcher | None":

@@ -16,6 +16,7 @@ Of a pipeline it is the space of the largest stage; ``planner.stages`` prices th
 A space has one packing for all its plans; ``planner.packed`` goes over those.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -28,14 +29,11 @@ from offplan.backends import Backend
 from offplan.checkpoint.model import Layer
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs.activations import activation_bytes
+from offplan.costs.at_use import AtUse, read_ps
 from offplan.costs.calls import count_calls
 from offplan.costs.compute import ModelCompute, PassCompute
-from offplan.costs.link import (
-    embedding_bytes,
-    uva_slowdown,
-)
+from offplan.costs.link import embedding_bytes, uva_slowdown
 from offplan.costs.memory import kv_cache_bytes, overhead_bytes
-from offplan.costs.pass_times import read_ps
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.held.held import Held
@@ -48,7 +46,6 @@ from offplan.plan import Budget, Packing
 from offplan.planner.classes import SegmentClass, segment_classes
 from offplan.planner.options import Option, list_options
 from offplan.planner.question import Question
-from offplan.routing.profile import BatchReuse
 
 PREFETCH_STEPS = (1, 2, 3, 4)
 """Ring sizes tried."""
@@ -210,9 +207,13 @@ class Space:
         return sum(layer.nbytes - layer.expert_bytes for layer in self.stage.layers)
 
     @cached_property
-    def reuse(self) -> BatchReuse | None:
-        """How a decode step's tokens choose experts; None where they choose all alike."""
-        return self.stage.reuse(self.question.workload.batch)
+    def at_use(self) -> AtUse:
+        """Prices what layers take at use."""
+        return AtUse(self.stage, self.machine, self.question.workload.batch)
+
+    def prompt_reads(self, served: Sequence[tuple[Unit, Backend]]) -> list[int]:
+        """Picoseconds that prompts read one layer at use, for each setting."""
+        return [self.at_use.read_ps(served, each.prefill) for each in self.settings]
 
     @cached_property
     def settings(self) -> tuple[Setting, ...]:

@@ -6,21 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offplan.checkpoint.model import Experts
+from offplan.checkpoint.model import Experts, Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
-from offplan.costs.link import (
-    REREADS,
-    TILE_ROWS,
-    read_bytes_by_layer,
-    reread_factor,
-    use_bytes,
-)
+from offplan.costs.compute import ModelCompute
+from offplan.costs.link import REREADS, TILE_ROWS, reread_factor, use_bytes
+from offplan.costs.pass_times import pass_times
+from offplan.costs.timeline import PassTimes
 from offplan.costs.work import PassShape
+from offplan.held.held import hold
 from offplan.held.unit import Unit
 from offplan.machine.curve import Reread, Rereads
 from offplan.machine.profile import Figure, InPlaceRead, MachineProfile
-from offplan.placement import Phase
+from offplan.placement import Phase, Placement
 from offplan.plan import Backend
 from tests.costs.builders import make_machine, moe_model, place_rules, rule
 
@@ -113,15 +111,12 @@ def test_only_what_the_phase_reads_in_place_counts() -> None:
     model = moe_model(3)
     placement = place_rules(model, [rule("shared_experts", decode=Backend.UVA)], 1)
     decode, prefill = (
-        read_bytes_by_layer(placement, MACHINE, model.experts, 3, [PassShape(phase, 1, 1, 1)])
+        find_times(model, placement, PassShape(phase, 1, 1, 1))
         for phase in (Phase.DECODE, Phase.PREFILL)
     )
-    assert decode == (
-        {},
-        {Backend.UVA: 24576},
-        {},
-    )  # the last layer's stay in the one slot after prefill
-    assert prefill == ({}, {}, {})
+    # the last layer's stay in the one slot after prefill
+    assert (decode.read_by[Backend.UVA], prefill.read_by[Backend.UVA]) == (24576, 0)
+    assert [each > 0 for each in decode.uva_ps] == [False, True, False]
 
 
 def test_each_chunk_reads_for_itself() -> None:
@@ -129,9 +124,13 @@ def test_each_chunk_reads_for_itself() -> None:
     placement = place_rules(model, [rule("mlp", prefill=Backend.UVA, decode=Backend.UVA)], 1)
     chunks = [PassShape(Phase.PREFILL, 1, tokens, 300) for tokens in (200, 100)]
     together, first, second = (
-        read_bytes_by_layer(placement, MACHINE, model.experts, 3, some)
-        for some in (chunks, chunks[:1], chunks[1:])
+        find_times(model, placement, *some) for some in (chunks, chunks[:1], chunks[1:])
     )
-    assert together == tuple(
-        {Backend.UVA: a[Backend.UVA] + b[Backend.UVA]} for a, b in zip(first, second, strict=True)
-    )
+    assert together.uva_bytes == first.uva_bytes + second.uva_bytes > 0
+    for whole, *parts in zip(together.uva_ps, first.uva_ps, second.uva_ps, strict=True):
+        assert 0 < whole == pytest.approx(sum(parts), abs=1)  # each is rounded
+
+
+def find_times(model: Model, placement: Placement, *shapes: PassShape) -> PassTimes:
+    stage = hold(model)
+    return pass_times(placement, stage, MACHINE, ModelCompute(stage, MACHINE).price(*shapes))

@@ -1,0 +1,85 @@
+"""What layers take at use: reading over the link, and products by the host's cores."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from offplan.backends import Backend
+from offplan.costs.compute import PassCompute
+from offplan.costs.cores import CoresUse, find_use
+from offplan.costs.link import UnitUse
+from offplan.costs.timeline import to_ps
+from offplan.held.stage import Stage
+from offplan.held.unit import Unit
+from offplan.machine.profile import MachineProfile
+from offplan.placement import Phase
+from offplan.routing.profile import BatchReuse
+
+Served = Iterable[tuple[Unit, Backend]]
+"""Units of one layer, each with the backend by which a pass gets at it."""
+
+
+def read_ps(backend: Backend, machine: MachineProfile, num_bytes: int) -> int:
+    """Picoseconds in which a backend has so many bytes cross."""
+    return to_ps(num_bytes / backend.rate(machine).value)
+
+
+@dataclass(frozen=True)
+class AtUse:
+    """Prices what a layer takes at use; remembers what each unit of the stage has cross."""
+
+    stage: Stage
+    machine: MachineProfile
+    batch: int
+    """Sequences of a decode step."""
+
+    @cached_property
+    def reuse(self) -> BatchReuse | None:
+        """How a decode step's tokens choose experts; None where they choose all alike."""
+        return self.stage.reuse(self.batch)
+
+    def read_bytes(self, served: Served, priced: PassCompute) -> Counter[Backend]:
+        """Bytes that a call of one layer reads in a pass, by backend, re-reads included.
+
+        The host's cores read none of them.
+        """
+        reuse = self.reuse if priced.shapes[0].phase is Phase.DECODE else None
+        by_backend: dict[Backend, list[Unit]] = {}
+        for unit, backend in served:
+            if not backend.is_by_cores:
+                by_backend.setdefault(backend, []).append(unit)
+        found = Counter[Backend]()
+        for backend, units in by_backend.items():
+            # what it fetches all chunks use; the kernels of each chunk read for themselves
+            chunks = priced.chunks
+            if backend.is_served:
+                chunks = {sum(n * count for n, count in chunks.items()): 1}
+            for num_tokens, count in chunks.items():
+                read = sum(self._link_bytes(backend, unit, num_tokens, reuse) for unit in units)
+                found[backend] += count * round(read)
+        return found
+
+    def read_ps(self, served: Served, priced: PassCompute) -> int:
+        """Picoseconds that a call of one layer reads in a pass."""
+        read = self.read_bytes(served, priced)
+        return sum(read_ps(backend, self.machine, size) for backend, size in read.items())
+
+    def cores(self, served: Served) -> CoresUse:
+        """Find what the host's cores do of one layer in a decode step."""
+        units = [unit for unit, backend in served if backend.is_by_cores]
+        return find_use(units, self.machine, self.stage.experts, self.batch, self.reuse)
+
+    def _link_bytes(
+        self, backend: Backend, unit: Unit, num_tokens: int, reuse: BatchReuse | None
+    ) -> float:
+        # units live as long as the stage
+        key = backend, id(unit), num_tokens, reuse is None
+        if key not in self._uses:
+            use = UnitUse(unit, num_tokens, self.stage.experts, self.machine, reuse)
+            self._uses[key] = backend.link_bytes(use)
+        return self._uses[key]
+
+    @cached_property
+    def _uses(self) -> dict[tuple[Backend, int, int, bool], float]:
+        return {}
