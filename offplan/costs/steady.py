@@ -148,6 +148,16 @@ class PassTable:
         last = self.streams.shape[1] - 1
         return np.take_along_axis(self.layer_of, np.clip(turn, 0, last), axis=1)
 
+    def copy_at(self, turn: Ints) -> Ints:
+        """Return the copies of the layers that have these turns."""
+        return np.take_along_axis(self.copy_ps, self.layer_at(turn), axis=1)
+
+    @property
+    def alone_ps(self) -> Ints:
+        """The pass if it copied nothing, [candidates]."""
+        total: Ints = self.compute_ps.sum(axis=1) + self.read_ps.sum(axis=1) + self.outside_ps
+        return total
+
 
 def price_plan(
     engine: PassRules | None,
@@ -181,6 +191,7 @@ def price_plan(
         layers = {span.layer: span for span in spans[phase]}
         streamed = [layers.get(number) for number in range(len(times.compute_ps))]
         copies = [0 if span is None else times.copy_ps(span) for span in streamed]
+        sizes = [0 if span is None else span.nbytes for span in streamed]
         in_units = [
             [ps // unit_ps for ps in each] for each in (times.begin_ps, times.uva_ps, copies)
         ]
@@ -189,7 +200,7 @@ def price_plan(
             PassTable(
                 compute_ps=compute_ps,
                 read_ps=read_ps,
-                span_bytes=np.array([[0 if span is None else span.nbytes for span in streamed]]),
+                span_bytes=np.array([sizes], dtype=np.int64),
                 copy_ps=copy_ps,
                 outside_ps=np.array([times.outside_ps // unit_ps]),
                 prefetch_step=np.array([placement.num_slots]),
@@ -239,9 +250,10 @@ def prompt_ps(prompt: PassTable, step: PassTable, slowdown: float) -> Ints:
     wanted = prompt.slot < step.num_slots
     spans = np.take_along_axis(step.span_bytes, held, axis=1)
     is_held = (held == np.arange(held.shape[1])) & (spans == prompt.span_bytes)
-    within = np.take_along_axis(prompt.copy_ps, prompt.layer_at(prompt.later), axis=1)
     behind = np.where(wanted & ~is_held, np.take_along_axis(step.copy_ps, held, axis=1), -1)
-    refills = np.where(prompt.is_last, behind, np.where(prompt.streams, within, -1))
+    refills = np.where(
+        prompt.is_last, behind, np.where(prompt.streams, prompt.copy_at(prompt.later), -1)
+    )
 
     # decode leaves what its next step begins with; elsewhere lies what prefill itself left
     found = np.where(wanted, is_held, prompt.is_last)
@@ -268,7 +280,7 @@ def engine_prompt_ps(engine: PassRules, prompt: PassTable, num_passes: Ints) -> 
 
     What a candidate streams it does not read in place. Returns picoseconds, [candidates].
     """
-    total: Ints = prompt.compute_ps.sum(axis=1) + prompt.read_ps.sum(axis=1) + prompt.outside_ps
+    total = prompt.alone_ps
     rows = np.flatnonzero(prompt.streams.any(axis=1))
     if not len(rows):
         return total
@@ -281,8 +293,7 @@ def engine_prompt_ps(engine: PassRules, prompt: PassTable, num_passes: Ints) -> 
     )
     first = prompt.later - prompt.num_turns if engine.allocates_copies else prompt.slot
     following = np.where(prompt.is_last, first, prompt.later)
-    copies = np.take_along_axis(prompt.copy_ps, prompt.layer_at(following), axis=1)
-    refills = np.where(prompt.streams, copies, -1)
+    refills = np.where(prompt.streams, prompt.copy_at(following), -1)
     moments = np.zeros((len(rows), 2 + int(prompt.num_slots.max())), dtype=np.int64)
     ends = _run_pass(of_one, refills, 1.0, moments)
     total[rows] = passes * ends[:, :2].max(axis=1) + prompt.outside_ps
@@ -294,8 +305,7 @@ def engine_step_ps(engine: PassRules, step: PassTable) -> Ints:
     step = step.on_engine(engine)
     is_first = step.streams & (step.turn < step.num_slots)
     times_copied = step.streams.astype(np.int64) + (is_first & engine.copies_first_again)
-    copied = (times_copied * step.copy_ps).sum(axis=1)
-    total: Ints = step.compute_ps.sum(axis=1) + step.read_ps.sum(axis=1) + copied + step.outside_ps
+    total: Ints = step.alone_ps + (times_copied * step.copy_ps).sum(axis=1)
     return total
 
 
@@ -304,7 +314,7 @@ def step_ps(step: PassTable, slowdown: float) -> tuple[Ints, Ints]:
 
     Returns numerators and denominators of picoseconds, [candidates] each.
     """
-    total = step.compute_ps.sum(axis=1) + step.read_ps.sum(axis=1) + step.outside_ps
+    total = step.alone_ps
     count = np.ones_like(total)
     rows = np.flatnonzero(step.num_turns > step.num_slots)  # in the others nothing is copied
     if not len(rows):
@@ -314,8 +324,7 @@ def step_ps(step: PassTable, slowdown: float) -> tuple[Ints, Ints]:
     step = step[np.repeat(rows, size)]
     # the slot's last turn refills it for its first one of the next step
     following = np.where(step.is_last, step.slot, step.later)
-    copies = np.take_along_axis(step.copy_ps, step.layer_at(following), axis=1)
-    refills = np.where(step.streams & (following != step.turn), copies, -1)
+    refills = np.where(step.streams & (following != step.turn), step.copy_at(following), -1)
     origins = np.tile(np.where(np.eye(size, dtype=bool), 0, _NEVER), (len(rows), 1))
     moments = _run_pass(step, refills, slowdown, origins)
     total[rows], count[rows] = _cycle_means(moments.reshape(len(rows), size, size))

@@ -130,7 +130,7 @@ def list_rules(space: Space, prices: Prices) -> Rules:
     """List the rules of a space, with what they take."""
     kinds = range(len(space.units))
     numbers = np.array([[prices.number(k, (o,)) for k in kinds] for o in range(len(space.options))])
-    sizes = prices.contents[0].unit_bytes[numbers]
+    sizes = prices.contents.unit_bytes[numbers]
     found = [
         (number, group)
         for number, of_kind in enumerate(sizes)
@@ -156,7 +156,7 @@ def list_rules(space: Space, prices: Prices) -> Rules:
 def _sum_up(space: Space, prices: Prices, option: Ints, numbers: Ints, counts: Ints) -> Loads:
     """Add up contents, [options, kinds] by number, of so many layers of each kind."""
     layers, own, example = numbers[option], prices.numbers, list(space.first_of)
-    contents, prompt_reads = prices.contents
+    contents = prices.contents
 
     def total(each: Any) -> NDArray[Any]:
         return np.asarray((each * counts).sum(axis=-1))
@@ -173,7 +173,7 @@ def _sum_up(space: Space, prices: Prices, option: Ints, numbers: Ints, counts: I
         slab_bytes=total(contents.slab_bytes[layers]),
         prompt_copied=total(prompt_ps - space.start_ps * streams),
         prompt_copy=most(prompt_ps),
-        prompt_read=np.array([total(each[layers]) for each in prompt_reads.T]),
+        prompt_read=np.array([total(each[layers]) for each in contents.prompt_read_ps.T]),
         step_copied=total(step_ps - space.start_ps * streams_again),
         step_copy=most(step_ps),
         step_read=total(step_read),

@@ -13,7 +13,7 @@ from offplan.planner.infeasible import explain_infeasible
 from offplan.planner.packed import find_best
 from offplan.planner.question import Question
 from offplan.planner.search import MAX_RULES, Searcher
-from offplan.planner.space import Space, find_room
+from offplan.planner.space import find_room
 
 ALIKE = 1.01
 """Requests that take up to this multiple of the fastest are as good. Source: chosen, since
@@ -79,20 +79,13 @@ def find_floor_of(searcher: Searcher, budget: Budget) -> Floor:
     than packing saves), and only those that are faster so.
     """
     spaces, space = searcher.spaces, searcher.space
-    ways = [(each.stage, _missing_bytes(each, budget)) for each in spaces]
+    ways = [(each.stage, max(0, find_room(each, budget).missing_bytes)) for each in spaces]
     prompts = zip(*([each.prefill for each in space.settings] for space in spaces), strict=True)
     fastest = min(map(_fastest_ps, prompts)), _fastest_ps([space.decode for space in spaces])
     others = (0, 0) if searcher.stages is None else searcher.stages.fastest_ps
     asked = space.question
     with_cores = asked.goal.host_cores
     return find_floor(ways, space.machine, asked.workload, fastest, others, with_cores=with_cores)
-
-
-def _missing_bytes(space: Space, budget: Budget) -> int:
-    """Bytes of weights that no plan of a space has room for on the GPU."""
-    pairs = zip(space.settings, find_room(space, budget).lacking_bytes.tolist(), strict=True)
-    lacking: int = min(lack for each, lack in pairs if each.embeddings == "device")
-    return max(0, lacking)
 
 
 def _fastest_ps(ways: Sequence[PassCompute]) -> int:

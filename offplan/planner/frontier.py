@@ -81,7 +81,5 @@ def spread_budgets(low: int, most: int) -> set[int]:
 def _enough_for_all(space: Space) -> int:
     """Return the least GPU memory with which nothing is offloaded."""
     nothing = space.question.with_gpu_memory(0).budget
-    pairs = zip(space.settings, find_room(space, nothing).lacking_bytes.tolist(), strict=True)
-    lacking: int = min(lack for setting, lack in pairs if setting.embeddings == "device")
-    lacking += space.stage.layout.padding_bytes
+    lacking = find_room(space, nothing).missing_bytes + space.stage.layout.padding_bytes
     return round(lacking / (1 - MARGIN)) + 2  # two bytes for what is rounded

@@ -145,7 +145,7 @@ class Numbers:
         rungs = self._climb(option, taken, spare)
         fits = rungs.any(axis=1) | ~self.climbs[option]
         if self._has_parts:
-            at = option[:, None], np.array(self.space.kind_of), setting[:, None]
+            at = option[:, None], self.space.kinds, setting[:, None]
             gpu_bytes = self._parts.gpu_bytes[at]
             fits &= spare >= (taken * gpu_bytes).max(axis=1)
         return fits, Own(option, taken, rungs)
@@ -156,7 +156,7 @@ class Numbers:
         All layers have as many, the first ones one more. All have 0 where fewer bytes are spare
         than one rung of each layer takes, or than were asked for.
         """
-        kinds, ladders = np.array(self.space.kind_of), self.ladders
+        kinds, ladders = self.space.kinds, self.ladders
         of_layer = takes * ladders.rung_bytes[option][:, kinds]
         takes = (of_layer > 0).astype(np.int64)
         fixed = (takes * ladders.fixed_bytes[option][:, kinds]).sum(axis=1)
@@ -175,7 +175,7 @@ class Numbers:
         self, prompt: PassTable, step: PassTable, setting: Ints, own: Own
     ) -> tuple[PassTable, PassTable]:
         """Add what candidates' numbers take to the times of both phases."""
-        at = own.option[:, None], np.array(self.space.kind_of)
+        at = own.option[:, None], self.space.kinds
         if self.num_rungs:
             read, computed, read_again, alone, beside = (
                 each[(*at, own.rungs)] for each in self._times_ps

@@ -45,6 +45,8 @@ class Content(NamedTuple):
     """The same in a step that copies, too."""
     kept_cores_ps: Any = 0
     """What of it remains when the ring keeps what prefill streamed."""
+    prompt_read_ps: Any = 0
+    """What prompts read in place, [settings]."""
 
 
 @dataclass
@@ -53,10 +55,9 @@ class Prices:
 
     space: Space
     _contents: list[Content] = field(default_factory=list)
-    _prompt_reads: list[list[int]] = field(default_factory=list)
     _numbers: dict[tuple[int, tuple[int, ...], int], int] = field(default_factory=dict)
     _tables: dict[tuple[int, int], Ints] = field(default_factory=dict)
-    _arrays: tuple[Content, Ints] = (Content(), np.zeros(0, dtype=np.int64))
+    _arrays: Content | None = None
 
     @cached_property
     def numbers(self) -> Numbers:
@@ -64,14 +65,11 @@ class Prices:
         return Numbers(self.space)
 
     @property
-    def contents(self) -> tuple[Content, Ints]:
-        """All contents so far, a row each, and what prompts take to read of them in place.
-
-        The latter are picoseconds, [contents, settings].
-        """
-        if len(self._arrays[1]) < len(self._contents):
-            columns = np.array(self._contents, dtype=np.int64).T
-            self._arrays = Content(*columns), np.array(self._prompt_reads, dtype=np.int64)
+    def contents(self) -> Content:
+        """All contents so far, a row each."""
+        if self._arrays is None or len(self._arrays.unit_bytes) < len(self._contents):
+            columns = zip(*self._contents, strict=True)
+            self._arrays = Content(*(np.array(each, dtype=np.int64) for each in columns))
         return self._arrays
 
     def number(self, kind: int, options: tuple[int, ...], most: int = MOST) -> int:
@@ -88,16 +86,14 @@ class Prices:
                 for unit in space.taken(space.options[option].segment_class)[kind][:most]
             }
             units = (unit for unit in space.units[kind] if id(unit) in chosen)
-            content, reads = self._price([(unit, chosen[id(unit)]) for unit in units])
             self._numbers[key] = len(self._contents)
-            self._contents.append(content)
-            self._prompt_reads.append(reads)
+            self._contents.append(self._price([(unit, chosen[id(unit)]) for unit in units]))
         return self._numbers[key]
 
-    def _price(self, chosen: list[tuple[Unit, Option]]) -> tuple[Content, list[int]]:
+    def _price(self, chosen: list[tuple[Unit, Option]]) -> Content:
         space, at_use, layout = self.space, self.space.at_use, self.space.stage.layout
         if not chosen:
-            return Content(), [0] * len(space.settings)
+            return Content(prompt_read_ps=[0] * len(space.settings))
         slab = build_slab((unit, way.rule(1, 1)) for unit, way in chosen)
         spans = [slab.span(phase) for phase in Phase]
         sizes = [0 if span is None else span.nbytes for span in spans]
@@ -115,7 +111,7 @@ class Prices:
             # it copies what it is told to read in place, for each chunk
             step_read_ps = space.copying_ps(slab.nbytes)
             prompt_reads = [int(count) * step_read_ps for count in space.table.num_chunks]
-        content = Content(
+        return Content(
             unit_bytes=sum(
                 off_gpu_bytes(layout.gpu_bytes(unit.tensors), way.prefill, way.decode)
                 for unit, way in chosen
@@ -132,8 +128,8 @@ class Prices:
             step_cores_ps=to_ps(by_cores.seconds(space.machine, beside=False)),
             beside_cores_ps=to_ps(by_cores.seconds(space.machine, beside=True)),
             kept_cores_ps=to_ps(kept_by_cores.seconds(space.machine, beside=False)),
+            prompt_read_ps=prompt_reads,
         )
-        return content, prompt_reads
 
     def _table(self, first: int, second: int) -> Ints:
         """Numbers of contents, [kinds, 4]: by whether the first and the second rule take it."""
@@ -151,7 +147,7 @@ class Prices:
         distinct, which = np.unique(pairs, axis=0, return_inverse=True)
         tables = np.stack([self._table(int(first), int(second)) for first, second in distinct])
         takes = self._takes(candidates)
-        numbers: Ints = tables[which.reshape(-1, 1), self._kind_of, takes[0] + 2 * takes[1]]
+        numbers: Ints = tables[which.reshape(-1, 1), self.space.kinds, takes[0] + 2 * takes[1]]
         return numbers
 
     def _takes(self, candidates: Candidates) -> tuple[Ints, Ints]:
@@ -164,16 +160,12 @@ class Prices:
         layers = list_patterns(len(self.space.kind_of)).layers.astype(np.int64)
         return np.vstack([layers, np.zeros_like(layers[:1])])
 
-    @cached_property
-    def _kind_of(self) -> Ints:
-        return np.array(self.space.kind_of)
-
     def weigh(self, numbers: Ints, prefetch_step: Ints) -> tuple[Ints, Ints, Ints]:
         """Bytes off the GPU less those of slots, bytes of slabs, and layers that stream.
 
         Plans are given by the numbers of their layers' contents, [plans, layers].
         """
-        contents, _ = self.contents
+        contents = self.contents
         spans = contents.prompt_bytes[numbers], contents.step_bytes[numbers]
         num_turns = np.maximum(*((each > 0).sum(axis=1) for each in spans))
         ring = np.minimum(prefetch_step, num_turns) * np.maximum(*spans).max(axis=1)
@@ -196,12 +188,11 @@ class Prices:
         Plans are given by the numbers of their layers' contents, [plans, layers]. Returns the
         picoseconds of each one's prompt and decode step, rounded to floats at the end.
         """
-        space = self.space
-        contents, prompt_reads = self.contents
+        space, contents = self.space, self.contents
         table, row_ps = space.table, space.table.row_ps[setting]
         prompt = PassTable(
             compute_ps=table.layer_ps[setting],
-            read_ps=space.calls[0] * prompt_reads[numbers, setting[:, None]],
+            read_ps=space.calls[0] * contents.prompt_read_ps[numbers, setting[:, None]],
             span_bytes=contents.prompt_bytes[numbers],
             copy_ps=space.calls[0] * contents.prompt_copy_ps[numbers],
             outside_ps=table.outside_ps[setting],

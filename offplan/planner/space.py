@@ -171,6 +171,11 @@ class Space:
         return tuple(kinds.index(key) for key in self.compute.keys)
 
     @cached_property
+    def kinds(self) -> NDArray[np.int64]:
+        """The same in an array, [layers]."""
+        return np.array(self.kind_of)
+
+    @cached_property
     def first_of(self) -> tuple[int, ...]:
         """The first layer of each kind, by number."""
         return tuple(map(self.kind_of.index, range(len(self.compute.works))))
@@ -292,6 +297,8 @@ class Room:
 
     lacking_bytes: NDArray[np.int64]
     """Bytes of layers' weights that must leave the GPU, the ring's to come on top; may be < 0."""
+    missing_bytes: int
+    """Bytes of weights that no plan has room for on the GPU; may be < 0."""
     host_bytes: NDArray[np.float64]
     """Bytes of slabs of one rank, in all stages, that the store has room for; infinite where it is
     not limited."""
@@ -308,4 +315,6 @@ def find_room(space: Space, budget: Budget) -> Room:
     limit = float("inf") if budget.host_memory is None else budget.host_memory
     limit /= space.question.goal.ranks.tensor  # all of a stage lock as much
     host = [limit - (each.host_bytes if on_host else 0) for each in space.settings]
-    return Room(np.array(lacking), np.array(host, dtype=np.float64), budget)
+    pairs = zip(lacking, space.settings, strict=True)
+    missing = min(lack for lack, each in pairs if each.embeddings == "device")
+    return Room(np.array(lacking), missing, np.array(host, dtype=np.float64), budget)
