@@ -58,11 +58,19 @@ def name_part(name: str, part: Part) -> str:
     return f"{name}_{'packed' if part is Part.WEIGHT else part.value}"
 
 
-def engine_parameters(stage: Stage, renamed: Mapping[str, str]) -> Iterator[EngineParameter]:
+def engine_parameters(stage: Stage, renamed: Mapping[str, str]) -> tuple[EngineParameter, ...]:
     """Name every parameter of the layers as vLLM does: scales are parameters of their own.
 
-    ``renamed`` are the architecture's own names of modules.
+    ``renamed`` are the architecture's own names of modules. The stage keeps what was named.
     """
+    key = engine_parameters, frozenset(renamed.items())
+    if key not in stage.memo:
+        stage.memo[key] = tuple(_name_parameters(stage, renamed))
+    found: tuple[EngineParameter, ...] = stage.memo[key]
+    return found
+
+
+def _name_parameters(stage: Stage, renamed: Mapping[str, str]) -> Iterator[EngineParameter]:
     for layer in stage.layers:
         fused = _find_fused(layer)
         held: defaultdict[str, list[tuple[Parameter, Part]]] = defaultdict(list)

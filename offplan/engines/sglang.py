@@ -4,6 +4,7 @@ Source: SGLang 0.5.23, ``srt/utils/offloader.py`` and ``models/deepseek_v2.py``.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -57,7 +58,7 @@ def demand_rule(rule: Rule, placement: Placement, stage: Stage, version: Version
 
     Raises ExportError for what the flags cannot say.
     """
-    parameters = list(engine_parameters(stage, {}))
+    parameters = engine_parameters(stage, {})
     if rule.decode is Backend.UVA:
         _require_first_layers(rule)
         return _demand_in_place(rule, placement, parameters)
@@ -121,7 +122,7 @@ def serve(plan: Plan, held: Held, gpu_bytes: int | None) -> Flags:
 
 
 def _demand_in_place(
-    rule: Rule, placement: Placement, parameters: list[EngineParameter]
+    rule: Rule, placement: Placement, parameters: Sequence[EngineParameter]
 ) -> EngineDemand:
     """Return flags for a rule that reads in place: SGLang copies each layer before it runs.
 

@@ -248,7 +248,7 @@ def _require_packable(stage: Stage) -> None:
             f"{stage.model.source} has towers beside its text, and packed weights in vLLM were not "
             "tried with such a model: plan again with --no-packing"
         )
-    found = [*engine_parameters(stage, find_names(stage))]
+    found = engine_parameters(stage, find_names(stage))
     names = {(each.layer, each.name) for each in found}
     for each in found:
         if each.packs is None or not each.name.endswith(name_part("", Part.WEIGHT)):

@@ -77,7 +77,7 @@ def demand_rule(rule: Rule, placement: Placement, stage: Stage, version: Version
 
     Raises ExportError for what the flags cannot say.
     """
-    parameters = tuple(engine_parameters(stage, find_names(stage)))
+    parameters = engine_parameters(stage, find_names(stage))
     require_forms(placement, version)
     segments = engine_segments(rule, parameters)
     resident = VLLM.demand_resident(stage, version)

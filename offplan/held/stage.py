@@ -2,9 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Set
+from collections.abc import Hashable, Iterable, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.group import resize
@@ -99,6 +100,11 @@ class Stage:
     def units(self) -> tuple[tuple[Unit, ...], ...]:
         """What rules can take of each layer."""
         return tuple(map(group_units, self.layers))
+
+    @cached_property
+    def memo(self) -> dict[Hashable, Any]:
+        """What an engine found out about the stage, kept for the next plan of it."""
+        return {}
 
     @cached_property
     def layout(self) -> Layout:
