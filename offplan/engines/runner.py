@@ -77,7 +77,8 @@ class EngineRunner:
     def lay_out(self, stage: Stage) -> Layout:
         """Return how the engine lays out the weights of a stage."""
         least, _ = self.engine.kernels(stage, self.version)
-        padded = lay_out_experts(engine_parameters(stage, {}), least)
+        parameters = engine_parameters(stage, {})
+        padded = lay_out_experts(parameters, least)
         gpu_growth = {
             tensor.name: Fraction(after.nbytes, before.nbytes)
             for before, after in padded.items()
@@ -88,13 +89,13 @@ class EngineRunner:
             tensor.name: Fraction(
                 0 if "scale" in each.name else page_locked_bytes(each.nbytes), each.nbytes
             )
-            for each in engine_parameters(stage, {})
+            for each in parameters
             for tensor in each.tensors
             if each.nbytes
         }
         if not gpu_growth:
-            packed = (each for each in engine_parameters(stage, {}) if each.packs is not None)
-            of_dense = (each.parameters for each in packed if not each.parameters[0].is_expert)
+            packed = (each.parameters for each in parameters if each.packs is not None)
+            of_dense = (fused for fused in packed if not fused[0].is_expert)
             most = max((sum(p.num_weights for p in fused) for fused in of_dense), default=0)
             return Layout(host_growth=host_growth, fused_weights=most)
         tensors = [t for layer in stage.layers for p in layer.parameters for t in p.stored]

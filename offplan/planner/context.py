@@ -2,8 +2,7 @@
 
 from offplan.costs.threshold import least_that
 from offplan.plan import MOST, MOST_CACHED
-from offplan.planner.aims import Nearest, limits_ps
-from offplan.planner.packed import find_best
+from offplan.planner.packed import reaches
 from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space
@@ -23,16 +22,14 @@ def find_longest_context(question: Question, most: int | None = None) -> int | N
     if question.goal.engine is not None:
         most = min(most, architecture.engine_context or most)
     most = max(shortest, min(most, MOST, MOST_CACHED // workload.batch))
-    if not _fits(question, shortest):
+
+    def is_too_long(context: int) -> bool:
+        asked = question.with_workload(context=context)
+        return not reaches(Searcher(Space(asked)), asked.budget)
+
+    if is_too_long(shortest):
         return None
-    if _fits(question, most):
+    if not is_too_long(most):
         return most
     # a longer context never needs less memory
-    return least_that(lambda context: not _fits(question, context), shortest, most) - 1
-
-
-def _fits(question: Question, context: int) -> bool:
-    """Whether a plan keeps the budget and the targets at this context."""
-    searcher = Searcher(Space(question.with_workload(context=context)))
-    best = find_best(searcher, question.budget, Nearest(limits_ps(question.goal))).best
-    return best is not None and best.value <= 1
+    return least_that(is_too_long, shortest, most) - 1

@@ -5,11 +5,11 @@ from dataclasses import replace
 from offplan.costs.threshold import least_that
 from offplan.errors import InfeasibleError
 from offplan.plan import Offload
-from offplan.planner.aims import WITHIN, Nearest, limits_ps
+from offplan.planner.aims import Nearest, limits_ps
 from offplan.planner.context import find_longest_context
 from offplan.planner.find import PlanResult, find_plan, write_plan
 from offplan.planner.infeasible import RESOLUTION, explain_infeasible
-from offplan.planner.packed import find_best
+from offplan.planner.packed import find_best, reaches
 from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space
@@ -53,29 +53,23 @@ def _make_latency_plan(question: Question) -> PlanResult:
         if nearest.best is None:
             raise explain_infeasible(searcher, question, nearest)
         if nearest.best.value > 1:
-            raise _unreachable(searcher, question, aim, nearest.best.offload)
+            raise _unreachable(searcher, question, nearest.best.offload)
     found = find_plan(searcher, question)
     assert found is not None, "a plan that keeps the targets fits"
     return found
 
 
-def _unreachable(
-    searcher: Searcher, question: Question, aim: Nearest, offload: Offload
-) -> InfeasibleError:
+def _unreachable(searcher: Searcher, question: Question, offload: Offload) -> InfeasibleError:
     """Say how near the targets the nearest plan comes, and how much GPU memory would do."""
-    space, budget = searcher.space, question.budget
+    budget, most = question.budget, searcher.space.machine.gpu_memory.value
 
-    def reaches(gpu_memory: int) -> bool:
-        asked = question.with_gpu_memory(gpu_memory).budget
-        # what misses a target is not wanted at all, so that hardly any plan is priced
-        best = find_best(searcher, asked, aim, WITHIN).best
-        return best is not None and best.value <= 1
+    def is_enough(gpu_memory: int) -> bool:
+        return reaches(searcher, question.with_gpu_memory(gpu_memory).budget)
 
     enough, helps = None, "no GPU memory of this machine would do"
-    most = space.machine.gpu_memory.value
-    if most > budget.gpu_memory and reaches(most):
+    if most > budget.gpu_memory and is_enough(most):
         # more memory never makes a plan worse
-        enough = least_that(reaches, budget.gpu_memory, most, budget.gpu_memory // RESOLUTION)
+        enough = least_that(is_enough, budget.gpu_memory, most, budget.gpu_memory // RESOLUTION)
         helps = f"{format_bytes(enough)} of GPU memory would do"
     nearest = write_plan(searcher, question, offload).prediction
     return InfeasibleError(

@@ -113,7 +113,7 @@ def _pattern_steps(pattern: Rule | Packing) -> Iterator[tuple[str, dict[str, obj
 
 
 def _refuse(plan: Plan, demand: Demand) -> str | None:
-    """Say what of the question a plan does not keep; ``said`` is what is said to its engine."""
+    """Say what of the question a plan does not keep; ``demand`` is what its runner takes."""
     goal, budget, prediction = plan.goal, plan.budget, plan.prediction
     gpu_bytes, stored_bytes = prediction.gpu_memory.total_bytes, plan.stored_bytes
     gpu_bytes += max(0, demand.more_gpu_bytes)

@@ -155,8 +155,8 @@ class RoutedExperts:
             return None
         segment_class = expert_class(stage)
         kinds = zip(space.layers, space.taken(segment_class), strict=True)
-        way: dict[str, Any] = {"prefill": Backend.UVA, "decode": Backend.UVA, "cached_experts": 1}
-        rule = Rule(**{**way, "group_size": 1, "num_in_group": 1})
+        way = Backend.UVA
+        rule = Rule(group_size=1, num_in_group=1, prefill=way, decode=way, cached_experts=1)
         try:
             slots = tuple(
                 find_expert_slots(stage, layer, 1, rule, units, 0) if units else None

@@ -9,7 +9,7 @@ import numpy as np
 
 from offplan.held.packing import packable
 from offplan.plan import Budget, Offload, Packing
-from offplan.planner.aims import NEVER, Aim
+from offplan.planner.aims import NEVER, WITHIN, Aim, Nearest, limits_ps
 from offplan.planner.patterns import list_patterns
 from offplan.planner.search import MAX_RULES, Found, Search, Searcher
 from offplan.planner.space import Space, find_room
@@ -52,6 +52,13 @@ def find_best(
         min((search.gpu_lack for search in searches), default=0),
         min((search.host_lack for search in searches), default=0),
     )
+
+
+def reaches(searcher: Searcher, budget: Budget) -> bool:
+    """Whether a plan fits a budget and keeps the question's targets."""
+    aim = Nearest(limits_ps(searcher.space.question.goal))
+    # what misses a target is not wanted at all, so that hardly any plan is priced
+    return find_best(searcher, budget, aim, WITHIN).best is not None
 
 
 def _least_value(space: Space, aim: Aim) -> float:

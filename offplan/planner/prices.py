@@ -103,7 +103,7 @@ class Prices:
         reads = [(u, way) for u, way in chosen if not (way.climbs or way.decode.streams)]
         in_decode = [(u, way.decode) for u, way in reads]
         never = [(u, way.decode) for u, way in reads if not way.fills_ring]
-        prompt_reads = space.prompt_reads(in_prefill)
+        prompt_reads = [at_use.read_ps(in_prefill, each.prefill) for each in space.settings]
         step_read_ps = at_use.read_ps(in_decode, space.decode)
         by_cores, kept_by_cores = at_use.cores(in_decode), at_use.cores(never)
         engine = space.stage.runner.pass_rules

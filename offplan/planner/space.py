@@ -16,7 +16,6 @@ Of a pipeline it is the space of the largest stage; ``planner.stages`` prices th
 A space has one packing for all its plans; ``planner.packed`` goes over those.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -215,10 +214,6 @@ class Space:
     def at_use(self) -> AtUse:
         """Prices what layers take at use."""
         return AtUse(self.stage, self.machine, self.question.workload.batch)
-
-    def prompt_reads(self, served: Sequence[tuple[Unit, Backend]]) -> list[int]:
-        """Picoseconds that prompts read one layer at use, for each setting."""
-        return [self.at_use.read_ps(served, each.prefill) for each in self.settings]
 
     @cached_property
     def settings(self) -> tuple[Setting, ...]:
