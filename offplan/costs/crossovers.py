@@ -22,6 +22,8 @@ MOST_BATCH = 4096
 """Larger batches are not looked at."""
 MOST_PROMPT = 2**20
 """Longer prompts are not looked at."""
+MOST_CHUNKS = 2048
+"""Nor are prompts of more chunks: each chunk is priced by itself."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,13 @@ def find_crossovers(held: Held, machine: MachineProfile, plan: Plan) -> Crossove
     engine = stage.runner.pass_rules
     reads = machine.store == "host" and (engine is None or not engine.copies_in_place)
     beats = _streaming_wins(Backend.HOST, *asked)
+    longest = min(MOST_PROMPT, MOST_CHUNKS * plan.offload.prefill_chunk)
     streams = any(rule.prefill.streams for rule in plan.offload.rules)
     return Crossovers(
         compute_bound_batch=least_from_powers(computes, MOST_BATCH) if moves else None,
         streaming_batch=least_from_powers(wins, MOST_BATCH) if reads else None,
         cores_batch=least_from_powers(beats, MOST_BATCH) if plan.has_cores else None,
-        hiding_prompt=least_from_powers(hides, MOST_PROMPT) if streams else None,
+        hiding_prompt=least_from_powers(hides, longest) if streams else None,
     )
 
 

@@ -1,6 +1,12 @@
 """Where a plan's bottleneck changes."""
 
-from offplan.costs.crossovers import find_crossovers
+from typing import Any
+
+import pytest
+
+from offplan.costs import crossovers
+from offplan.costs.crossovers import MOST_CHUNKS, find_crossovers
+from offplan.plan import Prediction
 from offplan.planner.make import make_plan
 from tests.costs.builders import dense_model, make_machine, moe_model
 from tests.held import hold_by, predict
@@ -41,3 +47,22 @@ def test_where_nothing_is_read_in_place_no_batch_is_named() -> None:
     plan = make_plan(question).plan
     found = find_crossovers(question.held, question.planned_machine, plan)
     assert found.streaming_batch is None
+
+
+def test_prompts_of_no_end_of_chunks_are_not_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, workload = (
+        make_machine(h2d=1e8, uva=1e6),
+        WORKLOAD.model_copy(update={"prompt_tokens": 2}),
+    )
+    question = ask(dense_model(6), machine, 0.5, workload)
+    plan = make_plan(question).plan
+    assert any(rule.prefill.streams for rule in plan.offload.rules)
+    priced = []
+
+    def price(*given: Any) -> Prediction:
+        priced.append(given[2].prompt_tokens)
+        return plan.prediction
+
+    monkeypatch.setattr(crossovers, "predict", price)
+    assert find_crossovers(question.held, machine, plan).hiding_prompt is None
+    assert max(priced) == 2 * MOST_CHUNKS
