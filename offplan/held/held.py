@@ -1,6 +1,7 @@
 """A model as the GPUs that run it hold it, a stage for each part of a pipeline."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from offplan.checkpoint.model import KVCache, Layer, Model
 from offplan.held.packing import pack_stage
@@ -53,9 +54,16 @@ class Held:
     def pack(self, packing: Packing | None) -> "Held":
         """Return the same with the weights packed that a plan says, of each rank its own shares.
 
-        Raises PlanError as ``pack_stage`` does.
+        What was packed once is kept. Raises PlanError as ``pack_stage`` does.
         """
-        return replace(self, stages=tuple(pack_stage(stage, packing) for stage in self.stages))
+        if packing not in self._packed:
+            stages = tuple(pack_stage(stage, packing) for stage in self.stages)
+            self._packed[packing] = replace(self, stages=stages)
+        return self._packed[packing]
+
+    @cached_property
+    def _packed(self) -> "dict[Packing | None, Held]":
+        return {}
 
 
 def hold(model: Model, packing: Packing | None = None, *, stock: bool = False) -> Stage:

@@ -36,15 +36,12 @@ def find_neighbours(question: Question, plan: Plan) -> tuple[Neighbour, ...]:
     Steps that the model, the store or the engine does not allow are left out, those beyond budget
     and targets are not.
     """
-    found, planned = [], question.held.pack(plan.offload.packing)
+    found = []
     for change, changes in _steps(question, plan.offload):
         try:
             offload = Offload.model_validate({**dict(plan.offload), **changes})
-            is_held = offload.packing == plan.offload.packing
-            held = planned if is_held else question.held.pack(offload.packing)
-            prediction = predict(
-                held, question.planned_machine, plan.workload, plan.budget, offload
-            )
+            held, machine = question.held.pack(offload.packing), question.planned_machine
+            prediction = predict(held, machine, plan.workload, plan.budget, offload)
             demand = question.held.runner.demand(offload, held)
         except (ValidationError, PlanError, ExportError):
             continue

@@ -18,8 +18,7 @@ def make_check(space: Space) -> Callable[[Offload, Budget], bool]:
 
     @cache
     def check_by(packing: Packing | None) -> tuple[Held, Callable[[Offload], Demand | None]]:
-        # a rival may be of another packing
-        held = space.held if packing == space.packing else question.held.pack(packing)
+        held = question.held.pack(packing)  # a rival may be of another packing than the space
         check = held.runner.checker(held)
         assert check is not None
         return held, check

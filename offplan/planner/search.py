@@ -108,13 +108,7 @@ class Searcher:
         return [self.space, *([] if self.packed is None else [self.packed.space])]
 
     def hold(self, offload: Offload) -> Held:
-        """Return what the ranks hold by a plan that was found, maybe with only some layers packed.
-
-        What a space holds already is not packed again.
-        """
-        for space in self.spaces:
-            if space.packing == offload.packing:
-                return space.held
+        """Return what the ranks hold by a plan that was found, whichever layers it packs."""
         return self.space.question.held.pack(offload.packing)
 
     @property
