@@ -376,6 +376,27 @@ def test_gathered_experts_are_those_chosen(name: str) -> None:
     assert torch.equal(multiply_pairs(form, gathered, x, order, begins), there)
 
 
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize("none", [9, -1, 2**31 - 1])
+def test_pairs_without_an_expert_gather_nothing(none: int) -> None:
+    """vLLM's routers name such experts for made-up tokens, whose scores may be NaN."""
+    from offplan.runtime.forms.gather import gather
+    from offplan.runtime.forms.pairs import sort_pairs
+    from offplan.runtime.forms.products import multiply_pairs
+
+    parts = tame(make_parts("packed", 9), PACKED)
+    chosen = torch.tensor([none, 8, 0, 8, none, none], device=DEVICE)
+    _, order, starts = sort_pairs(chosen, 9)
+    assert starts.tolist() == [0, *[1] * 8, 3]
+    order[3:] = 2**30  # what no program has written may be anything
+    gathered, begins = gather(parts, chosen, order, starts)
+    assert begins.tolist() == [0, 1, 3, 3, 3, 3, 3]
+    x = random(3, NUM_IN).to(DTYPES[0])
+    there = multiply_pairs(PACKED, parts, x, order, starts)
+    assert torch.equal(multiply_pairs(PACKED, gathered, x, order, begins)[1:4], there[1:4])
+
+
 def values_of_every_size() -> torch.Tensor:
     """Rows of 2 ** -130 to 2 ** 12, with patches; zeros, subnormals and what is not finite."""
     powers = torch.linspace(-130, 12, NUM_OUT, device=DEVICE, dtype=torch.float64)

@@ -28,7 +28,7 @@ def _copy(source, target, words, block, expert, slot, BLOCK: tl.constexpr, LOOPS
 
 @triton.jit
 def _gather(  # type: ignore[no-untyped-def]
-    expert_of_pair, order, starts, own_starts, num_pairs,
+    expert_of_pair, order, starts, own_starts, num_pairs, num_experts,
     a, to_a, words_a, b, to_b, words_b, c, to_c, words_c, d, to_d, words_d,
     e, to_e, words_e,
     BLOCK: tl.constexpr,
@@ -36,17 +36,22 @@ def _gather(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One program for a share of the words of the expert of one pair, the first that has it.
 
+    Pairs behind the last expert's have none, and are in no order.
+
     Each part has arguments of its own: compiled layers launch this kernel, and torch.compile ends
     its graph at a kernel that takes a tuple. Layers that read in place would then round elsewhere
     than resident ones.
     """
     slot = tl.program_id(1)
-    expert = tl.load(expert_of_pair + tl.load(order + slot))
+    end = tl.load(starts + num_experts)
+    is_listed = slot < end
+    pair = tl.load(order + slot, mask=is_listed, other=0)
+    expert = tl.load(expert_of_pair + pair, mask=is_listed, other=num_experts - 1)
     first = tl.load(starts + expert)
     if tl.program_id(0) == 0:
         tl.store(own_starts + slot, tl.where(first == slot, slot, tl.load(starts + expert + 1)))
-        tl.store(own_starts + num_pairs, num_pairs)
-    if first != slot:
+        tl.store(own_starts + num_pairs, end)
+    if (first != slot) | (slot >= end):
         return
     block = tl.program_id(0)
     SIZE: tl.constexpr = BLOCK * LOOPS
@@ -68,7 +73,8 @@ def gather(
 
     ``expert_of_pair`` is [pairs], ``order`` lists them by their expert, ``starts``, [experts + 1],
     where each one's begin in it. Returns parts of as many experts as there are pairs, of which the
-    first pair of each expert has its weight and the others none, and where their pairs begin.
+    first pair of each expert has its weight and the others none, and where their pairs begin. A pair
+    whose expert does not exist has none, in ``starts`` as here.
     """
     num_pairs, num_blocks = order.numel(), 0
     gathered: Parts = {}
@@ -83,6 +89,7 @@ def gather(
     arguments += [None, None, 0] * (MAX_PARTS - len(parts))
     own_starts = starts.new_empty(num_pairs + 1)
     _gather[(num_blocks, num_pairs)](
-        expert_of_pair, order, starts, own_starts, num_pairs, *arguments, BLOCK=BLOCK, LOOPS=LOOPS
-    )
+        expert_of_pair, order, starts, own_starts, num_pairs, starts.numel() - 1, *arguments,
+        BLOCK=BLOCK, LOOPS=LOOPS,
+    )  # fmt: skip
     return gathered, own_starts

@@ -9,9 +9,13 @@ from offplan.kernel_sizes import MAX_PAIRS
 
 @triton.jit
 def list_pairs(expert_of_pair, order, starts, expert, num_pairs, num_experts, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """List an expert's pairs, in their order, behind those of lower experts."""
+    """List an expert's pairs, in their order, behind those of lower experts.
+
+    Pairs whose expert does not exist are in no list. vLLM has such where it runs made-up tokens.
+    """
     pair = tl.arange(0, BLOCK)
     chosen = tl.load(expert_of_pair + pair, mask=pair < num_pairs, other=1 << 30)
+    chosen = tl.where(chosen < 0, 1 << 30, chosen)
     first = tl.sum((chosen < expert).to(tl.int32), 0)
     mine = chosen == expert
     rank = tl.cumsum(mine.to(tl.int32), 0) - 1
