@@ -373,12 +373,25 @@ def _pack_each(matrices: torch.Tensor) -> Parts:
 def _hold(layer: torch.nn.Module, name: str, parts: Parts) -> None:
     """Hold a weight by its parts, in place of its values."""
     del layer._parameters[name]
+    parts = _move_together(parts)
     for part in PARTS:
         packed = torch.nn.Parameter(parts[part], requires_grad=False)
         layer.register_parameter(name_part(name, part), packed)
     # an offloader that knows packed weights takes them before the next layer is loaded
     if (take := getattr(get_offloader(), "take_packed", None)) is not None:
         take(layer, [name_part(name, part) for part in PARTS])
+
+
+def _move_together(parts: Parts) -> Parts:
+    """Move parts to memory of their own, out of what packing has left.
+
+    torch gives back whole segments alone, and parts lie in segments that values of other sizes
+    were in. Qwen3-8B in 12.7 GiB held 1.1 GiB more on an H100 than its plan says.
+    """
+    if not parts[Part.WEIGHT].is_cuda:
+        return parts
+    torch.cuda.empty_cache()
+    return {part: value.clone() for part, value in parts.items()}
 
 
 def _held(layer: torch.nn.Module, name: str) -> Parts:
