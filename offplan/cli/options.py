@@ -186,7 +186,7 @@ Parts = Annotated[
     PartsChoice | None,
     typer.Option(
         "--parts",
-        help="Let prompts stream a layer's experts in parts (slower on an H200). "
+        help="Let prompts stream a layer's experts in parts. "
         f"[default: {DEFAULT_PARTS}]",
     ),
 ]
