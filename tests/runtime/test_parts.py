@@ -212,7 +212,7 @@ def test_parts_cross_once_for_each_group_of_chunks(
     add = Meeting.add
 
     def count(meeting: Meeting, *given: Any) -> None:
-        waiting.append(sum(isinstance(each, Meeting) for each in gc.get_objects()))
+        waiting.append(sum(type(each) is Meeting for each in gc.get_objects()))
         add(meeting, *given)
 
     monkeypatch.setattr(Meeting, "add", count)
