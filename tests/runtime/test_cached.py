@@ -16,6 +16,7 @@ from offplan.runtime.model.layers import DecoderLayers
 from offplan.runtime.passes import runner
 from offplan.runtime.rows import Rows
 from tests.runtime.cached import (
+    FEW_STEPS,
     Abort,
     Trace,
     abort_in,
@@ -104,11 +105,11 @@ def test_counts_are_those_of_a_list_of_the_trace(
 )
 def test_stored_forms_equal_resident(family: str, form: str, tmp_path: Path) -> None:
     stored, _ = save_stored(family, form, tmp_path, num_experts_per_tok=2)
-    expected = run_resident(stored, 7)
+    expected = run_resident(stored, 7, *FEW_STEPS)
     for num, prefill in ((1, "prefetch"), (3, "uva")):
         decision = offload(keeping(num, prefill=prefill), prefill_chunk=7)
         with open_session(stored, decision) as session:
-            assert all(map(torch.equal, run_hostile(session), expected))
+            assert all(map(torch.equal, run_hostile(session, *FEW_STEPS), expected))
             assert any(count.hits for count in session.count_experts().values())
 
 
