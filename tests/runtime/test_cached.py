@@ -62,7 +62,7 @@ def test_logits_equal_resident(folder: Path, name: str, num: int) -> None:
 
 
 @pytest.mark.parametrize("num", first_quick([1, 2, 3, 4]))
-@pytest.mark.parametrize("prefill", ["prefetch", "uva"])
+@pytest.mark.parametrize("prefill", first_quick(["prefetch", "uva"]))
 @pytest.mark.parametrize("name", NAMES[:2])
 def test_counts_are_those_of_a_list_of_the_trace(
     folder: Path, name: str, prefill: str, num: int, monkeypatch: pytest.MonkeyPatch
@@ -203,7 +203,7 @@ def test_memory_holds_the_slots(folder: Path) -> None:
     assert not any("slots" in vars(each) for each in experts)
 
 
-@pytest.mark.parametrize("num", [1, 2])
+@pytest.mark.parametrize("num", first_quick([1, 2]))
 def test_texts_that_join_and_leave_beside_a_prompt_that_fails(tmp_path: Path, num: int) -> None:
     """Texts of unlike lengths in rows of the cache have the resident logits, bit for bit."""
     path = save_tiny("qwen3_moe_tied", tmp_path)

@@ -199,6 +199,7 @@ def test_compiled_layers_run_no_code_of_others(
     assert sorted(bool(each.by_cores) for each in found.values()) == [False, False, True]
 
 
+@pytest.mark.slow
 def test_texts_that_join_and_leave(folder: Path) -> None:
     """The same bits each time, with rows of the batch that have no text."""
 

@@ -200,6 +200,7 @@ def test_a_window_is_found_wherever_it_ends() -> None:
         assert fitted <= 7 * window + of_token
 
 
+@pytest.mark.slow
 def test_a_plan_is_for_transformers_passes_where_ours_refuse(falcon: Path) -> None:
     machine, model = load_machine("h200-pcie5"), open_model(str(falcon))
     workload = Workload(batch=1, prompt_tokens=14, output_tokens=8, context=48)
