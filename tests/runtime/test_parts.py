@@ -156,7 +156,7 @@ def test_captured_prompts_wait_for_their_own_choices(
 def test_stored_forms_equal_resident(family: str, form: str, tmp_path: Path) -> None:
     # one layer more than the ring has slots
     stored, _ = save_stored(family, form, tmp_path, num_experts_per_tok=2, num_hidden_layers=3)
-    for num_parts, chunk, at_once in ((2, 7, None), (4, 40, None), (4, 3, 7)):
+    for num_parts, chunk, at_once in ((2, 7, None), (4, 40, None), (4, 7, 14)):
         rule = in_parts(num_parts, tokens_at_once=at_once)
         assert_same(stored, offload(rule, prefill_chunk=chunk), True, *FEW_STEPS)
 
