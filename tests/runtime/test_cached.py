@@ -147,6 +147,7 @@ def count_copied_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return copied
 
 
+@pytest.mark.no_cover  # tracing the compiler takes half as long again
 @pytest.mark.slow
 def test_compiled_layers_with_slots_run_no_code_of_those_without(
     folder: Path, monkeypatch: pytest.MonkeyPatch

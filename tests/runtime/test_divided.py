@@ -169,6 +169,7 @@ def abort(*_: object) -> torch.Tensor:
     raise Abort
 
 
+@pytest.mark.no_cover  # tracing the compiler takes half as long again
 @pytest.mark.slow
 def test_compiled_layers_run_no_code_of_others(
     folder: Path, monkeypatch: pytest.MonkeyPatch

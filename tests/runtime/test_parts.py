@@ -268,6 +268,7 @@ def test_a_layer_that_does_not_call_its_experts(folder: Path) -> None:
             session.prefill(torch.arange(3)[None])
 
 
+@pytest.mark.no_cover  # tracing the compiler takes half as long again
 @pytest.mark.slow
 def test_layers_compiled_by_their_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt's layer is cut at its experts; a step's is compiled whole, as without parts."""
