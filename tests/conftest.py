@@ -53,12 +53,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Coverage leaves out the slow tests of prices and of the search: they look at thousands of plans
     by the same lines, most of which quick tests run too, and take three times as long when traced.
+    Of any other slow test it has the first case: further ones, of which there are a thousand, run
+    few lines more, and tiny models take half as long again when traced.
     """
+    begun: set[str] = set()
     for item in items:
         if item.get_closest_marker("sweep") or item.get_closest_marker("engines"):
             item.add_marker("slow")
-        if item.get_closest_marker("slow") and item.path.parent.name in PRICED:
+        function = item.nodeid.partition("[")[0]
+        is_further = item.path.parent.name in PRICED or function in begun
+        if is_further and item.get_closest_marker("slow"):
             item.add_marker("no_cover")
+        begun.add(function)
+
+
+def pytest_pycollect_makeitem(collector: pytest.Module, obj: object) -> list[pytest.Item] | None:
+    """Make the sweep's 4,000 cases only where ``-m`` asks for them: that alone takes seconds."""
+    asked = collector.config.option.markexpr
+    is_sweep = any(mark.name == "sweep" for mark in getattr(obj, "pytestmark", ()))
+    return [] if is_sweep and asked and "sweep" not in asked.replace("not sweep", "") else None
+
+
+def pytest_collectstart() -> None:
+    """Look for no garbage while modules are imported, which are none."""
+    gc.disable()
 
 
 def pytest_collection_finish() -> None:
@@ -68,3 +86,4 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()

@@ -271,6 +271,7 @@ LLAMA = {
 }
 
 
+@pytest.mark.slow
 def test_a_plan_never_rests_on_another_models_entry(cli: CLI, home: Path, tmp_path: Path) -> None:
     plans: dict[int, str] = {}
     files: dict[int, dict[str, Path]] = {}

@@ -132,6 +132,7 @@ def test_any_order_of_phases_is_safe(data: st.DataObject, model: Model, prefetch
     run_by_hand(placement, passes, late=True)
 
 
+@pytest.mark.slow
 @given(st.data(), odd_models(), st.integers(1, 4))
 def test_steady_decode_leaves_what_it_finds(
     data: st.DataObject, model: Model, prefetch_step: int

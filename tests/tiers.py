@@ -9,5 +9,6 @@ import pytest
 def first_quick(values: Iterable[Any]) -> list[Any]:
     """Mark all cases but the first as slow: the first alone touches what the test is about."""
     first, *others = values
-    named = (each if isinstance(each, tuple) else (each,) for each in others)
+    # a named tuple is one value
+    named = (each if type(each) is tuple else (each,) for each in others)
     return [first, *(pytest.param(*each, marks=pytest.mark.slow) for each in named)]

@@ -84,6 +84,7 @@ def test_what_changes_no_text_is_no_drift(
     assert cli("run", plan, *RUN).code == 0
 
 
+@pytest.mark.slow
 def test_a_plan_from_before_it_was_recorded(cli: CLI, plan: Path, copy: Path) -> None:
     whole = plan.read_text()
     without_key(plan)

@@ -11,6 +11,7 @@ import pytest
 from offplan.checkpoint import model_types
 from offplan.checkpoint.architecture import read_architecture
 from offplan.checkpoint.config import class_type
+from tests.tiers import first_quick
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
@@ -116,7 +117,7 @@ def is_compared(name, config, changes):
     )
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", first_quick(CAUSAL))
 def test_windows_by_layer(name):
     sizes: dict[str, Any] = {"num_hidden_layers": NUM_LAYERS}
     if name == "gpt_neo":

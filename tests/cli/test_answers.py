@@ -80,6 +80,7 @@ def test_an_answer_for_an_engine_is_that_engines(cli: CLI, tmp_path: Path) -> No
     assert f"Next: offplan export {path} --engine sglang" in told
 
 
+@pytest.mark.slow
 def test_analyze_and_plan_are_asked_alike(cli: CLI, tmp_path: Path) -> None:
     asked: tuple[object, ...]
     asked = (TINY_MOE, "--machine", "cpu", "--gpu-memory", "1MiB", "--context", 256)
@@ -125,6 +126,7 @@ def test_a_frontier_needs_a_machine(cli: CLI, monkeypatch: pytest.MonkeyPatch) -
         assert "no GPU here and no --machine" in err
 
 
+@pytest.mark.slow
 def test_one_output_token_is_the_prompts(cli: CLI) -> None:
     """No decode step runs, so none is a speed."""
     asked = "analyze", QWEN, "--machine", "h200-pcie5", "--output-tokens", 1

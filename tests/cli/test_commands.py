@@ -445,6 +445,7 @@ def test_each_stage_is_shown(cli: CLI, tmp_path: Path) -> None:
         assert "36 layers stay in host memory" in shown
 
 
+@pytest.mark.slow
 def test_export_makes_the_plan_again(cli: CLI, plan_file: Path) -> None:
     """A plan that an engine's flags cannot say is refused with what one that they can costs."""
     code, out, err = cli("export", plan_file, "--engine", "vllm")

@@ -16,6 +16,7 @@ from offplan.library import benchmark, sessions
 from offplan.runtime.loading import loaded
 from offplan.runtime.passes.runner import ModelRunner
 from tests.cli import CLI, ROOT, TINY_MOE
+from tests.tiers import first_quick
 
 PLAN = ROOT / "plans" / "tiny-moe.yaml"
 
@@ -64,7 +65,7 @@ def test_files_exchanged_while_starting(
 
 
 @COMMANDS
-@pytest.mark.parametrize("method", ["__init__", "_allocate"])
+@pytest.mark.parametrize("method", first_quick(["__init__", "_allocate"]))
 def test_gpu_out_of_memory(
     cli: CLI, monkeypatch: pytest.MonkeyPatch, command: str, method: str
 ) -> None:

@@ -16,6 +16,7 @@ from offplan.runtime import texts
 from offplan.runtime.rows import Rows
 from offplan.runtime.session import Session
 from tests.cli import CLI, RULES, Finished, write_plan
+from tests.tiers import first_quick
 
 Run = Callable[..., Finished]
 PART = "\N{REPLACEMENT CHARACTER}"
@@ -238,10 +239,12 @@ def test_results_of_something_else_are_kept(run: Run, asked: Path, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [
-        ("chat_template.jinja", "{{ messages[0]['content'] }}"),
-        ("generation_config.json", '{"eos_token_id": 256, "repetition_penalty": 1.1}'),
-    ],
+    first_quick(
+        [
+            ("chat_template.jinja", "{{ messages[0]['content'] }}"),
+            ("generation_config.json", '{"eos_token_id": 256, "repetition_penalty": 1.1}'),
+        ]
+    ),
 )
 def test_results_of_a_model_that_says_otherwise(
     run: Run, asked: Path, copy: Path, tmp_path: Path, name: str, content: str

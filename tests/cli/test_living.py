@@ -66,6 +66,7 @@ def test_replan_undoes_an_edit_and_keeps_comments(cli: CLI, folder: Path) -> Non
     assert Path("plan.yaml").read_text("utf-8") == wanted
 
 
+@pytest.mark.slow
 def test_replan_moves_paths_with_the_file(cli: CLI, folder: Path) -> None:
     Path("plans").mkdir()
     shutil.copy(ROOT / "offplan" / "machine" / "profiles" / "cpu.yaml", "mine.yaml")

@@ -1,12 +1,13 @@
 """A checkpoint's own Python code runs where the command line grants it, and nowhere else."""
 
+import io
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.hub_server import COMMIT, REPO, Hub, start
-from tests.cli import TINY_MOE
+from tests.cli import CLI, TINY_MOE, Finished
 from tests.serve import END, TEMPLATE
 
 CONFIG = """
@@ -87,7 +88,7 @@ AUTO_MAP = {
     "AutoConfig": "configuration_own.OwnConfig",
     "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
 }
-CLI = "from offplan.cli.main import main; main()"
+PROGRAM = "from offplan.cli.main import main; main()"
 PLAN = (
     *("--machine", "h200-pcie5", "--prompt-tokens", "8", "--output-tokens", "4"),
     *("--context", "32", "--gpu-memory", "1GiB"),
@@ -139,9 +140,24 @@ def hub(folder: Path) -> Iterator[Hub]:
     server.server_close()
 
 
+@pytest.fixture
+def forget_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Forget the code that was imported: as in a process of its own, it runs when it is needed."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def forget() -> None:
+        for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+            del sys.modules[name]
+
+    forget()
+    yield forget
+    forget()
+
+
 def offplan(home: Path, *arguments: object, **env: str) -> "subprocess.CompletedProcess[str]":
     """Call ``offplan`` with a home of its own; ``ran`` in it tells that the code has run."""
-    command = [sys.executable, "-c", CLI, *map(str, arguments)]
+    command = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
     return subprocess.run(
         command,
         env=make_environment(home, **env),
@@ -196,28 +212,46 @@ def test_code_in_a_folder_runs_where_the_command_line_grants_it(
 
 
 @pytest.mark.slow
-def test_commands_for_a_plan_run_code_where_they_are_granted_it(tmp_path: Path) -> None:
+def test_commands_for_a_plan_run_code_where_they_are_granted_it(
+    cli: CLI,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    forget_code: Callable[[], None],
+) -> None:
+    for name in ("CODE_RAN", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, make_environment(tmp_path)[name])
+    monkeypatch.setenv("TRUST_REMOTE_CODE", "1")
+
+    def call(*arguments: object) -> Finished:
+        forget_code()
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n/exit\n"))
+        return cli(*arguments)
+
     own, plan, ran = tmp_path / "own", tmp_path / "plan.yaml", tmp_path / "ran"
     shutil.copytree(TINY_MOE, own, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
     (own / "chat_template.jinja").write_text(TEMPLATE)
     write_checkpoint(own, vocabulary=END + 1)
     grant, cpu = "--trust-remote-code", ("--device", "cpu")
-    assert offplan(tmp_path, "plan", own, *PLAN, "-o", plan, grant).returncode == 0
+    assert call("plan", own, *PLAN, "-o", plan, grant).code == 0
     serve = ("serve", plan, *cpu, "--port", "0")
     chat = ("chat", plan, *cpu, "--max-new-tokens", "2")
-    for command in (("replan", plan), serve, chat):
+    for command in (("replan", plan), chat):
         ran.unlink(missing_ok=True)
-        refused = offplan(tmp_path, *command, TRUST_REMOTE_CODE="1")
-        assert (refused.returncode, REFUSAL in refused.stderr) == (2, True), refused.stderr
+        refused = call(*command)
+        assert (refused.code, REFUSAL in refused.err) == (2, True), refused.err
         assert not ran.exists()
-    again = offplan(tmp_path, "replan", plan, grant)
-    assert again.stdout == plan.read_text(), again.stderr
-    talked = offplan(tmp_path, *chat, grant)
-    assert (talked.returncode, ran.exists()) == (0, True), talked.stderr
-    assert "made 2" in talked.stderr
+    again = call("replan", plan, grant)
+    assert again.out == plan.read_text(), again.err
+    ran.unlink(missing_ok=True)
+    talked = call(*chat, grant)
+    assert (talked.code, ran.exists()) == (0, True), talked.err
+    assert "made 2" in talked.err
     ran.unlink()
+    unserved = offplan(tmp_path, *serve, TRUST_REMOTE_CODE="1")
+    assert (unserved.returncode, REFUSAL in unserved.stderr) == (2, True), unserved.stderr
+    assert not ran.exists()
     process = subprocess.Popen(
-        [sys.executable, "-c", CLI, *map(str, serve), grant],
+        [sys.executable, "-c", PROGRAM, *map(str, serve), grant],
         env=make_environment(tmp_path),
         stderr=subprocess.PIPE,
         text=True,
@@ -251,7 +285,7 @@ def test_code_on_the_hub_is_that_of_the_commit(hub: Hub, tmp_path: Path) -> None
 
 
 def test_code_gives_the_same_bits_with_every_second_layer_offloaded(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, forget_code: Callable[[], None]
 ) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -260,8 +294,6 @@ def test_code_gives_the_same_bits_with_every_second_layer_offloaded(
     from tests.runtime.families import PROMPT, extend, run_stock
     from tests.runtime.plans import CONTEXT, LateLink, group, offload
 
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
-    monkeypatch.syspath_prepend(tmp_path)
     stock = AutoModelForCausalLM.from_pretrained(
         folder, trust_remote_code=True, dtype=torch.float32
     )

@@ -64,6 +64,7 @@ def test_a_text_ends_where_the_generation_config_says(cli: CLI, tmp_path: Path) 
     assert f"Weights{json.loads(cli('run', plan, *arguments).out)['text']}" == WEIGHTS
 
 
+@pytest.mark.slow
 def test_bytes_moved_are_those_of_the_schedule(cli: CLI, tmp_path: Path) -> None:
     plan = write_plan(tmp_path, RULES["streamed"])
     arguments = ("--prompt", "Weights", "--max-new-tokens", 9, "--device", "cpu", "--json")

@@ -75,6 +75,7 @@ def test_threads_that_wait_sleep_soon_unless_told(
     assert environment.get("GOMP_SPINCOUNT") == expected
 
 
+@pytest.mark.slow
 def test_threads_of_a_plan_are_of_this_hosts_cores(cli: CLI) -> None:
     require_cores()
     config = ROOT / "benchmarks" / "models" / "gpt-oss-20b" / "config.json"

@@ -1,4 +1,4 @@
-"""Two runs that write one file of results, as processes of their own."""
+"""Two runs that write one file of results, the first in a process of its own."""
 
 import errno
 import fcntl
@@ -75,10 +75,9 @@ def test_the_second_run_is_refused_while_the_first_lasts(
     with held(command) as first:
         for force in ([], ["--force"]):
             before = path.read_bytes()
-            second = [sys.executable, "-m", "offplan", *map(str, [*command, *force])]
-            done = subprocess.run(second, capture_output=True, text=True, timeout=120)
-            assert (done.returncode, done.stdout) == (2, "")
-            assert done.stderr.endswith(
+            code, out, err = cli(*command, *force)
+            assert (code, out) == (2, "")
+            assert err.endswith(
                 f"offplan: {path} is being written by another offplan run: wait until that ends, "
                 "or name another file\n"
             )

@@ -14,6 +14,7 @@ from offplan.schedule import Compute, Copy, Wait, build_repeated_pass
 from tests.cli import ROOT
 from tests.costs.builders import dense_model, make_machine
 from tests.held import hold_by, place, predict
+from tests.tiers import first_quick
 
 NUM_LAYERS = 8
 WORKLOAD = Workload(prompt_tokens=64, output_tokens=16, context=128)
@@ -150,7 +151,7 @@ Source: one H200, torch 2.11, batch 1, context 2,048; ``docs/engines.md``.
 """
 
 
-@pytest.mark.parametrize(("name", "decision", "first_ms", "step_ms"), MEASURED)
+@pytest.mark.parametrize(("name", "decision", "first_ms", "step_ms"), first_quick(MEASURED))
 def test_predictions_are_near_what_vllm_took(
     name: str, decision: Offload, first_ms: float | None, step_ms: float
 ) -> None:

@@ -12,6 +12,7 @@ from offplan.plan import ModelRef
 from offplan.routing.divided import DividedSlots
 from offplan.routing.profile import make_routing
 from tests.costs.builders import moe_model
+from tests.tiers import first_quick
 
 NUM_EXPERTS, PER_TOKEN, NUM_STEPS = 64, 6, 1500
 
@@ -29,8 +30,8 @@ def draw(repeat: float) -> np.ndarray[Any, Any]:
     return steps
 
 
-@pytest.mark.parametrize("num_slots", [12, 32, 50])
-@pytest.mark.parametrize("repeat", [0.0, 0.5, 0.8])
+@pytest.mark.parametrize("num_slots", first_quick([12, 32, 50]))
+@pytest.mark.parametrize("repeat", first_quick([0.0, 0.5, 0.8]))
 def test_they_are_those_of_a_list(repeat: float, num_slots: int) -> None:
     steps, model = draw(repeat), moe_model(2)
     assert model.experts is not None

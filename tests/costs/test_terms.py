@@ -20,6 +20,7 @@ from offplan.ranks import Ranks
 from tests.checkpoint.quantised import FORMATS, write_quantised
 from tests.cli import ROOT
 from tests.held import hold_by
+from tests.tiers import first_quick
 
 PLANS = {
     "tiny-moe": None,
@@ -43,7 +44,7 @@ def list_figures(plan: Plan) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", first_quick(PLANS))
 def test_every_number_is_derived(name: str) -> None:
     plan = load_plan(ROOT / "plans" / f"{name}.yaml")
     folder = PLANS[name]
@@ -85,7 +86,9 @@ def test_so_is_what_engines_copy(engine: str, twice: bool) -> None:
     assert "twice" not in formulas["prefill.stall"]
 
 
-@pytest.mark.parametrize("ranks", [Ranks(2), Ranks(1, 2), Ranks(2, 3)], ids=lambda r: r.label)
+@pytest.mark.parametrize(
+    "ranks", first_quick([Ranks(2), Ranks(1, 2), Ranks(2, 3)]), ids=lambda r: r.label
+)
 def test_so_is_what_ranks_and_stages_take(ranks: Ranks) -> None:
     model = open_model(str(ROOT / "tests" / "models" / "qwen3-8b" / "config.json"))
     question = ask(

@@ -42,6 +42,7 @@ def price_equal(num_slabs: int, group: int, num_slots: int, compute: int, copy: 
     return price_decode(request.decode, pass_times([compute] * num_layers, copy, [0] * num_layers))
 
 
+@pytest.mark.slow
 @given(
     st.integers(2, 6),
     st.integers(1, 4),
@@ -63,6 +64,7 @@ def test_equal_slabs_follow_the_closed_form(
     assert times.link_ps == n * copy
 
 
+@pytest.mark.slow
 @given(st.integers(3, 9), st.integers(1, 3), st.integers(1, 50), st.integers(1, 300))
 def test_two_slots_reach_the_bound_with_equal_slabs(
     num_slabs: int, group: int, compute: int, copy: int
@@ -100,6 +102,7 @@ def streamed_models(draw: st.DrawFn) -> tuple[Model, Placement]:
     return model, place_rules(model, [rule("mlp")], draw(st.integers(1, 4)))
 
 
+@pytest.mark.slow
 @given(st.data(), streamed_models())
 def test_steady_step_is_what_many_steps_come_to(
     data: st.DataObject, streamed: tuple[Model, Placement]

@@ -183,6 +183,7 @@ def test_stages_that_read_in_place() -> None:
     assert drifts(found(plan, "".join(lines), model=model)) == {"offload, stage 1"}
 
 
+@pytest.mark.slow
 def test_stages_of_sglang() -> None:
     plan, model, figures = staged("sglang", "deepseek-v2-lite", prefetch("experts"))
     lines = []
@@ -395,6 +396,7 @@ def test_a_packed_plan_in_force() -> None:
     assert "are packed; the plan has: 36 parameters" in findings["plan"].text
 
 
+@pytest.mark.slow
 def test_the_stages_of_a_packed_plan() -> None:
     plan, model, lines = pack(Ranks(2, 2))
     findings = found(plan, "".join(lines), "vllm-worker", model)

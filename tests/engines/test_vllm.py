@@ -329,6 +329,7 @@ SEGMENTS += [
 ]
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from([qwen3(), deepseek()]),
     st.lists(st.sampled_from(SEGMENTS), max_size=3, unique=True),

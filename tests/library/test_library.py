@@ -23,6 +23,7 @@ from offplan.machine.profile import load_profile
 from offplan.plan import Goal, Workload, dump_plan, load_plan
 from offplan.planner.make import make_plan
 from tests.cli import ROOT, TINY_MOE
+from tests.tiers import first_quick
 
 SMALL = Workload(prompt_tokens=32, output_tokens=96, context=256)
 MIB = 2**20
@@ -76,11 +77,13 @@ def test_other_names_are_errors() -> None:
 
 @pytest.mark.parametrize(
     ("code", "absent"),
-    [
-        ("import offplan", "torch transformers numpy pydantic yaml rich typer huggingface_hub"),
-        ("import offplan; offplan.make_plan; offplan.load_machine; offplan.ask_again", "torch"),
-        ("import offplan; offplan.load_plan", "torch transformers numpy rich typer"),
-    ],
+    first_quick(
+        [
+            ("import offplan", "torch transformers numpy pydantic yaml rich typer huggingface_hub"),
+            ("import offplan; offplan.make_plan; offplan.load_machine; offplan.ask_again", "torch"),
+            ("import offplan; offplan.load_plan", "torch transformers numpy rich typer"),
+        ]
+    ),
 )
 def test_importing_loads_no_more_than_is_asked_for(code: str, absent: str) -> None:
     script = f"{code}\nimport sys; print(*sys.modules)"
@@ -106,7 +109,7 @@ def test_the_example_of_the_page() -> None:
     assert printed.getvalue() == shown
 
 
-@pytest.mark.parametrize("kind", [str, Path])
+@pytest.mark.parametrize("kind", first_quick([str, Path]))
 def test_a_path_is_a_text_or_a_path(kind: type) -> None:
     file, folder = kind("plans/tiny-moe.yaml"), kind("plans/tiny-moe")
     plan = load_plan(Path("plans/tiny-moe.yaml"))
@@ -131,6 +134,7 @@ def test_a_plan_is_made_again_from_its_file() -> None:
     assert dump_plan(again) == path.read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_a_plan_is_made_again_with_all_that_was_asked(model: Model, tmp_path: Path) -> None:
     question = ask(
         model,

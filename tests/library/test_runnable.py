@@ -21,6 +21,7 @@ from tests.engines.configs import STORED_CODES
 from tests.held import open_stage
 from tests.runtime.families import PROMPT, make_config
 from tests.runtime.plans import offload, open_session
+from tests.tiers import first_quick
 
 CPU = torch.device("cpu")
 
@@ -46,13 +47,15 @@ def test_headers_that_no_parameter_takes(both_ways: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "changes", "said"),
-    [
-        ("qwen3_moe", {"num_experts_per_tok": 5}, "k not in range"),
-        ("deepseek_v3", {"n_group": 3}, "is invalid for input of size"),
-        ("deepseek_v3", {"n_group": 0}, "ZeroDivisionError"),
-        ("deepseek_v3", {"topk_group": None}, "must be int, not NoneType"),
-        ("gemma3_text", {"query_pre_attn_scalar": -1}, "must be float, not complex"),
-    ],
+    first_quick(
+        [
+            ("qwen3_moe", {"num_experts_per_tok": 5}, "k not in range"),
+            ("deepseek_v3", {"n_group": 3}, "is invalid for input of size"),
+            ("deepseek_v3", {"n_group": 0}, "ZeroDivisionError"),
+            ("deepseek_v3", {"topk_group": None}, "must be int, not NoneType"),
+            ("gemma3_text", {"query_pre_attn_scalar": -1}, "must be float, not complex"),
+        ]
+    ),
 )
 def test_a_config_that_no_pass_survives(
     family: str, changes: dict[str, object], said: str, tmp_path: Path
@@ -154,7 +157,7 @@ def test_the_commands_say_so(cli: CLI, both_ways: Path) -> None:
     assert "Plans only: " in err
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", first_quick(FORMATS))
 def test_codes_that_no_config_explains_are_refused(tmp_path: Path, name: str) -> None:
     folder = write_quantised(tmp_path, FORMATS[name]._replace(config=None))
     assert find_obstacle(open_stage(folder)) is not None

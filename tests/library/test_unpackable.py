@@ -181,6 +181,7 @@ def test_commands_plan_again(
     assert json.loads(out)["left_unpacked"] == ["1.self_attn.q_proj"]
 
 
+@pytest.mark.slow
 def test_replan_leaves_what_is_named(cli: CLI, folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(dump_plan(plan_for(folder)))

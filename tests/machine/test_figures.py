@@ -100,6 +100,7 @@ def test_every_figure_is_shown() -> None:
     assert machine_payload(load_profile("h200-pcie5")).keys() >= MEASURED.keys()
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**40), st.integers(0, 2**40))
 def test_one_copy_saves_a_latency_against_two(a: int, b: int) -> None:
     # the planner's bounds rest on this

@@ -108,6 +108,7 @@ def test_threads_are_of_cores_that_multiply() -> None:
         Goal(host_threads=4)
 
 
+@pytest.mark.slow
 def test_fewer_threads_are_priced_and_told_of() -> None:
     machine = with_cores(MACHINE, host_threads=8)
     plans = {}

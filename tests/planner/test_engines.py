@@ -168,6 +168,7 @@ def lock(offload: Offload, question: Question) -> float:
     return max(said.pinned_bytes, taken.host_memory_bytes)
 
 
+@pytest.mark.slow
 def test_how_much_more_of_either_memory_an_engine_wants_is_told() -> None:
     """What is page-locked is rounded up: of host memory more lacks than the weights would take."""
     model, machine = qwen3(), make_machine(gpu_memory=2**40)

@@ -11,9 +11,10 @@ from offplan.planner.make import make_plan
 from tests.costs.builders import make_machine
 from tests.engines.builders import deepseek, qwen3
 from tests.planner.cases import MODELS, ask, budget_for, plan_for
+from tests.tiers import first_quick
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", first_quick(MODELS))
 def test_shortfall_is_exactly_what_is_missing(name: str) -> None:
     model, machine = MODELS[name], make_machine()
     tight = Budget(gpu_memory=200_000)

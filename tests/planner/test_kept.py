@@ -199,6 +199,7 @@ def test_reuse_is_what_has_experts_kept() -> None:
     assert kept.prediction.gpu_memory.total_bytes <= kept.budget.gpu_memory
 
 
+@pytest.mark.slow
 def test_the_cores_and_the_link_divide_what_is_missed() -> None:
     model, machine = moe_model(8), with_cores(SLOW, cores=1e8, cores_round_trip=1e-6)
     # steps that miss one expert alone have nothing to divide
@@ -348,6 +349,7 @@ def test_a_plan_that_keeps_a_target_is_found(tmp_path: Path) -> None:
     assert plan.prediction.decode.step_s <= 0.1587
 
 
+@pytest.mark.slow
 def test_the_frontier_has_them() -> None:
     model = moe_model(8)
     points = find_frontier(ask(model, None, "auto", record(model, repeat=0.9), machine=SLOW))

@@ -10,6 +10,7 @@ from offplan.plan import Goal, Workload
 from offplan.planner.make import make_plan
 from tests.costs.builders import DENSE, MOE, make_machine, make_model
 from tests.planner.cases import BATCHED, ask, models, rates, shares, workloads
+from tests.tiers import first_quick
 
 
 @pytest.mark.slow
@@ -51,7 +52,7 @@ def test_more_memory_a_faster_link_or_gpu_is_never_slower(
         assert make_plan(question).best_s <= before.best_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("h2d", [1e9, 20e9])
+@pytest.mark.parametrize("h2d", first_quick([1e9, 20e9]))
 def test_two_rules_never_lose_by_memory(h2d: float) -> None:
     model, machine = make_model([DENSE, *[MOE] * 6]), make_machine(h2d=h2d, uva=0.9 * h2d)
     results = [make_plan(ask(model, machine, n / 6, BATCHED)) for n in range(1, 6)]

@@ -13,6 +13,7 @@ from offplan.planner.make import make_plan
 from offplan.planner.neighbours import find_neighbours
 from offplan.planner.question import Question
 from tests.cli import ROOT, TINY_MOE, write_plan
+from tests.tiers import first_quick
 
 SMALL = Workload(prompt_tokens=32, output_tokens=96, context=256)
 
@@ -62,13 +63,18 @@ def test_every_knob_takes_a_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("engine", "steps"),
-    [
-        (
-            "vllm",
-            {"rule 1: max_bytes 132 KiB -> 123.8 KiB", "rule 1: max_bytes 132 KiB -> 140.2 KiB"},
-        ),
-        ("sglang", {"rule 1: group_size 1 -> 2", "prefetch_step 1 -> 2"}),
-    ],
+    first_quick(
+        [
+            (
+                "vllm",
+                {
+                    "rule 1: max_bytes 132 KiB -> 123.8 KiB",
+                    "rule 1: max_bytes 132 KiB -> 140.2 KiB",
+                },
+            ),
+            ("sglang", {"rule 1: group_size 1 -> 2", "prefetch_step 1 -> 2"}),
+        ]
+    ),
 )
 def test_neighbours_of_an_engines_plan_are_such_as_it_can_run(engine: str, steps: set[str]) -> None:
     """Every layer's experts, or a part of them, by one backend, and no embedding on the host."""
@@ -80,6 +86,7 @@ def test_neighbours_of_an_engines_plan_are_such_as_it_can_run(engine: str, steps
     assert found == {"without rule 1", *steps}
 
 
+@pytest.mark.slow
 def test_steps_of_bytes_are_those_that_an_engine_can_be_told() -> None:
     """SGLang takes whole GiB, and copies of what it does not read in place beside the plan."""
     model = open_model(str(ROOT / "tests" / "models" / "qwen3-8b" / "config.json"))
@@ -93,6 +100,7 @@ def test_steps_of_bytes_are_those_that_an_engine_can_be_told() -> None:
     assert found["rule 1: max_bytes 6 GiB -> 7 GiB"].refusal is None
 
 
+@pytest.mark.slow
 def test_what_an_engine_page_locks_beyond_the_budget_is_refused() -> None:
     """Torch rounds each parameter up: 35 layers of 4.9 GiB take 6.56, and 36 take 6.75."""
     model = open_model(str(ROOT / "tests" / "models" / "qwen3-8b" / "config.json"))

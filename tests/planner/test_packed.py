@@ -18,6 +18,7 @@ from offplan.planner.space import Space
 from tests.costs.builders import DENSE, HIDDEN, dense_model, make_machine, make_model, moe_model
 from tests.held import predict
 from tests.planner.cases import UNLIMITED, WORKLOAD, ask, assert_fastest
+from tests.tiers import first_quick
 
 MODELS = {"dense": dense_model(24), "moe": moe_model(24)}
 MACHINE = make_machine(h2d=1e9, uva=0.9e9)
@@ -27,8 +28,8 @@ def plan(name: str, share: float, goal: Goal | None = None, **others: Any) -> Pl
     return make_plan(ask(MODELS[name], MACHINE, share, goal=goal or Goal(), **others))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("share", [0.2, 0.6, 0.95])
+@pytest.mark.parametrize("name", first_quick(MODELS))
+@pytest.mark.parametrize("share", first_quick([0.2, 0.6, 0.95]))
 def test_what_the_link_holds_up_is_packed(name: str, share: float) -> None:
     result, plain = plan(name, share), plan(name, share, Goal(packing=False))
     packed, before = result.plan, plain.plan
@@ -52,6 +53,7 @@ def test_engines_and_the_cpu_pack_nothing() -> None:
     assert make_plan(question).plan.offload.packing is None
 
 
+@pytest.mark.slow
 def test_no_more_layers_are_packed_than_makes_all_fit() -> None:
     model = dense_model(9)
     question = ask(model, MACHINE, 0.98, goal=Goal())

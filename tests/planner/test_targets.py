@@ -18,6 +18,7 @@ MODEL, MACHINE = moe_model(4), make_machine(gpu_memory=2**23)
 SHORT = Workload(prompt_tokens=512)
 
 
+@pytest.mark.slow
 def test_targets_that_are_kept_change_nothing_but_the_goal() -> None:
     goal = Goal(max_ttft=60.0, max_tpot=60.0)
     kept, fastest = (make_plan(ask(MODEL, MACHINE, 0.5, goal=each)) for each in (goal, Goal()))
@@ -50,6 +51,7 @@ def test_a_target_out_of_reach_names_memory_that_would_do(part: float) -> None:
     assert all(each.decode_s > limit_s for each in [*found.singles, *found.pairs])
 
 
+@pytest.mark.slow
 def test_a_target_that_no_memory_reaches() -> None:
     question = ask(MODEL, MACHINE, 0.5, goal=Goal(max_tpot=1e-9))
     with pytest.raises(InfeasibleError, match="no GPU memory of this machine would do") as error:

@@ -15,6 +15,7 @@ from offplan.plan import load_plan
 from offplan.report.pictures.canvas import STYLE
 from offplan.report.pictures.frontier import list_ticks
 from tests.cli import CLI, ROOT
+from tests.tiers import first_quick
 
 PLAN = ROOT / "plans" / "tiny-moe.yaml"
 VOID = {"meta"}
@@ -136,6 +137,7 @@ def test_a_browser_shows_all_of_a_page(
     assert background == page
 
 
+@pytest.mark.slow
 def test_four_figures_come_first(cli: CLI, tmp_path: Path) -> None:
     page = Page(report(cli, tmp_path, PLAN))
     figures = [
@@ -178,6 +180,7 @@ def test_a_page_is_the_same_again(cli: CLI, tmp_path: Path) -> None:
     assert report(cli, tmp_path, PLAN, "--force") == first
 
 
+@pytest.mark.slow
 def test_names_are_no_markup(cli: CLI, tmp_path: Path) -> None:
     name = "</title></style><script>alert(1)</script>&amp;"
     profile = (ROOT / "offplan/machine/profiles/cpu.yaml").read_text("utf-8")
@@ -235,11 +238,13 @@ def test_a_trace_has_both_sides(cli: CLI, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "error"),
-    [
-        ("{", "is not what bench --json prints"),
-        ("[]", "bench.json: "),
-        ('{"offplan": 2}', "offplan: "),
-    ],
+    first_quick(
+        [
+            ("{", "is not what bench --json prints"),
+            ("[]", "bench.json: "),
+            ('{"offplan": 2}', "offplan: "),
+        ]
+    ),
 )
 def test_a_file_that_is_no_benchmark(cli: CLI, tmp_path: Path, text: str, error: str) -> None:
     path = tmp_path / "bench.json"

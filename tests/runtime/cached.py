@@ -29,6 +29,10 @@ def keeping(num: int, more: int | None = None, prefill: str = "prefetch", every:
     )
 
 
+FEW_STEPS = 3, 2
+"""Steps of ``run_hostile``, and those before the aborted one, for models whose steps are slow."""
+
+
 class Abort(Exception):
     """Ends a pass amid its layers."""
 
@@ -136,7 +140,7 @@ def check_slots(session: Session, orders: dict[int, UseOrder]) -> None:
 
 
 @functools.cache
-def run_resident(folder: Path, chunk: int) -> list[torch.Tensor]:
+def run_resident(folder: Path, chunk: int, *steps: int) -> list[torch.Tensor]:
     """Logits of ``run_hostile`` where all weights are on the GPU, read in chunks of so many."""
     with open_session(folder, offload(prefill_chunk=chunk)) as session:
-        return run_hostile(session)
+        return run_hostile(session, *steps)

@@ -65,11 +65,13 @@ def test_a_layer_that_the_prompt_left_in_the_ring_is_not_for_the_cores(folder: P
         assert loaded.store.by_cores[Phase.PREFILL] == set()
 
 
+@pytest.mark.slow
 def test_the_same_bits_each_time(folder: Path) -> None:
     decision = offload(group(1, 1, "mlp", decode="host"), prefetch_step=1)
     assert torch.equal(run_fed(folder, decision), run_fed(folder, decision))
 
 
+@pytest.mark.slow
 def test_two_sessions_beside_one_another(folder: Path) -> None:
     decision = offload(group(1, 1, "mlp", decode="host"), prefetch_step=1)
     expected = run_fed(folder, decision)
@@ -87,6 +89,7 @@ def test_part_of_what_is_multiplied_together_is_refused(folder: Path) -> None:
         open_session(folder, offload(rule))
 
 
+@pytest.mark.slow
 def test_what_has_no_kernel_is_refused(tmp_path: Path) -> None:
     rule = group(1, 1, "mlp", decode="host")
     stored, _ = save_stored("qwen3", "int8", tmp_path / "groups", torch.bfloat16)
@@ -121,6 +124,7 @@ def test_rules_say_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
         offload(group(1, 1, decode="host"), store="peer")
 
 
+@pytest.mark.slow
 def test_as_many_threads_compute_as_are_asked_for(folder: Path) -> None:
     decision = offload(group(1, 1, "experts", prefill="uva", decode="host"))
     made = []

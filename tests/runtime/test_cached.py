@@ -16,6 +16,7 @@ from offplan.runtime.model.layers import DecoderLayers
 from offplan.runtime.passes import runner
 from offplan.runtime.rows import Rows
 from tests.runtime.cached import (
+    FEW_STEPS,
     Abort,
     Trace,
     abort_in,
@@ -61,7 +62,7 @@ def test_logits_equal_resident(folder: Path, name: str, num: int) -> None:
 
 
 @pytest.mark.parametrize("num", first_quick([1, 2, 3, 4]))
-@pytest.mark.parametrize("prefill", ["prefetch", "uva"])
+@pytest.mark.parametrize("prefill", first_quick(["prefetch", "uva"]))
 @pytest.mark.parametrize("name", NAMES[:2])
 def test_counts_are_those_of_a_list_of_the_trace(
     folder: Path, name: str, prefill: str, num: int, monkeypatch: pytest.MonkeyPatch
@@ -104,11 +105,11 @@ def test_counts_are_those_of_a_list_of_the_trace(
 )
 def test_stored_forms_equal_resident(family: str, form: str, tmp_path: Path) -> None:
     stored, _ = save_stored(family, form, tmp_path, num_experts_per_tok=2)
-    expected = run_resident(stored, 7)
+    expected = run_resident(stored, 7, *FEW_STEPS)
     for num, prefill in ((1, "prefetch"), (3, "uva")):
         decision = offload(keeping(num, prefill=prefill), prefill_chunk=7)
         with open_session(stored, decision) as session:
-            assert all(map(torch.equal, run_hostile(session), expected))
+            assert all(map(torch.equal, run_hostile(session, *FEW_STEPS), expected))
             assert any(count.hits for count in session.count_experts().values())
 
 
@@ -146,6 +147,7 @@ def count_copied_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return copied
 
 
+@pytest.mark.no_cover  # tracing the compiler takes half as long again
 @pytest.mark.slow
 def test_compiled_layers_with_slots_run_no_code_of_those_without(
     folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -202,7 +204,7 @@ def test_memory_holds_the_slots(folder: Path) -> None:
     assert not any("slots" in vars(each) for each in experts)
 
 
-@pytest.mark.parametrize("num", [1, 2])
+@pytest.mark.parametrize("num", first_quick([1, 2]))
 def test_texts_that_join_and_leave_beside_a_prompt_that_fails(tmp_path: Path, num: int) -> None:
     """Texts of unlike lengths in rows of the cache have the resident logits, bit for bit."""
     path = save_tiny("qwen3_moe_tied", tmp_path)

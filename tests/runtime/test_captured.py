@@ -108,6 +108,7 @@ def test_nothing_is_captured_behind_the_warm_up(graphs: Graphs, tmp_path: Path) 
         assert len(graphs.captured) == 2
 
 
+@pytest.mark.slow
 def test_rows_that_join_and_leave_capture_nothing_more(graphs: Graphs, tmp_path: Path) -> None:
     folder = save_tiny("qwen3", tmp_path / "checkpoint")
     with open_session(folder, DECISION) as plain, open_capturing(folder) as session:
@@ -149,6 +150,7 @@ def test_a_captured_prompt_makes_room_for_another(graphs: Graphs, tmp_path: Path
             assert set(session.runner._passes._captured) == captured
 
 
+@pytest.mark.slow
 def test_a_capture_that_fails_is_made_again(graphs: Graphs, tmp_path: Path) -> None:
     folder = save_tiny("qwen3", tmp_path / "checkpoint")
     with open_session(folder, DECISION) as plain, open_capturing(folder) as session:
@@ -164,6 +166,7 @@ def test_a_capture_that_fails_is_made_again(graphs: Graphs, tmp_path: Path) -> N
             assert graphs.captured.count(Phase.PREFILL) == num_captures
 
 
+@pytest.mark.slow
 def test_a_cache_that_was_not_allocated_is_begun_afresh(
     graphs: Graphs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from offplan.hostcores.library import Activation, Experts, InstructionSet, Libra
 from offplan.runtime.forms import cores
 from offplan.runtime.forms.cores import Gate
 from tests.hostcores.cores import FORMS, make_weight, require_cores, values_of
+from tests.tiers import first_quick
 
 require_cores()
 
@@ -57,8 +58,8 @@ def check(made: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
     assert (made - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize(("num_out", "num_in"), [(320, 768), (64, 1280), (192, 2816)])
+@pytest.mark.parametrize("name", first_quick(FORMS))
+@pytest.mark.parametrize(("num_out", "num_in"), first_quick([(320, 768), (64, 1280), (192, 2816)]))
 def test_products_are_those_of_the_reference(
     library: Library, team: Team, kernels: int, name: str, num_out: int, num_in: int
 ) -> None:
@@ -161,8 +162,8 @@ def draw_choices(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return x, chosen, torch.rand(num_tokens, 3)
 
 
-@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("gate", first_quick(GATES.values()), ids=GATES)
+@pytest.mark.parametrize("with_bias", first_quick([False, True]))
 def test_experts(library: Library, team: Team, kernels: int, gate: Gate, with_bias: bool) -> None:
     experts, (compute, *kept) = describe_experts("bf16", gate, with_bias=with_bias)
     for num_tokens in (1, 4, 70):
@@ -178,7 +179,9 @@ def test_experts(library: Library, team: Team, kernels: int, gate: Gate, with_bi
     assert kept
 
 
-@pytest.mark.parametrize("name", [n for n in FORMS if "256" not in n and n != "bytes with zeros"])
+@pytest.mark.parametrize(
+    "name", first_quick([n for n in FORMS if "256" not in n and n != "bytes with zeros"])
+)
 def test_experts_of_each_form(team: Team, kernels: int, name: str) -> None:
     if FORMS[name].block in ((1, 128),):
         pytest.skip("192 columns are no multiple of 128")
@@ -204,7 +207,7 @@ def test_rows_in_any_order_make_the_same(library: Library, team: Team, name: str
         library.take_rows(RowOrder.OF_PROCESSOR)
 
 
-@pytest.mark.parametrize("num_threads", [6, 70])
+@pytest.mark.parametrize("num_threads", first_quick([6, 70]))
 def test_any_number_of_threads_makes_the_same(library: Library, num_threads: int) -> None:
     """Also of one token, which whoever starts them prepares, and of none that is chosen."""
     experts, (_, *kept) = describe_experts("fp8", GATES["silu"], with_bias=False)

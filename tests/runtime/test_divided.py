@@ -169,6 +169,7 @@ def abort(*_: object) -> torch.Tensor:
     raise Abort
 
 
+@pytest.mark.no_cover  # tracing the compiler takes half as long again
 @pytest.mark.slow
 def test_compiled_layers_run_no_code_of_others(
     folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -199,6 +200,7 @@ def test_compiled_layers_run_no_code_of_others(
     assert sorted(bool(each.by_cores) for each in found.values()) == [False, False, True]
 
 
+@pytest.mark.slow
 def test_texts_that_join_and_leave(folder: Path) -> None:
     """The same bits each time, with rows of the batch that have no text."""
 

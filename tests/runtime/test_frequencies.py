@@ -20,6 +20,7 @@ from tests.runtime.families import (
     run_stock,
 )
 from tests.runtime.plans import group, offload, open_session
+from tests.tiers import first_quick
 
 PROMPTS = (PROMPT, BATCH, PROMPT[:, :LIMIT], PROMPT[:, :2], PROMPT)
 """Longer than the limit, growing beyond it, as long, far below it, and longer again."""
@@ -41,7 +42,8 @@ def run(session: Session, prompt: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("family", "variant"), [("llama", "dynamic"), ("llama", "longrope"), ("phi3", "longrope")]
+    ("family", "variant"),
+    first_quick([("llama", "dynamic"), ("llama", "longrope"), ("phi3", "longrope")]),
 )
 def test_requests_of_one_session(family: str, variant: str, tmp_path: Path) -> None:
     folder = save(family, variant, tmp_path)

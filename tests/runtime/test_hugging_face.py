@@ -14,6 +14,7 @@ from tests.cli import TINY_MOE
 from tests.runtime.conftest import save_tiny
 from tests.runtime.families import load_stock
 from tests.runtime.plans import group, offload, open_session
+from tests.tiers import first_quick
 
 PROMPT = torch.randint(1, 64, (2, 9), generator=torch.Generator().manual_seed(0))
 PADDED = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9])
@@ -56,7 +57,14 @@ def test_logits_and_loss(session: Session, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "asked",
-    [{}, {"do_sample": True, "temperature": 2.0, "top_k": 20}, {"num_beams": 2}, {"mask": PADDED}],
+    first_quick(
+        [
+            {},
+            {"do_sample": True, "temperature": 2.0, "top_k": 20},
+            {"num_beams": 2},
+            {"mask": PADDED},
+        ]
+    ),
     ids=["greedy", "drawn", "beams", "padded"],
 )
 def test_generate(session: Session, folder: Path, asked: dict[str, Any]) -> None:

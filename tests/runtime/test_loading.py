@@ -36,6 +36,7 @@ from tests.checkpoint.files import write_sparse
 from tests.held import place
 from tests.runtime.conftest import CONFIGS, HEADS, NUM_LAYERS, OTHERS, SIZES, save_tiny
 from tests.runtime.plans import group, offload, open_session
+from tests.tiers import first_quick
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "nothing": (),
@@ -119,6 +120,7 @@ def test_extents_of_a_strided_view(monkeypatch: pytest.MonkeyPatch) -> None:
         assert starts[-1] == tensor.nbytes
 
 
+@pytest.mark.slow
 def test_other_conversions_are_transformers_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,7 +196,7 @@ def retype(path: Path) -> None:
     save_file({n: t.bfloat16() for n, t in load_file(path).items()}, path, {"format": "pt"})
 
 
-@pytest.mark.parametrize("change", [cut, cut_header, rename, move, retype])
+@pytest.mark.parametrize("change", first_quick([cut, cut_header, rename, move, retype]))
 def test_a_changed_shard_is_an_error(change: Callable[[Path], None], tmp_path: Path) -> None:
     damage(save_tiny("qwen3_moe_tied", tmp_path), change)
 
@@ -361,7 +363,7 @@ def test_host_memory_peaks_near_the_weights(tmp_path: Path) -> None:
     assert peak < 1.1 * offloaded + resident + 100e6
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", first_quick([torch.float32, torch.bfloat16]))
 def test_what_stays_in_float32(tmp_path: Path, stored: torch.dtype) -> None:
     """Router biases near 8 would lose what tells experts apart if they were rounded to bfloat16."""
     torch.manual_seed(0)

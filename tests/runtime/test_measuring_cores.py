@@ -13,6 +13,7 @@ from offplan.machine.profile import MachineProfile, dump_profile, load_profile, 
 from offplan.runtime.measuring import cores
 from tests.hostcores.cores import require_cores
 from tests.runtime.quantise import save_stored
+from tests.tiers import first_quick
 
 require_cores()
 
@@ -43,7 +44,8 @@ def check(profile: MachineProfile, of: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "form"), [("qwen3_moe", "fp8_block"), ("gpt_oss", "mxfp4"), ("qwen3", "nvfp4")]
+    ("family", "form"),
+    first_quick([("qwen3_moe", "fp8_block"), ("gpt_oss", "mxfp4"), ("qwen3", "nvfp4")]),
 )
 def test_a_models_own_products_are_timed(family: str, form: str, tmp_path: Path) -> None:
     folder = save_stored(family, form, tmp_path, dtype=torch.bfloat16)[0]

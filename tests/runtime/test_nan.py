@@ -15,6 +15,7 @@ from offplan.runtime.rows import Rows
 from offplan.runtime.texts import Text
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import group, offload, open_session
+from tests.tiers import first_quick
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35]])
 LAYER = "model.layers.2."
@@ -68,7 +69,7 @@ def test_a_prompt(
         next(generate(session, PROMPT, 4))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "linear", "dynamic"])
+@pytest.mark.parametrize("name", first_quick(["qwen3", "linear", "dynamic"]))
 def test_a_step(tmp_path: Path, name: str) -> None:
     """A token that is only met in the third step; the first tokens are given all the same."""
     folder = save_tiny(name, tmp_path)

@@ -107,6 +107,7 @@ def test_logits_are_those_of_the_values(folder: Path, decision: Offload) -> None
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_some_layers_of_a_dense_model_are_packed(tmp_path: Path) -> None:
     folder = save("qwen3", tmp_path)
     for packing in (

@@ -69,6 +69,7 @@ def needs_patch(bits: torch.Tensor) -> torch.Tensor:
     return found
 
 
+@pytest.mark.slow
 @given(st.data(), st.sampled_from([(64, 8), (128, 24), (64, 520)]), st.integers(0, 80))
 def test_any_bits_come_back_or_are_refused(
     data: st.DataObject, shape: tuple[int, int], num_odd: int

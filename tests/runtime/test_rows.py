@@ -159,6 +159,7 @@ def test_the_next_turn_of_a_chat_reads_what_is_new(tmp_path: Path, name: str) ->
         texts.check(Alone(folder, 3))
 
 
+@pytest.mark.slow
 def test_a_prompt_goes_on_from_the_row_that_has_most_of_it(tmp_path: Path) -> None:
     folder = save_tiny("qwen3", tmp_path)
     with open_session(folder, offload(group(2, 1))) as session:
@@ -200,6 +201,7 @@ def test_a_prefix_that_another_text_holds_is_copied(tmp_path: Path, name: str) -
         texts.check(Alone(folder, 3))
 
 
+@pytest.mark.slow
 def test_a_step_for_fewer_rows_than_there_are(tmp_path: Path) -> None:
     folder, batches = save_tiny("qwen3_moe_tied", tmp_path), list[int]()
     with open_session(folder, offload(group(2, 1))) as session:
@@ -275,7 +277,7 @@ def break_pass(session: Session, layer: int, texts: Greedy, *call: Any) -> None:
     steps[layer] = own
 
 
-@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize("layer", first_quick([0, 3]))
 @pytest.mark.parametrize("name", first_quick(["qwen3", "deepseek_v2", "linear", "longrope"]))
 def test_a_pass_that_fails_leaves_the_other_rows_right(
     tmp_path: Path, name: str, layer: int
@@ -318,6 +320,7 @@ def test_memory_that_runs_out_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
         texts.step()
 
 
+@pytest.mark.slow
 def test_what_is_asked_wrongly_changes_nothing(tmp_path: Path) -> None:
     folder = save_tiny("linear", tmp_path)
     with open_session(folder, offload(group(2, 1))) as session:

@@ -32,6 +32,7 @@ from offplan.schedule import Copy
 from tests.runtime.conftest import NUM_LAYERS, SIZES, save_tiny
 from tests.runtime.interpreted import need_triton
 from tests.runtime.plans import CONTEXT, group, offload, open_session
+from tests.tiers import first_quick
 
 NUM_TOKENS = 6
 PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7]])
@@ -265,12 +266,14 @@ def test_a_window_that_the_config_leaves_to_its_model_type(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("name", "dtype", "served"),
-    [
-        ("deepseek_v2", "bfloat16", True),
-        ("deepseek_v2", "float16", True),
-        ("deepseek_v2", "float32", False),
-        ("qwen3", "bfloat16", False),
-    ],
+    first_quick(
+        [
+            ("deepseek_v2", "bfloat16", True),
+            ("deepseek_v2", "float16", True),
+            ("deepseek_v2", "float32", False),
+            ("qwen3", "bfloat16", False),
+        ]
+    ),
 )
 def test_whose_experts_the_kernels_serve(
     tmp_path: Path, name: str, dtype: str, served: bool

@@ -106,6 +106,7 @@ def test_stored_forms_are_timed(family: str, form: str, tmp_path: Path) -> None:
     assert {each.phase for each in times} == {"prefill", "decode"}
 
 
+@pytest.mark.slow
 def test_tokens_that_a_table_sends_to_experts_are_sent_to_all(tmp_path: Path) -> None:
     require("deepseek_v4")
     model = open_model(str(save("deepseek_v4", tmp_path)))

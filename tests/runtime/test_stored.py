@@ -17,6 +17,7 @@ from offplan.runtime.loading.loaded import LoadedModel
 from tests.runtime.families import run_stock
 from tests.runtime.plans import group, offload, run_greedily
 from tests.runtime.quantise import ALONE, FORMS, save_stored
+from tests.tiers import first_quick
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 11, 23, 45, 4]])
 BATCH = torch.tensor([[3, 14, 15, 9, 26, 40, 33], [58, 9, 7, 9, 3, 21, 17]])
@@ -79,21 +80,29 @@ def edit_state(old: str, new: str) -> Callable[[torch.Tensor], torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("family", "form", "end", "made", "why"),
-    [
-        ("qwen3", "gptq", "g_idx", lambda index: index + 1, "groups beyond the"),
-        ("qwen3", "gptq", "g_idx", lambda index: index - 1, "groups beyond the"),
-        ("qwen3", "gptq", "g_idx", lambda index: index * 0, "groups of other than 128 inputs"),
-        ("qwen3", "bnb8", "weight_format", lambda _: torch.tensor(2).byte(), "order than rows"),
-        ("qwen3", "nf4", "__nf4", edit_state("64", "32"), "has the blocksize 32"),
-        ("qwen3", "nf4", "__nf4", edit_state("float32", "float16"), "has the dtype float16"),
-        ("qwen3", "nf4_nested", "__nf4", edit_state("256, ", "128, "), "has the "),
-        ("qwen3", "nf4", "quant_map", lambda table: table[:8].clone(), "stored as F32"),
-        ("qwen3", "fp4", "__fp4", edit_state("{", "["), "no JSON object"),
-        ("qwen3", "int8_zeros", "zero_point", lambda zeros: zeros.T.contiguous(), "stored as"),
-        ("qwen3", "gptq", "scales", lambda scales: scales.int(), "stored as w4a16"),
-        ("qwen3_moe", "gptq", "0.up_proj.scales", lambda scales: scales.bfloat16(), "stored as"),
-        ("qwen3_moe", "nf4", "norm.weight", lambda norm: norm, "Experts is stored as"),
-    ],
+    first_quick(
+        [
+            ("qwen3", "gptq", "g_idx", lambda index: index + 1, "groups beyond the"),
+            ("qwen3", "gptq", "g_idx", lambda index: index - 1, "groups beyond the"),
+            ("qwen3", "gptq", "g_idx", lambda index: index * 0, "groups of other than 128 inputs"),
+            ("qwen3", "bnb8", "weight_format", lambda _: torch.tensor(2).byte(), "order than rows"),
+            ("qwen3", "nf4", "__nf4", edit_state("64", "32"), "has the blocksize 32"),
+            ("qwen3", "nf4", "__nf4", edit_state("float32", "float16"), "has the dtype float16"),
+            ("qwen3", "nf4_nested", "__nf4", edit_state("256, ", "128, "), "has the "),
+            ("qwen3", "nf4", "quant_map", lambda table: table[:8].clone(), "stored as F32"),
+            ("qwen3", "fp4", "__fp4", edit_state("{", "["), "no JSON object"),
+            ("qwen3", "int8_zeros", "zero_point", lambda zeros: zeros.T.contiguous(), "stored as"),
+            ("qwen3", "gptq", "scales", lambda scales: scales.int(), "stored as w4a16"),
+            (
+                "qwen3_moe",
+                "gptq",
+                "0.up_proj.scales",
+                lambda scales: scales.bfloat16(),
+                "stored as",
+            ),
+            ("qwen3_moe", "nf4", "norm.weight", lambda norm: norm, "Experts is stored as"),
+        ]
+    ),
 )
 def test_what_is_not_executed_is_refused(
     family: str,

@@ -23,6 +23,7 @@ from offplan.planner.make import make_plan
 from tests.cli import CLI
 from tests.runtime.families import TEXT_PARTS, VARIANTS, compare, make_config
 from tests.runtime.plans import offload, open_session
+from tests.tiers import first_quick
 
 LAST = dict(TEXT_PARTS)
 """One text part of each family."""
@@ -117,7 +118,8 @@ def test_a_config_without_a_part_for_the_text(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "text"), [("paligemma", "gemma"), ("aya_vision", "cohere2"), ("llava", "gemma2")]
+    ("family", "text"),
+    first_quick([("paligemma", "gemma"), ("aya_vision", "cohere2"), ("llava", "gemma2")]),
 )
 def test_what_is_not_known_to_run_alone_is_refused(family: str, text: str) -> None:
     outcome = compare(family, "plain", text=text)
