@@ -2,6 +2,7 @@
 
     python -m benchmarks.host_cores [--threads N] [--instructions avx2] [--form fp8 ...] [--mib 192]
                                     [--area-mib 2048] [--columns 2880 --inner 2880]
+                                    [--orders of_processor one_by_one beside apart]
 
 Each sample lies between two reads of as many bytes by the same threads, and its ratio is to their
 mean: 1 is what the memory gives. Each call has other bytes, of ``--area-mib`` that no cache holds:
@@ -9,7 +10,8 @@ an Intel host with 300 MB of cache read 256 MiB again and again at 290 GB/s, and
 Samples whose two reads differ by more than 15 % are left out. One thread is timed by its own clock,
 which stands while others have the core. A matrix of ``--mib`` is multiplied by 1, 2, 4 and 8 rows;
 eight experts of one token are sent through gate and up, SiLU and down as one region; so are 8
-tokens of two experts each that share eight. No GPU is needed.
+tokens of two experts each that share eight. ``--orders`` times products of one row in each of these
+orders of a matrix's rows, and nothing else. No GPU is needed.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from collections.abc import Callable
 import torch
 
 from offplan.forms.form import RAW, Form, Kind, Part, WordOrder
-from offplan.hostcores.library import Activation, Experts, InstructionSet, Matrix, Team
+from offplan.hostcores.library import Activation, Experts, InstructionSet, Matrix, RowOrder, Team
 from offplan.hostmem.block import HostBlock
 from offplan.runtime.forms import cores
 from offplan.runtime.forms.packing import pack
@@ -56,6 +58,8 @@ def main() -> None:
     parser.add_argument("--area-mib", type=int, default=2048)
     parser.add_argument("--columns", type=int, default=2048)
     parser.add_argument("--inner", type=int, default=1024)
+    orders = [order.name.lower() for order in RowOrder]
+    parser.add_argument("--orders", nargs="*", choices=orders, default=[])
     options = parser.parse_args()
     torch.manual_seed(0)
     library = cores.load()
@@ -64,6 +68,7 @@ def main() -> None:
     bench = Bench(
         team, library.kernels(wanted), options.area_mib << 20, (options.columns, options.inner)
     )
+    bench.orders = [RowOrder[order.upper()] for order in options.orders]
     chosen = library.instruction_sets[-1] if wanted is None else wanted
     facts = {
         "processor": platform.processor() or platform.machine(),
@@ -94,6 +99,7 @@ class Bench:
     def __init__(self, team: Team, kernels: int, area_bytes: int, sizes: tuple[int, int]) -> None:
         self._team, self._kernels, self._area_bytes = team, kernels, area_bytes
         self._columns, self._inner = sizes
+        self.orders: list[RowOrder] = []
         self._clock = time.thread_time if team.num_threads == 1 else time.perf_counter
         self._area, self._at = own(torch.ones(area_bytes, dtype=torch.uint8)), 0
         self.reads: list[float] = []
@@ -106,13 +112,13 @@ class Bench:
         parts = [one, *(map_parts(own, one) for _ in range(self._area_bytes // taken - 1))]
         weights = itertools.cycle([cores.describe(FORMS[name], each) for each in parts])
         made: dict[str, object] = {}
-        for num in ROWS:
+        for num in ROWS[:1] if self.orders else ROWS:
             x = torch.randn(num, self._columns).to(torch.bfloat16)
 
             def run(x: torch.Tensor = x) -> object:
                 return cores.multiply(self._team, self._kernels, next(weights), x)
 
-            made[f"{num} rows"] = self._time(run, taken)
+            made[f"{num} rows"] = self._time_orders(run, taken)
         made |= self._time_experts(name)
         return made
 
@@ -131,7 +137,7 @@ class Bench:
             if part is not Part.PATCHES
         )
         made: dict[str, object] = {}
-        for tokens, chosen in ((1, 8), (8, 2)):
+        for tokens, chosen in ((1, 8), (8, 2))[: 1 if self.orders else 2]:
             x = torch.randn(tokens, columns).to(torch.bfloat16)
             turn = 0
 
@@ -145,7 +151,18 @@ class Bench:
                 )
 
             key = "8 experts of 1 row" if tokens == 1 else "8 experts of 2 rows each"
-            made[key] = self._time(run, whole * 8 // num_experts)
+            made[key] = self._time_orders(run, whole * 8 // num_experts)
+        return made
+
+    def _time_orders(self, run: Callable[[], object], taken: int) -> dict[str, object]:
+        """Time ``run`` in each order of rows that was asked for, twice in turn; or as it is."""
+        if not self.orders:
+            return self._time(run, taken)
+        made: dict[str, object] = {}
+        for turn, order in itertools.product((1, 2), self.orders):
+            cores.load().take_rows(order)
+            made[f"{order.name.lower()}, {turn}"] = self._time(run, taken)
+        cores.load().take_rows(RowOrder.OF_PROCESSOR)
         return made
 
     def _time(self, run: Callable[[], object], taken: int) -> dict[str, object]:

@@ -144,6 +144,15 @@ class Experts(Structure):
     )
 
 
+class RowOrder(IntEnum):
+    """How AVX-512 kernels of one input take rows; see ``matrix.h``."""
+
+    OF_PROCESSOR = 0
+    ONE_BY_ONE = 1
+    BESIDE = 2
+    APART = 3
+
+
 class Words(Structure):
     """The words by which a stream and the coordinator tell each other; see ``coordinator.h``."""
 
@@ -198,6 +207,7 @@ class Library:
             raise refuse(f"cannot load its kernels ({error}): remove {path}") from error
         calls.offplan_instruction_sets.restype = c_int64
         calls.offplan_kernels.argtypes, calls.offplan_kernels.restype = [c_int64], c_void_p
+        calls.offplan_row_order.argtypes = [c_int64]
         calls.offplan_tables.argtypes = [POINTER(c_float), POINTER(c_float)]
         calls.offplan_sizes.argtypes, calls.offplan_sizes.restype = [c_int64], c_int64
         calls.offplan_openmp.argtypes = [c_int64, c_void_p, c_void_p, c_void_p]
@@ -229,6 +239,10 @@ class Library:
         assert chosen in self.instruction_sets, "callers ask what there is"
         address: int = self.calls.offplan_kernels(int(chosen))
         return address
+
+    def take_rows(self, order: RowOrder) -> None:
+        """Have kernels take rows in an order, of all products that begin from now on."""
+        self.calls.offplan_row_order(int(order))
 
     def team_of_caller(self, num_threads: int) -> Team:
         """Make a team of the calling thread's own OpenMP workers, which torch computes by too.

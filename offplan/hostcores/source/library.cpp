@@ -131,6 +131,9 @@ EXPORT int64_t offplan_instruction_sets() {
 
 EXPORT const Kernels* offplan_kernels(int64_t with_avx512) { return with_avx512 ? &AVX512 : &AVX2; }
 
+// Of all products that begin from now on.
+EXPORT void offplan_row_order(int64_t order) { row_order = (RowOrder)order; }
+
 EXPORT void offplan_tables(const float* fp4, const float* fp8) {
   const int64_t found = offplan_instruction_sets();
   if (found & 1) avx2_tables(fp4, fp8);

@@ -54,13 +54,18 @@ struct Matrix {
   }
 };
 
+// The order in which loops take rows of a matrix, one at a time for one input alone; benchmarks
+// compare them. Sums are the same bits in all of them.
+enum RowOrder : int64_t { OF_PROCESSOR, ONE_BY_ONE, BESIDE, APART };
+extern RowOrder row_order;
+
 // Whether loops take rows that lie apart: Intel's processors read ahead of one place of a page only,
 // and short rows share one. AMD's lose by rows that are a power of two apart. Source: Intel with AMX,
 // MXFP4 of 2,048 columns, four rows side by side: one core reads 8.9 GB/s where a plain read has
 // 14.8; Zen 5, one core: 36 GB/s side by side, 28 apart.
 static inline bool takes_rows_apart() {
   static const bool is_intel = (__builtin_cpu_init(), __builtin_cpu_is("intel"));
-  return is_intel;
+  return row_order == OF_PROCESSOR ? is_intel : row_order == APART;
 }
 
 // Rows that loops multiply, some at a time: `first` and those `between`, twice `between` ... beyond

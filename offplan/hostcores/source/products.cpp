@@ -5,6 +5,8 @@
 #include <cstring>
 #include <new>
 
+RowOrder row_order = OF_PROCESSOR;
+
 // Memory of one thread that starts products, kept from one to the next; grows, and ends with it.
 struct Room {
   uint8_t* memory = nullptr;
