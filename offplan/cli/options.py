@@ -186,8 +186,7 @@ Parts = Annotated[
     PartsChoice | None,
     typer.Option(
         "--parts",
-        help="Let prompts stream a layer's experts in parts. "
-        f"[default: {DEFAULT_PARTS}]",
+        help=f"Let prompts stream a layer's experts in parts. [default: {DEFAULT_PARTS}]",
     ),
 ]
 HostCores = Annotated[
