@@ -121,7 +121,7 @@ CASES = [
     *(Case(CONFIGS["DeepSeek-V4 5 layers"], share, goal=STOCK) for share in (1.0, 0.5)),
     *(Case(LITE, None, gpu_gib=4, goal=goal, **LONG) for goal in (PLAIN, IN_PARTS)),
     *(
-        Case(CONFIGS["Mixtral-8x22B 8 layers"], None, 8, gpu_gib=8, goal=goal, **FOUR_THOUSAND)
+        Case(CONFIGS["Mixtral-8x22B 8 layers"], None, 4, gpu_gib=11, goal=goal, **FOUR_THOUSAND)
         for goal in (PLAIN, IN_PARTS)
     ),
 ]
