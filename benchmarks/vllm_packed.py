@@ -43,6 +43,7 @@ from benchmarks.vllm_worker import (
     LOG_LINES,
     WHOLE_GRAPHS,
     compare,
+    count_taken,
     describe,
     end,
     keep_told,
@@ -132,8 +133,7 @@ def run_way(args: argparse.Namespace) -> None:
     }
 
     def keep(**more: Any) -> None:
-        taken = [now - then for now, then in zip(read_used_bytes(), before, strict=True)]
-        found.update(more, gpu_bytes=taken[0], gpus_bytes=taken)
+        found.update(more, **count_taken(before))
         part = args.partial.with_suffix(".new")
         part.write_text(json.dumps(found))
         part.rename(args.partial)  # it appears whole

@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.metadata import requires, version
@@ -150,6 +150,12 @@ def read_used_bytes() -> list[int]:
         pynvml.nvmlShutdown()
 
 
+def count_taken(before: Sequence[int]) -> dict[str, Any]:
+    """Count the bytes in use on the first GPU and on each, beyond what was in use ``before``."""
+    taken = [now - then for now, then in zip(read_used_bytes(), before, strict=True)]
+    return {"gpu_bytes": taken[0], "gpus_bytes": taken}
+
+
 def measure(run: Generate, num_tokens: int, num_steps: int, repeats: int) -> dict[str, Any]:
     def seconds(count: int) -> float:
         began = time.perf_counter()
@@ -187,9 +193,7 @@ def run_way(args: argparse.Namespace) -> dict[str, Any]:
     with opened as run:
         start_s = time.time() - args.began
         found = measure(run, args.tokens, args.steps, args.repeats)
-        used = read_used_bytes()
-        found["gpus_bytes"] = [now - then for now, then in zip(used, before, strict=True)]
-        found["gpu_bytes"] = found["gpus_bytes"][0]
+        found |= count_taken(before)
     return {"start_s": start_s, "options": words, **found, "gaps": gaps}
 
 
