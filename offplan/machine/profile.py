@@ -173,6 +173,9 @@ class MachineProfile(Record):
     """NUMA nodes of the host that have cores; absent where the kernel lists none."""
     gpu_overhead: Figure[Capacity]
     """Context, libraries and captured graphs of a process that has run a model."""
+    ranks_overhead: Figure[Capacity] | None = None
+    """What each of several ranks has beside that, to exchange what they compute; absent is 960
+    MiB."""
     cores: Figure[LinkRate] | None = None
     """The host's memory as its cores read weights that they multiply by one row; absent is as a
     desktop's two channels of DDR5 have it."""
@@ -270,13 +273,13 @@ class MachineProfile(Record):
     def with_link(
         self, store: Store, ranks: Ranks, host_threads: int | None = None
     ) -> "MachineProfile":
-        """Return the profile with the link that each rank has to a plan's store.
+        """Return the profile with the link that each rank has to a plan's store, and its overhead.
 
         The host's cores compute with ``host_threads``, those of the figures if it is left out.
         Those of one stage copy at once. A token passes one stage after the other, and copies end
         with the pass. Raises ProfileError where the link to the store is not known.
         """
-        return self.with_store(store).with_ranks(ranks.tensor).with_threads(host_threads)
+        return self.with_store(store).with_ranks(ranks).with_threads(host_threads)
 
     def with_threads(self, num_threads: int | None) -> "MachineProfile":
         """Return the profile with what so many threads of the host's cores read.
@@ -302,20 +305,27 @@ class MachineProfile(Record):
                     }
         return type(self).model_validate({**self._figures, **changes})
 
-    def with_ranks(self, num_gpus: int) -> "MachineProfile":
-        """Return the profile with the link that each GPU has while so many of the host copy.
+    def with_ranks(self, ranks: Ranks) -> "MachineProfile":
+        """Return the profile as each of the ranks has it: its overhead and its link.
 
-        It is the slowest one's of as many that copied at once, or of the next larger number that
-        was measured; where none was, offplan assumes that each GPU has the whole link.
+        The link is that of a GPU while as many copy as a stage has ranks: the slowest one's of as
+        many that copied at once, or of the next larger number that was measured. Where none was,
+        offplan assumes that each GPU has the whole link.
         """
-        together = [number for number in self.concurrent_rates if number >= num_gpus]
-        if num_gpus == 1 or not together:
+        if ranks.num_gpus == 1:
             return self
-        share = min(1.0, min(self.concurrent_rates[min(together)]) / self.h2d.value)
-        changes = {
-            "h2d": self.h2d.model_copy(update={"value": share * self.h2d.value}),
-            "uva": self.uva.model_copy(update={"value": share * self.uva.value}),
+        more = self.ranks_overhead or ASSUMED_RANKS_OVERHEAD
+        overhead = {
+            "value": self.gpu_overhead.value + more.value,
+            "source": f"{self.gpu_overhead.source}; of several ranks: {more.source}",
         }
+        changes = {"gpu_overhead": self.gpu_overhead.model_copy(update=overhead)}
+        together = [number for number in self.concurrent_rates if number >= ranks.tensor]
+        if ranks.tensor > 1 and together:
+            share = min(1.0, min(self.concurrent_rates[min(together)]) / self.h2d.value)
+            for name in ("h2d", "uva"):
+                figure = getattr(self, name)
+                changes[name] = figure.model_copy(update={"value": share * figure.value})
         return type(self).model_validate({**self._figures, **changes})
 
     def knows_ranks(self, num_gpus: int) -> bool:
@@ -355,6 +365,14 @@ ASSUMED_CORES = Figure[LinkRate].model_validate(
     }
 )
 """Rate that offplan assumes of the host's cores where a profile has none."""
+ASSUMED_RANKS_OVERHEAD = Figure[Capacity].model_validate(
+    {
+        "value": 960 << 20,
+        "basis": "estimated",
+        "source": "0.85 to 0.94 GiB of NCCL and vLLM 0.33.0 on two H200s",
+    }
+)
+"""Bytes that offplan assumes of ``ranks_overhead`` where a profile has none."""
 ASSUMED_TRIP = Figure[ShortTime].model_validate(
     {
         "value": 15e-6,

@@ -123,6 +123,7 @@ def make_machine(
             "gpu_memory": figure(gpu_memory),
             "host_memory": None if host_memory is None else figure(host_memory),
             "gpu_overhead": figure(0),
+            "ranks_overhead": figure(0),
             "peer": None if peer is None else figure(peer),
             "layer_times": tuple(layer_times),
         }

@@ -35,6 +35,7 @@ MEASURED: dict[str, object] = {
     "uva_rereads": [{"rows": 1, "factor": 1}, {"rows": 4096, "factor": 17.5}],
     "uva_beside_copies": 44e9,
     "pinning": 12e9,
+    "ranks_overhead": "700 MiB",
     "numa_node": 0,
     "numa_nodes": 2,
 }

@@ -270,16 +270,34 @@ def test_ranks_share_the_link_where_that_was_measured() -> None:
     rates = [{"device": 0, "rate": 25e9}, {"device": 1, "rate": 20e9}]
     figure = {"value": rates, "basis": "measured", "source": "a test"}
     machine = MachineProfile.model_validate({**dict(alone), "h2d_concurrent": figure})
-    assert (machine.with_ranks(1), alone.with_ranks(2)) == (machine, alone)
+    assert machine.with_ranks(Ranks(1)) == machine
+    assert link_of(alone.with_ranks(Ranks(2))) == link_of(alone)
     assert not machine.timed_layers  # kept once it was asked for
     assert (machine.knows_ranks(2), machine.knows_ranks(4)) == (True, False)
-    shared = machine.with_ranks(2)
-    assert (shared.h2d.value, shared.uva.value) == (20e9, 16e9)
-    assert shared.with_ranks(2) == shared
-    assert machine.with_ranks(4) == machine
+    shared = machine.with_ranks(Ranks(2))
+    assert link_of(shared) == (20e9, 16e9)
+    assert link_of(machine.with_ranks(Ranks(4))) == link_of(machine)
     assert machine.with_link("host", Ranks(2, 2)) == shared
     # a token passes one stage after the other
-    assert machine.with_link("host", Ranks(1, 2)) == machine
+    assert link_of(machine.with_link("host", Ranks(1, 2))) == link_of(machine)
+
+
+def link_of(machine: MachineProfile) -> tuple[float, float]:
+    return machine.h2d.value, machine.uva.value
+
+
+@pytest.mark.parametrize("ranks", [Ranks(2), Ranks(1, 2), Ranks(4, 1, 4)])
+def test_several_ranks_have_what_they_exchange_through(ranks: Ranks) -> None:
+    machine = load_profile("h200-pcie5")
+    one, several = (machine.with_link("host", each) for each in (Ranks(), ranks))
+    assert one.gpu_overhead == machine.gpu_overhead
+    assert several.gpu_overhead.value == machine.gpu_overhead.value + (960 << 20)
+    assert several.gpu_overhead.source is not None
+    assert "NCCL" in several.gpu_overhead.source
+    known = {"value": "1 GiB", "basis": "measured", "source": "a test"}
+    measured = MachineProfile.model_validate({**dict(machine), "ranks_overhead": known})
+    given = measured.with_link("host", ranks).gpu_overhead
+    assert given.value == machine.gpu_overhead.value + 2**30
 
 
 def test_ranks_have_the_link_of_as_many_that_copied_at_once() -> None:
@@ -291,8 +309,8 @@ def test_ranks_have_the_link_of_as_many_that_copied_at_once() -> None:
     figure = {"value": rates, "basis": "measured", "source": "a test"}
     alone = make_machine(h2d=50e9, uva=40e9)
     machine = MachineProfile.model_validate({**dict(alone), "h2d_concurrent": figure})
-    assert machine.with_ranks(1) == machine
-    found = [machine.with_ranks(number).h2d.value for number in (2, 3, 4, 8)]
+    assert machine.with_ranks(Ranks(1)) == machine
+    found = [machine.with_ranks(Ranks(number)).h2d.value for number in (2, 3, 4, 8)]
     assert found == [40e9, 20e9, 20e9, 10e9]  # of three: no faster than four
     assert (machine.knows_ranks(8), machine.knows_ranks(16)) == (True, False)
 

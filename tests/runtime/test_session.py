@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
@@ -389,3 +390,25 @@ def test_the_process_keeps_its_limit_of_compilations() -> None:
         layers.step(0, Call(torch.zeros(1), {}))
     assert heard == [MAX_VARIANTS]
     assert torch._dynamo.config.recompile_limit == before
+
+
+@pytest.mark.slow
+def test_layers_of_other_sessions_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each session compiles its layers, and its own share what is compiled."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor, *, by: int = 2) -> torch.Tensor:
+            return hidden * by
+
+    compiled = CompileCounter()
+    compile_so = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda of, **_: compile_so(of, backend=compiled, dynamic=False)
+    )
+    monkeypatch.setattr("offplan.runtime.model.layers.MAX_VARIANTS", 2)
+    for number in range(1, 5):
+        layers = DecoderLayers(torch.nn.ModuleList([Layer(), Layer()]), compiled=True)
+        for index in range(2):
+            hidden = torch.full((number,), float(number))
+            assert torch.equal(layers.step(index, Call(hidden, {})), 2 * hidden)
+        assert compiled.frame_count == number

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -54,6 +55,24 @@ See = Callable[[int, torch.Tensor, torch.Tensor], None]
 """A call is told a layer's index and its hidden states, before and after."""
 
 
+def _with_own_code(method: Callable[..., Any], copies: dict[CodeType, CodeType]) -> Any:
+    """Return the same bound method of a function whose code is a copy, that of ``copies`` if any.
+
+    torch counts and keeps compilations by code, so that layers of one session share them. With the
+    class's own code, layers of other sessions would count, too, and the last ones stay uncompiled.
+    """
+    if not (inspect.ismethod(method) and inspect.isfunction(method.__func__)):
+        return method
+    function = method.__func__
+    code = copies.setdefault(function.__code__, function.__code__.replace())
+    own = FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    own.__kwdefaults__ = function.__kwdefaults__
+    vars(own).update(vars(function))
+    return MethodType(own, method.__self__)
+
+
 class _AllNoted(Exception):
     """Ends a forward pass whose rest, the head above all, nobody asked for."""
 
@@ -76,6 +95,7 @@ class DecoderLayers:
         """What is done where the model calls a layer, whose index it is told."""
         if compiled:
             compile_as_real(layers)
+        copies: dict[CodeType, CodeType] = {}
         # set for each call and taken back after it: what else the process compiles keeps its limit
         self._limit = torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS)
         self._is_compiled, self._is_compiling = compiled, False
@@ -90,7 +110,9 @@ class DecoderLayers:
             own: Callable[..., Any] = layer.forward
             signature = inspect.signature(own)
             if compiled:
-                own = torch.compile(own, dynamic=False, options=dict(COMPILE_OPTIONS))
+                own = torch.compile(
+                    _with_own_code(own, copies), dynamic=False, options=dict(COMPILE_OPTIONS)
+                )
             self._steps.append(own)
             self._beside.append(vars(layer).get("beside"))
             layer.forward = self._make_forward(index, signature)
