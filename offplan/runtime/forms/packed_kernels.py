@@ -106,22 +106,28 @@ def load_patches(patches, at, stop, num_in):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def find_patches(patches, patch_blocks, reserve, expert, num_out, row):  # type: ignore[no-untyped-def]
-    """Return an expert's patches, and where those of the block of a row begin and end in them."""
+def find_patches(patches, patch_blocks, reserve, expert, num_out, row, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return an expert's patches, and where those of the blocks of ROWS rows lie in them."""
     bounds = patch_blocks + 2 * (expert * (num_out // _PATCH_ROWS) + row // _PATCH_ROWS)
-    begin, stop = tl.maximum(tl.load(bounds), 0), tl.minimum(tl.load(bounds + 1), reserve)
+    last: tl.constexpr = (ROWS - 1) // _PATCH_ROWS
+    begin, stop = tl.load(bounds), tl.load(bounds + 2 * last + 1)
+    begin, stop = tl.maximum(begin, 0), tl.minimum(stop, reserve)
     return patches + tl.cast(expert, tl.int64) * (2 * reserve), begin, stop
 
 
 @triton.jit
-def place_of(column, row_words, part_elements):  # type: ignore[no-untyped-def]
+def place_of(column, row_words, plane_elements, IN_PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return where the planes of inputs have a column of the first row.
 
-    Plane ``4 * half + part`` has every fourth input of a half of a row.
+    Plane ``4 * half + part`` has every fourth input of a half of a row. IN_PAIRS has planes
+    ``2 * half + part``, where inputs of weights ``part`` and ``part`` + 2 of a word are neighbours.
     """
     word = column // 4
     half = word // row_words
-    return (4 * half + column % 4) * part_elements + word - half * row_words
+    word -= half * row_words
+    if IN_PAIRS:
+        return (2 * half + column % 2) * plane_elements + 2 * word + column % 4 // 2
+    return (4 * half + column % 4) * plane_elements + word
 
 
 @triton.jit
@@ -160,10 +166,10 @@ def multiply(  # type: ignore[no-untyped-def]
     if EXPERTS:
         pair = tl.load(order + m, mask=is_pair, other=0)
         first_row += tl.cast(expert, tl.int64) * num_out
-    part_elements = num_pairs // pairs_per_row * row_words
+    plane_elements = num_pairs // pairs_per_row * (2 * row_words)
     halves = exponent + first_row[:, None] * row_words
     rows = weight + first_row[:, None] * (2 * row_words)
-    inputs = x + (pair // pairs_per_row).to(tl.int64)[None, :] * row_words
+    inputs = x + (pair // pairs_per_row).to(tl.int64)[None, :] * (2 * row_words)
     bases = point_at_bases(base, expert, num_out, row_words, n)
     scale: tl.constexpr = _INPUT_POWER if x.dtype.element_ty == tl.bfloat16 else _CODE_POWER
     sums = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
@@ -171,9 +177,9 @@ def multiply(  # type: ignore[no-untyped-def]
     stop = tl.minimum(first + split_words, row_words)
     for start in range(first, stop, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        inside = k < stop
-        is_word = inside[None, :]
-        is_input = inside[:, None] & is_pair[None, :]
+        column = 2 * start + tl.arange(0, 2 * BLOCK_K)
+        is_word = (k < stop)[None, :]
+        is_input = (column < 2 * stop)[:, None] & is_pair[None, :]
         # asked for here, the bases are there when the tile is done
         powers = tl.load(bases + start // _BASE_WORDS * _PATCH_ROWS).to(tl.int32) - scale
         tile = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
@@ -182,9 +188,8 @@ def multiply(  # type: ignore[no-untyped-def]
             words = tl.load(rows + half * row_words + k[None, :], mask=is_word, other=0)
             for part in tl.static_range(2):
                 both = pair_bits(words, pair_codes(codes, half, part), part)
-                at = inputs + (4 * half + part) * part_elements + k[:, None]
+                at = inputs + (2 * half + part) * plane_elements + column[:, None]
                 v = tl.load(at, mask=is_input, other=0.0)
-                u = tl.load(at + 2 * part_elements, mask=is_input, other=0.0)
                 if v.dtype == tl.bfloat16:
                     low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
                     high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -192,18 +197,18 @@ def multiply(  # type: ignore[no-untyped-def]
                     low, high = widen(both)
                     low = (low * _CODE_FACTOR).to(v.dtype)
                     high = (high * _CODE_FACTOR).to(v.dtype)
-                tile = tl.dot(low, v, tile)
-                tile = tl.dot(high, u, tile)
+                # a word of two weights is what the matrix units take: no operation joins them
+                tile = tl.dot(tl.join(low, high).reshape(BLOCK_N, 2 * BLOCK_K), v, tile)
         sums += tile * two_to(powers)[:, None]
     if tl.program_id(2) == 0:
         own, patch, stop_patch = find_patches(
-            patches, patch_blocks, reserve, expert, num_out, tl.program_id(0) * BLOCK_N
+            patches, patch_blocks, reserve, expert, num_out, tl.program_id(0) * BLOCK_N, BLOCK_N
         )
         for start in tl.range(patch, stop_patch, 32, num_stages=1):
             at = start + tl.arange(0, 32)
             row, column, bits = load_patches(own, at, stop_patch, 8 * row_words)
             is_own = (row >= 0)[:, None] & is_pair[None, :]
-            place = place_of(column, row_words, part_elements)
+            place = place_of(column, row_words, plane_elements, True)
             v = tl.load(inputs + place[:, None], mask=is_own, other=0.0)
             if v.dtype == tl.bfloat16:
                 v = (v.to(tl.float32) * (1 / _INPUT_FACTOR)).to(v.dtype)
@@ -277,13 +282,13 @@ def multiply_each(  # type: ignore[no-untyped-def]
         sums += tile * spread(two_to(powers), _BASE_WORDS)
     made = tl.sum(sums, 1)
     own, patch, stop_patch = find_patches(
-        patches, patch_blocks, reserve, expert, num_out, tl.program_id(0) * BLOCK_N
+        patches, patch_blocks, reserve, expert, num_out, tl.program_id(0) * BLOCK_N, BLOCK_N
     )
     for start in tl.range(patch, stop_patch, 64, num_stages=1):
         at = start + tl.arange(0, 64)
         row, column, bits = load_patches(own, at, stop_patch, 8 * row_words)
         is_own = (row // BLOCK_N == tl.program_id(0)) & (row >= 0)
-        place = place_of(column, row_words, part_elements)
+        place = place_of(column, row_words, part_elements, False)
         value = (bits << 16).to(tl.float32, bitcast=True)
         found = load_scaled(inputs + place, is_own) * (1 / _INPUT_FACTOR) * value
         made += tl.sum(tl.where(row[None, :] == n[:, None], found[None, :], 0.0), 1)
@@ -328,7 +333,7 @@ def expand(  # type: ignore[no-untyped-def]
             tl.store(where, both, mask=is_word[:, :, None])
     tl.debug_barrier()  # escapes were written as something else, by other threads
     own, patch, stop_patch = find_patches(
-        patches, patch_blocks, reserve, expert, num_out, tl.program_id(0) * BLOCK_N
+        patches, patch_blocks, reserve, expert, num_out, tl.program_id(0) * BLOCK_N, BLOCK_N
     )
     values = out.to(tl.pointer_type(tl.int16), bitcast=True)
     for start in range(patch, stop_patch, 64):

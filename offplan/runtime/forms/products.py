@@ -43,10 +43,12 @@ itself, 47 / 211 / 288 us by tensor cores.
 STAGES = 3
 """Tiles that a program has on their way at a time, at most."""
 PACKED_STAGES, MANY_ROWS = 2, 64
-"""The same of packed weights, where a program has so many inputs or more.
+"""The same of packed weights, where a program has so many inputs or more."""
+PACKED_PROGRAMS = 512
+"""SPLIT_PROGRAMS of packed weights; twice as many where a program has MANY_ROWS.
 
-Source: a layer of Qwen3-8B at 64 rows on an H100, kernels alone: 215 us so, 253 with STAGES; cuBLAS
-takes 158 for the weights unpacked.
+Source: 24,576 x 4,096 on an H200 by 32 rows took 52 us whole and 57 in two parts, by 64 rows 80 us
+whole, 76 in two and 81 in three.
 """
 TABLE_BYTES = 24
 """Bytes of shared memory for each weight that is looked up in a table, where others are decoded."""
@@ -205,13 +207,15 @@ def choose_tile(weight: Operands, block_m: int, shared_bytes: int) -> tuple[int,
         block_k //= 2
 
 
-def _planes_of(form: Form, weight: Operands, x: torch.Tensor) -> torch.Tensor:
+def _planes_of(form: Form, weight: Operands, x: torch.Tensor, in_pairs: bool) -> torch.Tensor:
     """Lay inputs, [rows, in], out by their place in an element: [places, rows, elements].
 
-    Weights of one element meet inputs of separate planes, which are read in a row.
+    Weights of one element meet inputs of separate planes, which are read in a row. ``in_pairs``
+    leaves those of two packed weights that are made at once in one plane, as neighbours.
     """
     if form.kind is Kind.PACKED:
-        planes = x.unflatten(-1, (2, weight.length, 4)).permute(1, 3, 0, 2)
+        planes = x.unflatten(-1, (2, weight.length, 2, 2))  # half, word, high or low, part
+        planes = planes.permute(1, 4, 0, 2, 3) if in_pairs else planes.permute(1, 3, 4, 0, 2)
         if x.dtype == torch.bfloat16:
             scaled = torch.empty(planes.shape, dtype=x.dtype, device=x.device)
             return torch.mul(planes, packed_kernels.INPUT_FACTOR, out=scaled)
@@ -249,13 +253,16 @@ def _multiply(
         if pairs is not None:  # each expert's last block may be part of one
             num_blocks += min(weight.num_experts, num_pairs)
         programs = triton.cdiv(num_out, BLOCK_OUT) * num_blocks
-        splits = max(1, min(4, SPLIT_PROGRAMS // programs, length // (2 * block_k)))
+        most = SPLIT_PROGRAMS
+        if form.kind is Kind.PACKED:
+            most = PACKED_PROGRAMS * (1 + (block_m >= MANY_ROWS))
+        splits = max(1, min(4, most // programs, length // (2 * block_k)))
     else:
         multiply, block_k = own_kernels.multiply_each, EACH_ELEMENTS
         options = {"maxnreg": EACH_REGISTERS} if form.kind is Kind.PACKED else {}
     split = triton.cdiv(triton.cdiv(length, splits), block_k) * block_k
     out = x.new_empty(splits, num_pairs, num_out, dtype=torch.float32 if splits > 1 else x.dtype)
-    planes = _planes_of(form, weight, x)
+    planes = _planes_of(form, weight, x, multiply is packed_kernels.multiply)
     sources = [(weight, pairs), *((operands_of(form, rest), of) for rest, of in more)]
     for source, of_source in sources:
         multiply[(triton.cdiv(num_out, block_n), num_blocks, splits)](
