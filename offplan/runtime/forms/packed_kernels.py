@@ -106,12 +106,10 @@ def load_patches(patches, at, stop, num_in):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def find_patches(patches, patch_blocks, reserve, expert, num_out, row, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return an expert's patches, and where those of the blocks of ROWS rows lie in them."""
+def find_patches(patches, patch_blocks, reserve, expert, num_out, row):  # type: ignore[no-untyped-def]
+    """Return an expert's patches, and where those of the block of a row begin and end in them."""
     bounds = patch_blocks + 2 * (expert * (num_out // _PATCH_ROWS) + row // _PATCH_ROWS)
-    last: tl.constexpr = (ROWS - 1) // _PATCH_ROWS
-    begin, stop = tl.load(bounds), tl.load(bounds + 2 * last + 1)
-    begin, stop = tl.maximum(begin, 0), tl.minimum(stop, reserve)
+    begin, stop = tl.maximum(tl.load(bounds), 0), tl.minimum(tl.load(bounds + 1), reserve)
     return patches + tl.cast(expert, tl.int64) * (2 * reserve), begin, stop
 
 
@@ -202,7 +200,7 @@ def multiply(  # type: ignore[no-untyped-def]
         sums += tile * two_to(powers)[:, None]
     if tl.program_id(2) == 0:
         own, patch, stop_patch = find_patches(
-            patches, patch_blocks, reserve, expert, num_out, tl.program_id(0) * BLOCK_N, BLOCK_N
+            patches, patch_blocks, reserve, expert, num_out, tl.program_id(0) * BLOCK_N
         )
         for start in tl.range(patch, stop_patch, 32, num_stages=1):
             at = start + tl.arange(0, 32)
@@ -282,7 +280,7 @@ def multiply_each(  # type: ignore[no-untyped-def]
         sums += tile * spread(two_to(powers), _BASE_WORDS)
     made = tl.sum(sums, 1)
     own, patch, stop_patch = find_patches(
-        patches, patch_blocks, reserve, expert, num_out, tl.program_id(0) * BLOCK_N, BLOCK_N
+        patches, patch_blocks, reserve, expert, num_out, tl.program_id(0) * BLOCK_N
     )
     for start in tl.range(patch, stop_patch, 64, num_stages=1):
         at = start + tl.arange(0, 64)
@@ -333,7 +331,7 @@ def expand(  # type: ignore[no-untyped-def]
             tl.store(where, both, mask=is_word[:, :, None])
     tl.debug_barrier()  # escapes were written as something else, by other threads
     own, patch, stop_patch = find_patches(
-        patches, patch_blocks, reserve, expert, num_out, tl.program_id(0) * BLOCK_N, BLOCK_N
+        patches, patch_blocks, reserve, expert, num_out, tl.program_id(0) * BLOCK_N
     )
     values = out.to(tl.pointer_type(tl.int16), bitcast=True)
     for start in range(patch, stop_patch, 64):
