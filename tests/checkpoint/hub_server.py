@@ -2,23 +2,34 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from tests.warm import Warm
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "org/tiny"
 PREFIX = f"/{REPO}/resolve/"
 
+_IMPORTED = """
+import huggingface_hub.file_download
+import offplan.held.held
+huggingface_hub.get_session()
+"""
+"""What the processes begin with: above all what huggingface_hub imports of others."""
 _CHILD = """
 import json, sys, time
+# huggingface_hub reads the environment where it is imported
+for name in [name for name in sys.modules if name.startswith("huggingface_hub")]:
+    del sys.modules[name]
+assert "offplan.checkpoint.hub_errors" not in sys.modules
 from offplan.checkpoint import download, ranges
 sleep = time.sleep
 waits = [0]
@@ -250,22 +261,24 @@ def open_from(
     files: str = "",
     **env: str,
 ) -> Any:
-    """Open a model in a process of its own, as the environment is read at import.
+    """Open a model in a process of its own, as huggingface_hub reads the environment at import.
 
     With ``files``, names with commas between, its weights and those files are fetched too.
     """
-    environment = {key: v for key, v in os.environ.items() if not key.startswith("HF_")}
-    environment |= {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_ETAG_TIMEOUT": "2"}
+    environment = {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_ETAG_TIMEOUT": "2"}
+    # a folder without certificates: those of the system take 40 ms to read, for each client anew
+    environment |= {"SSL_CERT_DIR": str(home)}
     environment |= {"NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1", **env}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    child = subprocess.run(
-        [sys.executable, "-c", _CHILD, repo, revision, str(patience_s), files],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    asked = repo, revision, patience_s, files
+    child = _start_openers().run(_CHILD, *asked, environment=environment, timeout=60)
     assert child.returncode == 0, child.stderr
     # Errors are told by what is raised: nothing else speaks.
     assert child.stderr == ""
     return json.loads(child.stdout)
+
+
+@cache
+def _start_openers() -> Warm:
+    """Start the process that has imported what opens a model; it ends with the tests."""
+    environment = {key: v for key, v in os.environ.items() if not key.startswith("HF_")}
+    return Warm(_IMPORTED, environment)

@@ -8,7 +8,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint.hub_server import COMMIT, REPO, Hub, start
 from tests.cli import CLI, TINY_MOE, Finished
 from tests.serve import END, TEMPLATE
+from tests.warm import COMMAND, TORCH, Warm
 
 CONFIG = """
 from transformers import PreTrainedConfig
@@ -88,7 +92,6 @@ AUTO_MAP = {
     "AutoConfig": "configuration_own.OwnConfig",
     "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
 }
-PROGRAM = "from offplan.cli.main import main; main()"
 PLAN = (
     *("--machine", "h200-pcie5", "--prompt-tokens", "8", "--output-tokens", "4"),
     *("--context", "32", "--gpu-memory", "1GiB"),
@@ -155,17 +158,19 @@ def forget_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
     forget()
 
 
-def offplan(home: Path, *arguments: object, **env: str) -> "subprocess.CompletedProcess[str]":
+def offplan(home: Path, *arguments: object) -> "subprocess.CompletedProcess[str]":
     """Call ``offplan`` with a home of its own; ``ran`` in it tells that the code has run."""
-    command = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
+    command = [sys.executable, "-c", COMMAND, *map(str, arguments)]
     return subprocess.run(
-        command,
-        env=make_environment(home, **env),
-        input="hello\n/exit\n",
-        capture_output=True,
-        text=True,
-        timeout=300,
+        command, env=make_environment(home), input="", capture_output=True, text=True, timeout=300
     )
+
+
+@contextmanager
+def many_times(home: Path, **env: str) -> Iterator[Callable[..., Any]]:
+    """Call ``offplan`` with a home of its own as often as you like: torch is imported once."""
+    with closing(Warm(TORCH, make_environment(home, **env))) as warm:
+        yield partial(warm.run, COMMAND)
 
 
 def make_environment(home: Path, **env: str) -> dict[str, str]:
@@ -191,29 +196,32 @@ def test_code_in_a_folder_runs_where_the_command_line_grants_it(
     asked = ("plan", folder, *PLAN, "-o", plan)
     # no variable of the environment grants it
     env = {"TRUST_REMOTE_CODE": "1", "OFFPLAN_TRUST_REMOTE_CODE": "1", "HF_TRUST_REMOTE_CODE": "1"}
-    refused = offplan(tmp_path, *asked, **env)
-    assert REFUSAL in refused.stderr
-    assert "--trust-remote-code" in refused.stderr
-    assert not ran.exists()
-    granted = offplan(tmp_path, *asked, "--force", "--trust-remote-code")
-    assert granted.returncode == 0, granted.stderr
-    assert ran.exists()
-    assert "stock: true" in plan.read_text()
-    ran.unlink()
-    # nor does the plan's file
-    run = ("run", plan, "--device", "cpu", "--json")
-    refused = offplan(tmp_path, *run)
-    assert refused.returncode == 2
-    assert REFUSAL in refused.stderr
-    assert not ran.exists()
-    granted = offplan(tmp_path, *run, "--trust-remote-code")
-    assert granted.returncode == 0, granted.stderr
-    assert json.loads(granted.stdout)["way"] == "stock"
+    with many_times(tmp_path, **env) as call:
+        refused = call(*asked)
+        assert REFUSAL in refused.stderr
+        assert "--trust-remote-code" in refused.stderr
+        assert not ran.exists()
+        # from a start, as planning then asks a process of its own, which is to be granted it too
+        granted = offplan(tmp_path, *asked, "--force", "--trust-remote-code")
+        assert granted.returncode == 0, granted.stderr
+        assert ran.exists()
+        assert "stock: true" in plan.read_text()
+        ran.unlink()
+        # nor does the plan's file
+        run = ("run", plan, "--device", "cpu", "--json")
+        refused = call(*run)
+        assert refused.returncode == 2
+        assert REFUSAL in refused.stderr
+        assert not ran.exists()
+        granted = call(*run, "--trust-remote-code", given=b"hello\n/exit\n")
+        assert granted.returncode == 0, granted.stderr
+        assert json.loads(granted.stdout)["way"] == "stock"
 
 
 @pytest.mark.slow
 def test_commands_for_a_plan_run_code_where_they_are_granted_it(
     cli: CLI,
+    warm: Warm,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     forget_code: Callable[[], None],
@@ -221,6 +229,13 @@ def test_commands_for_a_plan_run_code_where_they_are_granted_it(
     for name in ("CODE_RAN", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, make_environment(tmp_path)[name])
     monkeypatch.setenv("TRUST_REMOTE_CODE", "1")
+
+    def answer(command: list[str], input: bytes, **_: object) -> SimpleNamespace:
+        done = warm.run(command[-1], given=input, environment=os.environ)
+        return SimpleNamespace(stdout=done.stdout)
+
+    # processes that count what transformers' own passes take
+    monkeypatch.setattr("offplan.held.stock.subprocess", SimpleNamespace(run=answer))
 
     def call(*arguments: object) -> Finished:
         forget_code()
@@ -247,11 +262,13 @@ def test_commands_for_a_plan_run_code_where_they_are_granted_it(
     assert (talked.code, ran.exists()) == (0, True), talked.err
     assert "made 2" in talked.err
     ran.unlink()
-    unserved = offplan(tmp_path, *serve, TRUST_REMOTE_CODE="1")
+    unserved = warm.run(
+        COMMAND, *serve, environment=make_environment(tmp_path, TRUST_REMOTE_CODE="1")
+    )
     assert (unserved.returncode, REFUSAL in unserved.stderr) == (2, True), unserved.stderr
     assert not ran.exists()
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *map(str, serve), grant],
+        [sys.executable, "-c", COMMAND, *map(str, serve), grant],
         env=make_environment(tmp_path),
         stderr=subprocess.PIPE,
         text=True,
@@ -269,19 +286,19 @@ def test_commands_for_a_plan_run_code_where_they_are_granted_it(
 
 @pytest.mark.slow
 def test_code_on_the_hub_is_that_of_the_commit(hub: Hub, tmp_path: Path) -> None:
-    plan, ran, env = tmp_path / "plan.yaml", tmp_path / "ran", {"HF_ENDPOINT": hub.url}
-    refused = offplan(tmp_path, "plan", REPO, *PLAN, "-o", plan, **env)
-    assert REFUSAL in refused.stderr
-    assert not [name for _, name, _ in hub.requests if name.endswith(".py")]
-    assert not hub.shard_gets() or not ran.exists()
-    granted = offplan(
-        tmp_path, "plan", REPO, *PLAN, "-o", plan, "--force", "--trust-remote-code", **env
-    )
-    assert granted.returncode == 0, granted.stderr
-    assert COMMIT in plan.read_text()
-    hub.files["modeling_own.py"] = b"raise SystemError('another commit')"
-    done = offplan(tmp_path, "run", plan, "--device", "cpu", "--trust-remote-code", **env)
-    assert done.returncode == 0, done.stderr
+    plan, ran = tmp_path / "plan.yaml", tmp_path / "ran"
+    grant = "--trust-remote-code"
+    with many_times(tmp_path, HF_ENDPOINT=hub.url) as call:
+        refused = call("plan", REPO, *PLAN, "-o", plan)
+        assert REFUSAL in refused.stderr
+        assert not [name for _, name, _ in hub.requests if name.endswith(".py")]
+        assert not hub.shard_gets() or not ran.exists()
+        granted = call("plan", REPO, *PLAN, "-o", plan, "--force", grant)
+        assert granted.returncode == 0, granted.stderr
+        assert COMMIT in plan.read_text()
+        hub.files["modeling_own.py"] = b"raise SystemError('another commit')"
+        done = call("run", plan, "--device", "cpu", grant, given=b"hello\n/exit\n")
+        assert done.returncode == 0, done.stderr
 
 
 def test_code_gives_the_same_bits_with_every_second_layer_offloaded(

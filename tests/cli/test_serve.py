@@ -2,15 +2,16 @@
 
 import re
 import signal
-import subprocess
-import sys
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from offplan.cli.serve import _name_model
 from tests.cli import CLI, RULES, TINY_MOE, write_plan
+from tests.warm import COMMAND, Process, Warm
 
 TIMEOUT_S = 60.0
 
@@ -40,43 +41,39 @@ def test_the_name_of_a_model_is_no_path(monkeypatch: pytest.MonkeyPatch, tmp_pat
         assert _name_model(source) == name
 
 
-def start_serving(plan: Path) -> "subprocess.Popen[str]":
+@contextmanager
+def serving(warm: Warm, plan: Path) -> Iterator[Process]:
     """Serve a plan on a free port, in a process whose notes come through a pipe."""
-    command = [sys.executable, "-m", "offplan", "serve", str(plan), "--device", "cpu"]
-    return subprocess.Popen([*command, "--port", "0"], stderr=subprocess.PIPE, text=True)
+    with warm.open(COMMAND, "serve", plan, "--device", "cpu", "--port", "0") as process:
+        yield process
 
 
 @pytest.mark.slow
-def test_a_process_whose_notes_nobody_reads_ends(tmp_path: Path) -> None:
+def test_a_process_whose_notes_nobody_reads_ends(warm: Warm, tmp_path: Path) -> None:
     plan = write_plan(tmp_path, RULES["mixed"])
-    with start_serving(plan) as process:
-        try:
-            find_url(process)
-            assert process.stderr
-            process.stderr.close()
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=TIMEOUT_S) == 0
-        finally:
-            process.kill()
+    with serving(warm, plan) as process:
+        find_url(process)
+        assert process.stderr
+        process.stderr.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(TIMEOUT_S) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
-def test_a_process_serves_until_a_signal(tmp_path: Path, end: signal.Signals) -> None:
+def test_a_process_serves_until_a_signal(warm: Warm, tmp_path: Path, end: signal.Signals) -> None:
     plan = write_plan(tmp_path, RULES["mixed"])
-    with start_serving(plan) as process:
-        try:
-            url = find_url(process)
-            with urllib.request.urlopen(f"{url}/health", timeout=TIMEOUT_S) as response:
-                assert response.status == 200
-            process.send_signal(end)
-            _, err = process.communicate(timeout=TIMEOUT_S)
-        finally:
-            process.kill()
-    assert (process.returncode, "no more requests are taken" in err) == (0, True)
+    with serving(warm, plan) as process:
+        url = find_url(process)
+        with urllib.request.urlopen(f"{url}/health", timeout=TIMEOUT_S) as response:
+            assert response.status == 200
+        process.send_signal(end)
+        code = process.wait(TIMEOUT_S)
+        assert process.stderr
+        assert (code, "no more requests are taken" in process.stderr.read()) == (0, True)
 
 
-def find_url(process: "subprocess.Popen[str]") -> str:
+def find_url(process: Process) -> str:
     """Read what a server says, until it says where it is."""
     assert process.stderr
     for line in process.stderr:

@@ -3,8 +3,7 @@
 import errno
 import fcntl
 import json
-import subprocess
-import sys
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli import CLI, RULES, write_plan
+from tests.warm import Process, Warm
 
 PROMPTS = ["Weights", "Wei", "The GPU"]
 HELD = """
@@ -41,38 +41,37 @@ def command(tmp_path: Path) -> list[object]:
 
 
 @contextmanager
-def held(command: list[object]) -> Iterator[subprocess.Popen[str]]:
+def held(warm: Warm, command: list[object]) -> Iterator[Process]:
     """Begin a run that holds on once it generates."""
-    arguments = [sys.executable, "-c", HELD, *map(str, command)]
-    with subprocess.Popen(
-        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "generating\n"
-            yield process
-        finally:
-            process.kill()
+    with warm.open(HELD, *command) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "generating\n"
+        yield process
 
 
-def finish(process: subprocess.Popen[str]) -> int:
+def finish(process: Process) -> int:
     """Let a run go on to its end."""
-    process.communicate(timeout=120)
-    return process.returncode
+    assert process.stdin is not None
+    process.stdin.close()
+    return process.wait(120)
 
 
-def kill(process: subprocess.Popen[str]) -> int:
-    process.kill()
-    return process.wait(timeout=120)
+def kill(process: Process) -> int:
+    process.send_signal(signal.SIGKILL)
+    return process.wait(120)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [finish, kill])
 def test_the_second_run_is_refused_while_the_first_lasts(
-    cli: CLI, command: list[object], tmp_path: Path, end: Callable[[subprocess.Popen[str]], int]
+    cli: CLI,
+    warm: Warm,
+    command: list[object],
+    tmp_path: Path,
+    end: Callable[[Process], int],
 ) -> None:
     path = tmp_path / "same.jsonl"
-    with held(command) as first:
+    with held(warm, command) as first:
         for force in ([], ["--force"]):
             before = path.read_bytes()
             code, out, err = cli(*command, *force)
