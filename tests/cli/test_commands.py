@@ -200,19 +200,19 @@ def test_analyze_says_what_does_not_fit_and_exits_0(cli: CLI) -> None:
 
 @pytest.mark.slow
 def test_the_longest_context_is_found(cli: CLI) -> None:
-    config = "tests/models/qwen3-8b/config.json"
-    small = ("--machine", "rtx3060-laptop", "--context")
-    code, out, err = cli("plan", config, *small, "max")
+    asked = ("plan", "plans/tiny-moe", "--machine", "cpu")
+    small = ("--gpu-memory", "1MiB", "--prompt-tokens", 32, "--output-tokens", 96, "--context")
+    code, out, err = cli(*asked, *small, "max")
     assert code == 0
     longest = yaml.safe_load(out)["workload"]["context"]
     assert f"--context max: {longest} tokens, the most that fit\n" in err
-    assert cli("plan", config, *small, longest).out == out
-    code, _, err = cli("plan", config, *small, longest + 1)
+    assert cli(*asked, *small, longest).out == out
+    code, _, err = cli(*asked, *small, longest + 1)
     assert code == 3
     assert f"with a context of {longest} tokens there is a plan" in err
-    code, out, err = cli("plan", config, "--machine", "h200", "--context", "MAX")
-    assert yaml.safe_load(out)["workload"]["context"] == 40960
-    assert "--context max: 40960 tokens, all that the model was trained for\n" in err
+    code, out, err = cli(*asked, "--context", "MAX")
+    assert yaml.safe_load(out)["workload"]["context"] == 4096
+    assert "--context max: 4096 tokens, all that the model was trained for\n" in err
 
 
 @pytest.mark.slow

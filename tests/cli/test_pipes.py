@@ -71,6 +71,7 @@ def test_tables_in_a_pipe_are_not_wrapped(cli: CLI, tmp_path: Path) -> None:
     lines = cli("check", PLAN).out.splitlines()
     assert [line.split()[1] for line in lines[1:4]] == ["model", "profile", "prediction"]
     edited = tmp_path / "edited.yaml"
-    edited.write_text(PLAN.read_text("utf-8").replace("group_size: 2", "group_size: 3"), "utf-8")
+    text = PLAN.read_text("utf-8").replace("source: tiny-moe", f"source: {TINY_MOE}")
+    edited.write_text(text.replace("group_size: 2", "group_size: 3"), "utf-8")
     (rule,) = (each for each in cli("diff", PLAN, edited).out.splitlines() if "rules 1" in each)
     assert rule.endswith("group_size 3, num_in_group 1, prefill prefetch, decode prefetch")
