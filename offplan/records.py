@@ -5,6 +5,7 @@ import json
 import re
 import reprlib
 from collections.abc import Callable, Collection
+from functools import cache
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -54,6 +55,7 @@ class Record(BaseModel):
             raise error(f"{name}: {'; '.join(told)}") from None
 
 
+@cache
 def _known_keys(record: type[Record]) -> set[str]:
     """Return the keys that a file of this record may have, at any depth."""
     schema = record.model_json_schema()

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,7 @@ def allowed(room: str) -> set[str]:
     return rooms.union(*(allowed(other) for other in rooms)) | {room}
 
 
+@cache
 def imported_names(path: Path) -> set[str]:
     """What a file imports anywhere in it, inside functions as well, by its full name."""
     names: set[str] = set()
@@ -124,6 +126,7 @@ def imported_rooms(path: Path) -> set[str]:
     return {room_of(name) for name in names} - {"__version__"}
 
 
+@cache
 def rooms() -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
