@@ -66,6 +66,7 @@ def test_a_config_of_float32_is_planned_as_bfloat16(
     path = strip_quantisation("qwen3-8b-fp8", tmp_path)
     config = json.loads(path.read_text("utf-8"))
     del config["dtype"]
+    config["num_hidden_layers"] = 12
     path.write_text(json.dumps({**config, "torch_dtype": "float32"}), "utf-8")
     asked = ("plan", path, "--machine", "rtx4060,ram=64GiB")
     code, _, err = cli(*asked)

@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -124,22 +123,26 @@ def test_what_an_engine_makes_of_experts_is_within_the_budget(share: float, tmp_
 
 
 @pytest.mark.slow
+# of models as small as these SGLang moves nothing, or whole GiB
 @pytest.mark.parametrize(
-    ("engine", "name"),
+    ("engine", "name", "share"),
     [
-        *product(["vllm", "vllm-worker", "sglang"], ["deepseek", "deepseek in FP8"]),
-        *product(["vllm", "vllm-worker"], ["qwen3"]),  # of which SGLang moves whole GiB alone
+        *(("vllm", "deepseek", 0.5), ("vllm", "deepseek in FP8", 0.6), ("vllm", "qwen3", 0.5)),
+        *(("vllm-worker", name, 0.5) for name in ("deepseek", "deepseek in FP8", "qwen3")),
     ],
 )
 def test_what_an_engine_page_locks_is_within_the_budget(
-    engine: str, name: str, tmp_path: Path
+    engine: str, name: str, share: float, tmp_path: Path
 ) -> None:
     """Parameters of 6 KiB are page-locked as 8: host memory for the former is not enough."""
     model = {"qwen3": qwen3(), "deepseek": deepseek(3)}.get(name) or read_fp8(tmp_path)
-    asked = ask(model, make_machine(h2d=1e9, uva=9e8), 0.5, goal=Goal(engine=engine))
+    asked = ask(model, make_machine(h2d=1e9, uva=9e8), share, goal=Goal(engine=engine))
     free = BruteForce(asked, (600, 512)).singles
     locked = {each.offload: lock(each.offload, asked) for each in free}
     sizes = {*locked.values()} - {NEVER}
+    assert sizes
+    # every size of one model, and some of the others
+    sizes = sizes if name == "deepseek" else {*sorted(sizes)[::4]}
     for limit in sorted(sizes | {size - 1 for size in sizes}):
         budget = asked.budget.model_copy(update={"host_memory": limit})
         fits = [each for each in free if locked[each.offload] <= limit]

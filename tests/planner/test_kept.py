@@ -179,7 +179,7 @@ def test_more_memory_is_never_slower_and_none_is_slower_than_without(
 ) -> None:
     routing = None if repeat is None else record(model, repeat=repeat)
     times = []
-    for share in np.linspace(0.25, 1.0, 16):
+    for share in np.linspace(0.25, 1.0, 8):
         plain = make_plan(ask(model, share, "off", routing))
         kept = make_plan(ask(model, share, "auto", routing))
         assert kept.best_s <= plain.best_s * (1 + 1e-9)

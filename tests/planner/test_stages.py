@@ -130,7 +130,7 @@ def find_all(question: Question) -> list[Plan]:
 @pytest.mark.parametrize(
     ("name", "num_layers", "engine"),
     [
-        *(("dense", 7, "vllm"), ("moe", 6, "vllm"), ("latent", 7, "vllm")),
+        *(("dense", 5, "vllm"), ("moe", 6, "vllm"), ("latent", 7, "vllm")),
         *(("dense", 5, "vllm-worker"), ("packable", 5, "vllm-worker")),
     ],
 )
@@ -153,7 +153,7 @@ def test_no_plan_is_faster_over_all_stages(
 @pytest.mark.parametrize("part", [0.0, 0.1, 0.3, 0.6])
 def test_host_memory_is_that_of_all_stages(part: float, tmp_path: Path) -> None:
     """The second one has fewer layers, and page-locks less."""
-    model = read("dense", 7, tmp_path)
+    model = read("dense", 5, tmp_path)
     question = ask(model, 0.5)
     sizes = [
         export_plan(each, model, "vllm").demand.pinned_bytes
@@ -171,7 +171,7 @@ def test_host_memory_is_that_of_all_stages(part: float, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [0.0, 0.4])
 def test_targets_hold_for_all_stages_together(part: float, tmp_path: Path) -> None:
-    model = read("dense", 7, tmp_path)
+    model = read("dense", 5, tmp_path)
     question = ask(model, 0.5)
     everything = find_all(question)
     steps = sorted({each.prediction.decode.step_s for each in everything})
@@ -186,7 +186,7 @@ def test_targets_hold_for_all_stages_together(part: float, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_target_out_of_reach_names_memory_that_would_do(tmp_path: Path) -> None:
-    model = read("dense", 7, tmp_path)
+    model = read("dense", 5, tmp_path)
     question = ask(model, 0.5)
     fastest = min(each.prediction.decode.step_s for each in find_all(question))
     goal = question.goal.model_copy(update={"max_tpot_s": 0.9 * fastest})
