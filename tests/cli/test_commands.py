@@ -428,7 +428,7 @@ def test_each_stage_is_shown(cli: CLI, tmp_path: Path) -> None:
     config = json.loads(Path("tests/models/qwen3-8b/config.json").read_text())
     config |= {"num_hidden_layers": 12, "layer_types": config["layer_types"][:12]}
     model.write_text(json.dumps(config))
-    asked = ("plan", model, "--machine", "rtx4090", "--gpu-memory", "3GiB", "--for", "vllm")
+    asked = ("plan", model, "--machine", "rtx4090", "--gpu-memory", "3.5GiB", "--for", "vllm")
     assert cli(*asked, "--pp", 2, "-o", path, "--svg", tmp_path / "plan.svg").code == 0
     out = cli("analyze", *asked[1:], "--pp", 2, "--verbose").out
     assert re.search(r"Each rank *\n.*\n.*\n *0 +6 .*\n *1 +6 ", out)

@@ -13,9 +13,9 @@ from offplan.cli import output
 from offplan.runtime.session import Session
 from tests.cli import CLI, ROOT, RULES, RUNS, TINY_MOE, write_plan
 from tests.rendering import show
+from tests.warm import COMMAND, Warm
 
 PROFILE = ROOT / "offplan" / "machine" / "profiles" / "cpu.yaml"
-PROGRAM = "from offplan.cli.main import main; main()"
 ODD = ["a\x1b[31mb", "a\udcffb", "a\u202eb"]
 
 
@@ -110,7 +110,7 @@ def test_a_prompt_in_any_locale(cli: CLI) -> None:
 
 def run(shell: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command line as ``"$@"`` in a shell."""
-    command = ["bash", "-c", shell, "bash", sys.executable, "-c", PROGRAM]
+    command = ["bash", "-c", shell, "bash", sys.executable, "-c", COMMAND]
     return subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=120
     )
@@ -169,13 +169,13 @@ def test_a_closed_stdout_that_nothing_is_printed_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_tokenizers_prints_is_no_part_of_the_result(copy: Path) -> None:
+def test_what_tokenizers_prints_is_no_part_of_the_result(warm: Warm, copy: Path) -> None:
     odd = {"__type": "AddedToken", "content": "<|end|>", "direction": "left"}
     config = copy / "tokenizer_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text("utf-8")), "eos_token": odd}))
     plan = ROOT / "plans" / "tiny-moe.yaml"
     arguments = "--prompt We --max-new-tokens 1 --device cpu --json"
-    done = run(f'"$@" run {plan} --model {copy} {arguments}')
+    done = warm.run(COMMAND, "run", plan, "--model", copy, *arguments.split())
     assert (done.returncode, json.loads(done.stdout)["text"]) == (0, "i")
     assert "unknown kwarg" in done.stderr
     closed = run(f'"$@" run {plan} --model {copy} {arguments} <&- >&- 2>&-')
@@ -228,7 +228,7 @@ def test_faults_while_modules_are_imported(module: str, error: str, code: int, t
         "            except KeyboardInterrupt as stopped:\n"  # as transformers does
         "                raise ImportError from stopped\n"
         "sys.meta_path.insert(0, Fault())\n"
-        f"sys.argv = ['offplan', 'plan', {str(TINY_MOE)!r}]\n{PROGRAM}"
+        f"sys.argv = ['offplan', 'plan', {str(TINY_MOE)!r}]\n{COMMAND}"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (code, 1)

@@ -162,8 +162,7 @@ def test_streamed_weights_end_opening_by_name(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spoil", [spread, hide])
-@pytest.mark.parametrize("command", ["run", "bench"])
+@pytest.mark.parametrize(("command", "spoil"), [("run", spread), ("run", hide), ("bench", spread)])
 def test_commands_plan_again(
     cli: CLI, folder: Path, tmp_path: Path, command: str, spoil: Callable[[torch.Tensor], object]
 ) -> None:

@@ -20,6 +20,7 @@ from offplan.runtime.joined import Added, Continued, JoinedTexts
 from offplan.runtime.rows import Rows
 from offplan.runtime.rules import TokenRules
 from offplan.runtime.sampling import Sampling, make_chooser
+from offplan.runtime.session import Session
 from offplan.runtime.texts import Text
 from tests.serve import END, NAME, TIMEOUT_S, ScriptedRows, Served
 from tests.serve.conftest import Tiny
@@ -35,13 +36,12 @@ SOAK_S = float(os.environ.get("OFFPLAN_SOAK_S", "0"))
 MOST_GROWTH_BYTES = 32 * 2**20
 
 
-def alone(tiny: Tiny, prompt: str, sampling: Sampling | None = None) -> str:
-    """What follows a prompt in a session of its own."""
+def alone(tiny: Tiny, session: Session, prompt: str, sampling: Sampling | None = None) -> str:
+    """What follows a prompt that a session continues by itself."""
     tokens = tiny.tokenizer(prompt, return_tensors="pt").input_ids
-    with tiny.open() as session:
-        choose = make_chooser(sampling, [0], session.device)
-        made = generate(session, tokens, NUM_TOKENS, None, frozenset([END]), choose=choose)
-        found = [int(token) for token in made]
+    choose = make_chooser(sampling, [0], session.device)
+    made = generate(session, tokens, NUM_TOKENS, None, frozenset([END]), choose=choose)
+    found = [int(token) for token in made]
     return str(tiny.tokenizer.decode(found, skip_special_tokens=True))
 
 
@@ -78,7 +78,11 @@ def send_and_hang(served: Served) -> socket.socket:
 def test_ten_clients_one_hangs_and_one_goes_away(served: Served, tiny: Tiny) -> None:
     drawn = {"seed": 5, "temperature": 2.0}
     sampling = Sampling(temperature=2.0, seed=5)
-    expected = {prompt: (alone(tiny, prompt), alone(tiny, prompt, sampling)) for prompt in PROMPTS}
+    with tiny.open() as session:
+        expected = {
+            prompt: (alone(tiny, session, prompt), alone(tiny, session, prompt, sampling))
+            for prompt in PROMPTS
+        }
 
     num_asked, taken, began = 0, list[int](), time.monotonic()
 
