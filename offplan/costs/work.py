@@ -1,6 +1,6 @@
 """The work of one decoder layer, whatever the machine: bytes to read, products to compute."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -24,6 +24,12 @@ weight, for a machine whose profile has no times of layers that are packed.
 Source: the products of a layer of Qwen3-8B on an H200 (``results/packed-rows-h200.json``) took 114,
 119, 134, 176 and 321 us packed by 4 inputs and more, and 107 to 117 us by cuBLAS from values. Those
 by one input took 122 and 117.
+"""
+PACKED_EXPERT_SLOWDOWNS = ((1, 1.04), (2, 1.44), (16, 1.61), (32, 1.68), (64, 2.51), (128, 3.57))
+"""The same of experts, by inputs of an expert on average.
+
+Source: dense products by an earlier kernel. A prompt of 512 tokens of DeepSeek-V2-Lite, of 48
+inputs an expert, is so predicted to take 161 ms on an H200, where vLLM took 173.
 """
 
 EXPANSION_SLOWDOWN = 1.3
@@ -50,10 +56,12 @@ made 2.9 of a decode step of Qwen3-32B, and 37 us to be expanded, where its byte
 """
 
 
-def packed_slowdown(num_inputs: float) -> float:
-    """Time of a product with packed weights as a multiple of that with values: PACKED_SLOWDOWNS."""
-    most, slowest = PACKED_SLOWDOWNS[-1]
-    for (few, fast), (many, slow) in pairwise(PACKED_SLOWDOWNS):
+def packed_slowdown(
+    num_inputs: float, slowdowns: Sequence[tuple[int, float]] = PACKED_SLOWDOWNS
+) -> float:
+    """Time of a product with packed weights as a multiple of that with values."""
+    most, slowest = slowdowns[-1]
+    for (few, fast), (many, slow) in pairwise(slowdowns):
         if num_inputs <= many:
             return fast + max(0.0, num_inputs - few) / (many - few) * (slow - fast)
     return slowest * num_inputs / most
@@ -220,7 +228,7 @@ class LayerWork:
             of_expert = shape.num_tokens * self.experts.num_experts_per_token
             of_expert /= self.experts.num_in_all
         experts = plain.weight_bytes(shape) - plain.dense_bytes
-        longer = (packed_slowdown(of_expert) - 1) * experts
+        longer = (packed_slowdown(of_expert, PACKED_EXPERT_SLOWDOWNS) - 1) * experts
         if shape.num_tokens <= PACKED_ROWS:
             return longer + (packed_slowdown(shape.num_tokens) - 1) * plain.dense_bytes
         expanded = self.dense_bytes + self.element_bytes * self.expanded_elements

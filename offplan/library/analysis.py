@@ -56,18 +56,25 @@ class Analysis:
     @cached_property
     def crossovers(self) -> Crossovers | None:
         """Where the plan's bottleneck changes, found when asked for; None without a plan."""
-        if self.result is None or self.machine is None:
+        if self.result is None or self._linked is None:
             return None
         plan = self.result.plan
-        goal = plan.goal
-        linked = self.machine.with_link(plan.offload.store, goal.ranks, goal.host_threads)
-        return find_crossovers(self.held.pack(plan.offload.packing), linked, plan)
+        return find_crossovers(self.held.pack(plan.offload.packing), self._linked, plan)
 
     @cached_property
     def shares(self) -> tuple[StageShare, ...]:
         """What a rank of each stage holds, and takes by the plan; none for one GPU."""
         plan = None if self.result is None else self.result.plan
-        return tuple(list_shares(self.held, self.machine, plan))
+        return tuple(list_shares(self.held, self._linked, plan))
+
+    @cached_property
+    def _linked(self) -> MachineProfile | None:
+        """The machine as each rank of the plan has it; None without a machine or a plan."""
+        if self.result is None or self.machine is None:
+            return None
+        plan = self.result.plan
+        goal = plan.goal
+        return self.machine.with_link(plan.offload.store, goal.ranks, goal.host_threads)
 
 
 def analyze_question(question: Question) -> Analysis:
