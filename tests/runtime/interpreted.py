@@ -4,6 +4,8 @@ import importlib
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,30 @@ runs_kernels = pytest.mark.skipif(not HAS_GPU and not INTERPRETED, reason="no CU
 runs_itself = pytest.mark.skipif(
     HAS_GPU or INTERPRETED, reason="the file's other tests run themselves"
 )
+
+
+def patch_once() -> None:
+    """Have the interpreter patch Triton's language once for each module, and leave it so.
+
+    It would look through the whole language at each call of a device function, of which a program
+    makes dozens: a third of the time that the kernels take.
+    """
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+    scopes: dict[int, Any] = {}
+
+    def find_patched(function: Any) -> Any:
+        module = id(function.__globals__)
+        if module not in scopes:
+            scopes[module] = patch(function)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = find_patched
+
+
+if INTERPRETED:
+    patch_once()
 
 
 def need_triton() -> None:
