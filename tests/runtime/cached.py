@@ -1,6 +1,7 @@
 """Sessions that keep experts one by one, and what a list of the trace says of them."""
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ def keeping(num: int, more: int | None = None, prefill: str = "prefetch", every:
     )
 
 
-FEW_STEPS = 3, 2
-"""Steps of ``run_hostile``, and those before the aborted one, for models whose steps are slow."""
+FEW = 2, 1, (1, 2, 3, 4), 16
+"""What ``run_hostile`` does with models whose steps are slow: each kind of pass, few times."""
 
 
 class Abort(Exception):
@@ -53,19 +54,32 @@ def abort_in(session: Session, layer: int, times: int = 1) -> None:
     session.runner.layers.step = step  # type: ignore[method-assign]
 
 
+NUM_PROMPTS = 6
+
+
 def prompts(seed: int) -> list[torch.Tensor]:
     made = torch.Generator().manual_seed(seed)
     shapes = [(1, 10), (3, 5), (1, 1), (2, 30), (3, 5), (1, 33)]
     return [torch.randint(0, 64, shape, generator=made) for shape in shapes]
 
 
-def run_hostile(session: Session, num_steps: int = 5, steps_before: int = 3) -> list[torch.Tensor]:
+def run_hostile(
+    session: Session,
+    num_steps: int = 5,
+    steps_before: int = 3,
+    numbers: Sequence[int] = range(NUM_PROMPTS),
+    most: int | None = None,
+) -> list[torch.Tensor]:
     """Logits of prompts and steps of several batches, with passes that are aborted between.
 
-    One of them is a step, after ``steps_before`` others: a captured one cannot be aborted.
+    One of them is a step, after ``steps_before`` others: a captured one cannot be aborted. Of the
+    prompts those of such ``numbers`` are read, ``most`` tokens of each, and every batch is another
+    than the one before: before 2 and 4 a prompt is aborted, in 3 a step.
     """
     logits = []
-    for number, prompt in enumerate(prompts(0)):
+    given = prompts(0)
+    for number in numbers:
+        prompt = given[number][:, :most]
         if number in (2, 4):
             # before the prompt a pass allocates caches
             abort_in(session, min(number, len(session.runner.layers) - 1), times=2)
@@ -140,7 +154,7 @@ def check_slots(session: Session, orders: dict[int, UseOrder]) -> None:
 
 
 @functools.cache
-def run_resident(folder: Path, chunk: int, *steps: int) -> list[torch.Tensor]:
+def run_resident(folder: Path, chunk: int, *passes: Any) -> list[torch.Tensor]:
     """Logits of ``run_hostile`` where all weights are on the GPU, read in chunks of so many."""
     with open_session(folder, offload(prefill_chunk=chunk)) as session:
-        return run_hostile(session, *steps)
+        return run_hostile(session, *passes)

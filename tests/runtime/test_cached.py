@@ -16,7 +16,7 @@ from offplan.runtime.model.layers import DecoderLayers
 from offplan.runtime.passes import runner
 from offplan.runtime.rows import Rows
 from tests.runtime.cached import (
-    FEW_STEPS,
+    FEW,
     Abort,
     Trace,
     abort_in,
@@ -48,12 +48,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cached")
 
 
+PREFILLS = ("prefetch", 64), ("prefetch", 3), ("uva", 7)
+"""How prompts are read, and their chunks."""
+
+
 @pytest.mark.parametrize("num", first_quick(range(1, NUM_EXPERTS + 1)))
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.slow
 def test_logits_equal_resident(folder: Path, name: str, num: int) -> None:
+    """Each number of slots with prompts read in each way; of further families in one of the ways."""
     checkpoint = saved(name, folder)
-    for prefill, chunk in (("prefetch", 64), ("prefetch", 3), ("uva", 7)):
+    for prefill, chunk in PREFILLS if name == NAMES[0] else [PREFILLS[num % len(PREFILLS)]]:
         expected = run_resident(checkpoint, chunk)
         rule = keeping(num, 1 if num < NUM_EXPERTS else None, prefill)
         with open_session(checkpoint, offload(rule, prefill_chunk=chunk)) as session:
@@ -105,11 +110,11 @@ def test_counts_are_those_of_a_list_of_the_trace(
 )
 def test_stored_forms_equal_resident(family: str, form: str, tmp_path: Path) -> None:
     stored, _ = save_stored(family, form, tmp_path, num_experts_per_tok=2)
-    expected = run_resident(stored, 7, *FEW_STEPS)
+    expected = run_resident(stored, 7, *FEW)
     for num, prefill in ((1, "prefetch"), (3, "uva")):
         decision = offload(keeping(num, prefill=prefill), prefill_chunk=7)
         with open_session(stored, decision) as session:
-            assert all(map(torch.equal, run_hostile(session, *FEW_STEPS), expected))
+            assert all(map(torch.equal, run_hostile(session, *FEW), expected))
             assert any(count.hits for count in session.count_experts().values())
 
 
@@ -119,11 +124,11 @@ def test_packed_experts_equal_resident(family: str, tmp_path: Path) -> None:
     _, plain = save_stored(family, "fp8_block", tmp_path, torch.bfloat16, num_experts_per_tok=2)
     packing = {"packing": Packing(group_size=2, num_in_group=2)}
     with open_session(plain, offload(prefill_chunk=7).model_copy(update=packing)) as session:
-        expected = run_hostile(session)
+        expected = run_hostile(session, *FEW)
     for num in (1, 3):
         decision = offload(keeping(num), prefill_chunk=7).model_copy(update=packing)
         with open_session(plain, decision) as session:
-            assert all(map(torch.equal, run_hostile(session), expected))
+            assert all(map(torch.equal, run_hostile(session, *FEW), expected))
             assert any(count.hits for count in session.count_experts().values())
 
 
@@ -162,7 +167,7 @@ def test_compiled_layers_with_slots_run_no_code_of_those_without(
 
     def run(rules: Offload) -> tuple[list[torch.Tensor], dict[int, Any]]:
         with open_session(checkpoint, rules) as session:
-            return run_hostile(session), session.count_experts()
+            return run_hostile(session, 3, 2, (3, 0), 14), session.count_experts()
 
     logits, counts = run(decision)
     assert all(found.hits and found.copied for found in counts.values())
