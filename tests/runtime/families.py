@@ -141,6 +141,8 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "use_mem_rope": True,
         "layers_block_type": ["linear_attention", *["hybrid"] * 4],
     },
+    # a prompt's chunks would take 64 x 64 x 128 values for each of 32 heads
+    "kimi_linear": {"num_key_value_heads": 4, "linear_num_heads": 4, "linear_head_dim": 16},
     "gpt_neo": {"num_layers": 5, "attention_types": [[["global", "local"], 2], [["global"], 1]]},
     "minicpm3": {"num_key_value_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
