@@ -4,6 +4,7 @@
 it where it is fastest, and a session on the CPU runs by it.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ from tests.planner.brute_force import BruteForce
 from tests.planner.cases import MODELS, UNLIMITED, ask, budget_for
 from tests.runtime import plans
 from tests.runtime.conftest import save_tiny
-from tests.runtime.plans import group, offload, run_greedily
+from tests.runtime.plans import group, offload, run_each_greedily
 from tests.tiers import first_quick
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7]])
@@ -166,19 +167,23 @@ def name_backends(decision: Offload) -> set[str]:
     return {each.name for rule in decision.rules for each in (rule.prefill, rule.decode)}
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("bytes_per_s", "is_chosen"), [(50e9, True), (0.9e9, None), (1e6, False)])
-@pytest.mark.parametrize("kept", [0.0, 0.25])
+RATES = {50e9: True, 0.9e9: None, 1e6: False}
+"""Rates of ``echo`` in bytes per second, and whether it is chosen where that is certain."""
+CHOICES = [
+    *(("dense", 50e9, 0.0), ("dense", 0.9e9, 0.25), ("dense", 1e6, 0.25)),
+    *(("moe", 50e9, 0.25), ("moe", 0.9e9, 0.0), ("moe", 1e6, 0.0)),
+]
+"""Every two of a model, a rate and what is kept: any search finds the best of all single rules."""
+
+
+@pytest.mark.parametrize(("name", "bytes_per_s", "kept"), CHOICES)
 @pytest.mark.slow
 @pytest.mark.no_cover  # brute force, which takes three times as long when it is traced
 def test_the_planner_chooses_it_where_it_is_fastest(
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    bytes_per_s: float,
-    is_chosen: bool | None,
-    kept: float,
+    monkeypatch: pytest.MonkeyPatch, name: str, bytes_per_s: float, kept: float
 ) -> None:
     add(monkeypatch, make_echo(bytes_per_s, kept=kept))
+    is_chosen = RATES[bytes_per_s]
     question = ask(MODELS[name], MACHINE, 0.6)
     result = make_plan(question)
     expected = min(each.objective_s for each in BruteForce(question, (600, 512)).singles)
@@ -212,6 +217,11 @@ def test_engines_refuse_it_by_name(fast: Backend, engine: str) -> None:
         held.runner.demand(Offload(prefill_chunk=1, rules=(rule(prefill=fast, decode=fast),)), held)
 
 
+@functools.cache
+def run_resident(folder: Path, chunk: int) -> list[list[torch.Tensor]]:
+    return run_each_greedily(folder, offload(prefill_chunk=chunk), (PROMPT, BATCH))
+
+
 RULES = {
     "in both": [("echo", "echo", ())],
     "in decode": [("prefetch", "echo", ("mlp",))],
@@ -227,12 +237,11 @@ def test_a_session_runs_by_it(
     fast: Backend, folder: Path, rules: list[tuple[str, str, tuple[str, ...]]], chunk: int
 ) -> None:
     made = [group(2, 1, *names, prefill=p, decode=d) for p, d, names in rules]
-    for prompt in (PROMPT, BATCH):
-        resident = run_greedily(folder, offload(prefill_chunk=chunk), prompt)
-        for late in (False, True):
-            decision = offload(*made, prefetch_step=1, prefill_chunk=chunk)
-            got = run_greedily(folder, decision, prompt, late_copies=late)
-            assert all(map(torch.equal, got, resident))
+    decision = offload(*made, prefetch_step=1, prefill_chunk=chunk)
+    for late in (False, True):
+        got = run_each_greedily(folder, decision, (PROMPT, BATCH), late_copies=late)
+        for some, resident in zip(got, run_resident(folder, chunk), strict=True):
+            assert all(map(torch.equal, some, resident))
 
 
 def test_a_server_that_reads_elsewhere_is_noticed(

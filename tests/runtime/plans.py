@@ -1,5 +1,6 @@
 """Offload decisions for tests, made without the planner, and sessions that carry them out."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -122,10 +123,20 @@ def run_greedily(
     folder: Path, decision: Offload, prompt: torch.Tensor, **options: Any
 ) -> list[torch.Tensor]:
     """Logits after the prompt and after each greedy token, [batch, vocabulary] each."""
+    return run_each_greedily(folder, decision, [prompt], **options)[0]
+
+
+def run_each_greedily(
+    folder: Path, decision: Offload, prompts: Sequence[torch.Tensor], **options: Any
+) -> list[list[torch.Tensor]]:
+    """The same of several prompts, one after the other in a session."""
     session = open_session(folder, decision, **options)
+    made = []
     with session, session.stream():
-        logits = [session.prefill(prompt).clone()]
-        for _ in range(NUM_TOKENS):
-            tokens = logits[-1].argmax(-1, keepdim=True)
-            logits.append(session.decode(tokens).clone())
-        return [entry.cpu() for entry in logits]
+        for prompt in prompts:
+            logits = [session.prefill(prompt).clone()]
+            for _ in range(NUM_TOKENS):
+                tokens = logits[-1].argmax(-1, keepdim=True)
+                logits.append(session.decode(tokens).clone())
+            made.append([entry.cpu() for entry in logits])
+    return made

@@ -56,7 +56,7 @@ PREFILLS = ("prefetch", 64), ("prefetch", 3), ("uva", 7)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.slow
 def test_logits_equal_resident(folder: Path, name: str, num: int) -> None:
-    """Each number of slots with prompts read in each way; of further families in one of the ways."""
+    """Each number of slots with prompts read in each way; in other families in one of the ways."""
     checkpoint = saved(name, folder)
     for prefill, chunk in PREFILLS if name == NAMES[0] else [PREFILLS[num % len(PREFILLS)]]:
         expected = run_resident(checkpoint, chunk)

@@ -12,7 +12,7 @@ from offplan.errors import PlanError
 from offplan.placement import Phase
 from offplan.plan import Rule
 from offplan.runtime.generate import Measured, generate
-from tests.runtime.conftest import NUM_LAYERS, save_tiny
+from tests.runtime.conftest import CONFIGS, NUM_LAYERS, save_tiny
 from tests.runtime.plans import group, offload, open_session, run_greedily
 
 NUM_TOKENS = 6
@@ -59,9 +59,18 @@ def name_way(way: tuple[int, int, int]) -> str:
     return "{}x{}-{}".format(*way)
 
 
+FIRST, *OTHERS = sorted(CONFIGS)
+"""Checkpoints: one for every combination, and others for each part of one."""
+CASES = [(FIRST, way, segments) for way in SOME_WAYS for segments in SEGMENTS]
+CASES += [
+    (name, way, SEGMENTS[(number + shift) % len(SEGMENTS)])
+    for shift, name in enumerate(OTHERS)
+    for number, way in enumerate(SOME_WAYS)
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("segments", SEGMENTS, ids=lambda s: "+".join(s) or "all")
-@pytest.mark.parametrize("way", SOME_WAYS, ids=name_way)
+@pytest.mark.parametrize(("checkpoint", "way", "segments"), CASES, indirect=["checkpoint"])
 def test_logits_equal_resident(
     checkpoint: Path, way: tuple[int, int, int], segments: tuple[str, ...]
 ) -> None:
@@ -85,10 +94,19 @@ def test_every_way_through_the_ring(two_kinds: Path, way: tuple[int, int, int]) 
     assert_same_as_resident(two_kinds, rule, prefetch_step=prefetch_step)
 
 
+BACKENDS = [("prefetch", "prefetch"), ("prefetch", "uva"), ("uva", "prefetch"), ("uva", "uva")]
+BACKEND_CASES = [(FIRST, *each, step) for each in BACKENDS for step in (1, 2)]
+BACKEND_CASES += [
+    (name, *each, step)
+    for name in OTHERS
+    for each, step in zip(BACKENDS, (1, 2, 2, 1), strict=True)
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("prefill", ["prefetch", "uva"])
-@pytest.mark.parametrize("decode", ["prefetch", "uva"])
-@pytest.mark.parametrize("prefetch_step", [1, 2])
+@pytest.mark.parametrize(
+    ("checkpoint", "prefill", "decode", "prefetch_step"), BACKEND_CASES, indirect=["checkpoint"]
+)
 def test_each_phase_has_its_backend(
     checkpoint: Path, prefill: str, decode: str, prefetch_step: int
 ) -> None:

@@ -44,7 +44,7 @@ from tests.runtime.families import (
     run_stock,
     save,
 )
-from tests.runtime.plans import group, offload, open_session, run_greedily
+from tests.runtime.plans import group, offload, open_session, run_each_greedily, run_greedily
 from tests.runtime.quantise import ALONE, FORMS, save_stored
 from tests.tiers import first_quick
 
@@ -87,8 +87,9 @@ def test_tokens_are_those_of_the_values(family: str, form: str, tmp_path: Path) 
     require(family)
     stored, plain = save_stored(family, form, tmp_path)
     values = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
-    for prompt in (PROMPT, BATCH):
-        got = run_greedily(stored, offload(group(2, 1)), prompt, stock=True, late_copies=True)
+    decision, prompts = offload(group(2, 1)), (PROMPT, BATCH)
+    made = run_each_greedily(stored, decision, prompts, stock=True, late_copies=True)
+    for prompt, got in zip(prompts, made, strict=True):
         for ours, theirs in zip(got, run_stock(values, prompt, cached=True), strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
