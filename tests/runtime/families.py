@@ -1,10 +1,11 @@
 """Tiny models of every causal family that transformers has, and how each compares with stock."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -279,10 +280,11 @@ def compare(
         except Exception as error:
             return Outcome("not built", f"{type(error).__name__}: {error}")
         try:
-            got = [
-                run_planned(folder, each, offload(group(2, 1), prefill_chunk=chunk))
-                for each, (_, chunk) in zip(tokens, REQUESTS, strict=True)
-            ]
+            got = []
+            chunks = [chunk for _, chunk in REQUESTS]
+            for chunk, texts in groupby(zip(chunks, tokens, strict=True), itemgetter(0)):
+                decision = offload(group(2, 1), prefill_chunk=chunk)
+                got += run_each_planned(folder, [text for _, text in texts], decision)
         except OffplanError as error:
             return Outcome("refused", str(error).replace(name, family))
     if rounding:
@@ -322,7 +324,7 @@ def compare_stock(
         texts = [extend(each, logits) for each, logits in zip((PROMPT, BATCH), whole, strict=True)]
         decision = offload(group(2, 1), prefetch_step=slots)
         try:
-            got = [run_planned(folder, each, decision, stock=True) for each in texts]
+            got = run_each_planned(folder, texts, decision, stock=True)
             if not torch.equal(_join(got), _join(whole)):
                 difference = (_join(got) - _join(whole)).abs().max()
                 return Outcome("wrong", f"{float(difference):.1e}")
@@ -478,11 +480,22 @@ def run_planned(
     folder: Path, tokens: torch.Tensor, decision: Offload, **options: Any
 ) -> list[torch.Tensor]:
     """The same by a plan's decision, for the second of two requests."""
-    prompt, steps = tokens[:, :-NUM_STEPS], tokens[:, -NUM_STEPS:].split(1, 1)
+    return run_each_planned(folder, [tokens], decision, **options)[0]
+
+
+def run_each_planned(
+    folder: Path, texts: Sequence[torch.Tensor], decision: Offload, **options: Any
+) -> Logits:
+    """The same of several texts in one session, each behind a request that is no matter of it."""
     session = open_session(folder, decision, late_copies=True, **options)
+    made = []
     with session, session.stream():
-        session.prefill(BATCH)
-        return [session.prefill(prompt).clone(), *(session.decode(step).clone() for step in steps)]
+        for tokens in texts:
+            prompt, steps = tokens[:, :-NUM_STEPS], tokens[:, -NUM_STEPS:].split(1, 1)
+            session.prefill(BATCH)
+            logits = [session.prefill(prompt).clone()]
+            made.append([*logits, *(session.decode(step).clone() for step in steps)])
+    return made
 
 
 FAILING = {("deepseek_v4", torch.bfloat16)}

@@ -59,6 +59,13 @@ def expect(folder: Path) -> list[torch.Tensor]:
     return run_stock(load_stock(folder), PROMPT)
 
 
+@functools.cache
+def run_resident(folder: Path) -> list[torch.Tensor]:
+    """Logits where one layer streams, which then owns its slot."""
+    with load(folder, group(5, 1), chunk=20) as session:
+        return request(session, PROMPT)
+
+
 def assert_close(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     scale = max(float(logits.abs().max()) for logits in expected)
     for ours, theirs in zip(got, expected, strict=True):
@@ -96,8 +103,8 @@ def test_a_prompt_token_by_token(dense: Path) -> None:
     ids=["all", "two of three", "linear attention", "two rules"],
 )
 def test_logits_equal_resident(folder: Path, rules: tuple[Rule, ...]) -> None:
-    with load(folder, *rules, chunk=20) as session, load(folder, group(5, 1), chunk=20) as other:
-        assert all(map(torch.equal, request(session, PROMPT), request(other, PROMPT)))
+    with load(folder, *rules, chunk=20) as session:
+        assert all(map(torch.equal, request(session, PROMPT), run_resident(folder)))
 
 
 def stop(*_: Any, **__: Any) -> None:
