@@ -94,7 +94,7 @@ def test_so_is_what_ranks_and_stages_take(ranks: Ranks) -> None:
     question = ask(
         model,
         load_machine("h200-pcie5"),
-        gpu_memory=12 * 2**30 // ranks.num_gpus,
+        gpu_memory=12 * 2**30 // ranks.num_gpus + 2**30,
         engine="vllm",
         ranks=ranks,
     )
