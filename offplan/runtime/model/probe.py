@@ -136,32 +136,6 @@ def _lacks_values(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) or "meta" in str(error)
 
 
-_OF_TWO = {torch.Tensor.add, torch.Tensor.mul, torch.Tensor.sub}
-_OF_ONE = {torch.Tensor.neg, torch.Tensor.pow, torch.rsqrt}
-"""Operators that layers consist of, for which torch takes a tenth of a millisecond where there are
-shapes alone: half the time of a probe."""
-
-
-def _shape_alone(func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
-    """Return what such an operator makes of floats without values; None where torch is to say."""
-    if func in _OF_ONE and not any(isinstance(each, torch.Tensor) for each in args[1:]):
-        return torch.empty_like(args[0]) if _has_shape_alone(args[0]) else None
-    if func not in _OF_TWO or len(args) != 2 or not _has_shape_alone(args[0]):
-        return None
-    if isinstance(args[1], (int, float)):
-        return torch.empty_like(args[0])
-    if not _has_shape_alone(args[1]) or args[0].dtype != args[1].dtype:
-        return None
-    try:
-        return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape))
-    except RuntimeError:
-        return None
-
-
-def _has_shape_alone(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta and value.is_floating_point()
-
-
 class _Unpadded(TorchFunctionMode):
     """Answers what transformers asks of tokens for its masks as of a text without padding."""
 
@@ -177,8 +151,7 @@ class _Unpadded(TorchFunctionMode):
             return False
         if func is torch.zeros and kwargs and kwargs.get("dtype") is int:
             kwargs = kwargs | {"device": "cpu"}  # left_padding_tokens of chunked masks
-        made = None if kwargs else _shape_alone(func, args)
-        return func(*args, **(kwargs or {})) if made is None else made
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
