@@ -54,20 +54,20 @@ def abort_in(session: Session, layer: int, times: int = 1) -> None:
     session.runner.layers.step = step  # type: ignore[method-assign]
 
 
-NUM_PROMPTS = 6
+SHAPES = (1, 10), (3, 5), (1, 1), (2, 30), (3, 5), (1, 33)
+"""Batches and tokens of ``prompts``."""
 
 
 def prompts(seed: int) -> list[torch.Tensor]:
     made = torch.Generator().manual_seed(seed)
-    shapes = [(1, 10), (3, 5), (1, 1), (2, 30), (3, 5), (1, 33)]
-    return [torch.randint(0, 64, shape, generator=made) for shape in shapes]
+    return [torch.randint(0, 64, shape, generator=made) for shape in SHAPES]
 
 
 def run_hostile(
     session: Session,
     num_steps: int = 5,
     steps_before: int = 3,
-    numbers: Sequence[int] = range(NUM_PROMPTS),
+    numbers: Sequence[int] = range(len(SHAPES)),
     most: int | None = None,
 ) -> list[torch.Tensor]:
     """Logits of prompts and steps of several batches, with passes that are aborted between.
