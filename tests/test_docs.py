@@ -28,7 +28,13 @@ from offplan.costs.link import TILE_ROWS, UVA_SLOWDOWN
 from offplan.costs.memory import MARGIN
 from offplan.costs.predict import derive_stage
 from offplan.costs.timeline import to_seconds
-from offplan.costs.work import PACKED_SLOWDOWNS, PassShape, decode_shape, prefill_shapes
+from offplan.costs.work import (
+    PACKED_EXPERT_SLOWDOWNS,
+    PACKED_SLOWDOWNS,
+    PassShape,
+    decode_shape,
+    prefill_shapes,
+)
 from offplan.held.held import hold
 from offplan.held.runner import OWN_RUNTIME
 from offplan.held.stage import Stage
@@ -266,6 +272,7 @@ def test_the_cost_model_names_the_constants() -> None:
         f"matmul rate x {MATMUL_EFFICIENCY})",
         f"else {UVA_SLOWDOWN} |",
         f"by {least} for one token to {most} for {many}",
+        f"(routed experts: {PACKED_EXPERT_SLOWDOWNS[-1][1]})",
         f"never less than rows / {TILE_ROWS}",
         f"a margin of {100 * MARGIN:.1f} % of the budget",
         f"{CODED_EXPERTS_BYTES // 2**20} MiB where experts are stored as codes",
