@@ -98,6 +98,7 @@ def run_by_hand(placement: Placement, passes: list[Schedule], *, late: bool) -> 
 
 
 @given(st.data(), odd_models() | models_with_experts(), st.integers(1, 4))
+@pytest.mark.slow
 def test_requests_are_safe(data: st.DataObject, model: Model, prefetch_step: int) -> None:
     placement = place_or_skip(model, data.draw(rules_in_parts(model)), prefetch_step)
     ring = empty_ring(placement)

@@ -143,6 +143,7 @@ def test_name_without_an_organisation_and_files_elsewhere(single, folders, tmp_p
     assert open_from(single.url, tmp_path, repo="tiny", HF_HUB_OFFLINE="1") == got
 
 
+@pytest.mark.slow
 def test_one_ranged_request_a_shard(sharded, tmp_path):
     open_from(sharded.url, tmp_path)
     look_for_one_file, *rest = sharded.shard_gets()

@@ -134,6 +134,7 @@ def test_windows_by_layer(name):
         assert read_architecture(config.to_dict(), len(expected)).windows == expected, changes
 
 
+@pytest.mark.slow
 def test_matrices_stored_the_other_way_round():
     found = {name for name in CAUSAL if "Conv1D(" in source(name)}
     assert found == set(known(model_types.CONV1D_TYPES))

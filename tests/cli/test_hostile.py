@@ -163,6 +163,7 @@ def test_a_result_for_a_closed_stdout(command: str) -> None:
     assert told.startswith("offplan: standard output is closed, and the result would be printed")
 
 
+@pytest.mark.slow
 def test_a_closed_stdout_that_nothing_is_printed_to(tmp_path: Path) -> None:
     done = run(f"{MAKE} -o {tmp_path / 'plan.yaml'} >&-")
     assert (done.returncode, (tmp_path / "plan.yaml").is_file()) == (0, True), done.stderr
@@ -191,6 +192,7 @@ def test_the_module_is_the_program() -> None:
     assert (done.returncode, done.stdout[:8]) == (0, b"offplan ")
 
 
+@pytest.mark.slow
 def test_a_full_disk_for_stdout() -> None:
     done = run(f"{MAKE} > /dev/full")
     assert done.returncode == 1

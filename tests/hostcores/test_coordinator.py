@@ -81,6 +81,7 @@ def test_it_wakes_after_a_while(coordinator: Coordinator) -> None:
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_job_that_takes_too_long_is_given_up(coordinator: Coordinator) -> None:
     stream, slow = Stream(coordinator), coordinator.add_sleep(0.5, limit_s=0.1)
     nothing = coordinator.add(None)

@@ -45,6 +45,7 @@ def run(session: Session, prompt: torch.Tensor) -> torch.Tensor:
     ("family", "variant"),
     first_quick([("llama", "dynamic"), ("llama", "longrope"), ("phi3", "longrope")]),
 )
+@pytest.mark.slow
 def test_requests_of_one_session(family: str, variant: str, tmp_path: Path) -> None:
     folder = save(family, variant, tmp_path)
     stock = load_stock(folder)

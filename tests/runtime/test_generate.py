@@ -87,6 +87,7 @@ def test_a_long_prompt_beside_a_short_one_takes_no_steps(tmp_path: Path) -> None
         assert 0 < measured.prefill_link_bytes <= slabs  # for both prompts together
 
 
+@pytest.mark.slow
 def test_tokens_are_drawn_as_transformers_draws_them(tmp_path: Path) -> None:
     folder = save_tiny("qwen3", tmp_path)
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -106,6 +107,7 @@ def test_tokens_are_drawn_as_transformers_draws_them(tmp_path: Path) -> None:
             assert made == expected[0, len(PROMPTS[0]) :].tolist()
 
 
+@pytest.mark.slow
 def test_what_is_drawn_does_not_depend_on_what_is_beside_it(tmp_path: Path) -> None:
     with open_session(save_tiny("qwen3", tmp_path), offload(group(2, 1))) as session:
         together = generate_together(session, PROMPTS, DRAWN)

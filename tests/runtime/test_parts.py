@@ -79,6 +79,7 @@ def test_other_families_equal_resident(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("chunk", [3, 7])
+@pytest.mark.slow
 def test_chunks_that_meet_parts_together(
     folder: Path, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +125,7 @@ class Repeated(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", first_quick(["qwen3_moe_tied", "deepseek_v2"]))
+@pytest.mark.slow
 def test_captured_prompts_wait_for_their_own_choices(
     folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

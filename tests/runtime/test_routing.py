@@ -51,6 +51,7 @@ def run_steps(session: Session) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("family", first_quick(FAMILIES))
+@pytest.mark.slow
 def test_steps_are_those_that_experts_saw(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -179,6 +179,7 @@ def test_a_prompt_goes_on_from_the_row_that_has_most_of_it(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", first_quick(["qwen3", "deepseek_v2", "shared_keys", "linear"]))
+@pytest.mark.slow
 def test_a_prefix_that_another_text_holds_is_copied(tmp_path: Path, name: str) -> None:
     folder = save_tiny(name, tmp_path)
     with open_session(folder, offload(group(2, 1), prefill_chunk=3)) as session:
@@ -451,6 +452,7 @@ def test_passes_of_transformers_own_have_one_text_at_a_time(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", first_quick(["qwen3", "deepseek_v2", "linear", "shared_keys"]))
+@pytest.mark.slow
 def test_texts_lie_where_the_smallest_step_finds_them(tmp_path: Path, name: str) -> None:
     folder, batches = save_tiny(name, tmp_path), list[int]()
     with open_session(folder, offload(group(2, 1))) as session:

@@ -120,6 +120,7 @@ def test_a_key_is_sent_nowhere_else(talk: Talk, monkeypatch: pytest.MonkeyPatch)
     assert (code, "answers 302" in err, found) == (1, True, [f"Bearer {KEY}"])
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_a_text_and_not_the_program(
     talk: Talk, scripted: Served, rows: ScriptedRows, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,6 +127,7 @@ def test_tools_are_shown_to_the_model(served: Served) -> None:
         client.chat.completions.create(**asked, tool_choice="required")
 
 
+@pytest.mark.slow
 def test_errors(served: Served) -> None:
     client = served.client()
     with pytest.raises(openai.NotFoundError, match="the one that is served is tiny"):
