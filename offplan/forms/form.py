@@ -35,8 +35,11 @@ class Kind(str, Enum):
     """bitsandbytes' floats of 4 bits, likewise."""
     PACKED = "packed"
     """bfloat16 values, bit-exact: a byte of sign and mantissa each, half a byte for the exponent,
-    and a base of exponents for each block of weights. A row's weights are packed in two halves, so
-    that one byte has the exponents of weights j and j + in / 2."""
+    and a base of exponents for each block of weights. A row's weights are packed in two halves: one
+    byte has the exponents of a weight of the first and of the one in / 2 behind it. Each half comes
+    in blocks of 128 weights, the last of what is left: the first 64 of a block are its even bytes,
+    the others its odd ones. Two weights in a row are then made at once of a word's bytes 0 and 2,
+    or 1 and 3."""
     OTHER = "other"
     """A way that is sized, not understood."""
 
@@ -72,10 +75,11 @@ class Part(str, Enum):
     STATE = "state"
     """What else bitsandbytes keeps: its parameters as JSON, or the name of a layout."""
     EXPONENT = "exponent"
-    """Of packed values [..., out, in / 2]: how far above the block's BASE the biased exponents of
-    weights j (the low half of a byte) and j + in / 2 (the high half) are, 1 to 15. A code of 0 is
-    an exponent of 0: of a zero, of a subnormal number in a block whose BASE is 0, and of a weight
-    that PATCHES has instead, whose byte in WEIGHT is 0."""
+    """Of packed values [..., out, in / 2]: how far above the block's BASE the biased exponents of a
+    weight (the low half of a byte) and of the one in / 2 behind it (the high half) are, 1 to 15, in
+    the order of the weights' bytes. A code of 0 is an exponent of 0: of a zero, of a subnormal
+    number in a block whose BASE is 0, and of a weight that PATCHES has instead, whose byte in
+    WEIGHT is 0."""
     BASE = "base"
     """The base of exponents, 0 to 127, of each block of packed values: uint8
     [..., out / 64, ceil(in / 256) * 64]. A block is 128 bytes of a row of EXPONENT, the row's last
@@ -118,7 +122,7 @@ NESTED_BLOCK = 256
 PATCH_ROWS = 64
 """Rows of a packed matrix whose patches and bases lie together; it has a multiple of them."""
 BASE_BYTES = 128
-"""Bytes of packed exponents that share a base, of two weights each."""
+"""Bytes of a block: of a half of a packed row, and of the exponents of both, which share a base."""
 MOST_EXPONENT = 142
 """The largest biased exponent of a packed weight that is no patch: of weights below 2**16.
 

@@ -14,6 +14,8 @@ from tests.runtime.interpreted import INTERPRETED, run_interpreted, runs_itself,
 # the interpreter rounds bfloat16 in a way of its own
 DEVICE, DTYPES = ("cpu", [torch.float16]) if INTERPRETED else ("cuda", [torch.bfloat16, torch.half])
 NUM_OUT, NUM_IN = (128, 256) if INTERPRETED else (320, 768)
+LENGTHS = [NUM_IN, NUM_IN - 24]
+"""Weights of a packed row: the halves of the second have a block of less at their end."""
 EXPERTS = 2 if INTERPRETED else 5
 ROWS = [1, 3] if INTERPRETED else [1, 2, 3, 16, 50, 128]
 TOKENS = [1, 7] if INTERPRETED else [1, 7, 300, 900]
@@ -406,13 +408,13 @@ def test_pairs_without_an_expert_gather_nothing(none: int, monkeypatch: pytest.M
     assert torch.equal(multiply_pairs(PACKED, gathered, x, order, begins)[1:4], there[1:4])
 
 
-def values_of_every_size() -> torch.Tensor:
+def values_of_every_size(num_in: int = NUM_IN) -> torch.Tensor:
     """Rows of 2 ** -130 to 2 ** 12, with patches; zeros, subnormals and what is not finite."""
     powers = torch.linspace(-130, 12, NUM_OUT, device=DEVICE, dtype=torch.float64)
-    values = random(NUM_OUT, NUM_IN).double() * torch.exp2(powers)[:, None]
+    values = random(NUM_OUT, num_in).double() * torch.exp2(powers)[:, None]
     values[1] *= 0
     values[:, 4::7] *= 0  # pruned, with both signs
-    values[2] = 2.0**-130 * (-1) ** torch.arange(NUM_IN, device=DEVICE)
+    values[2] = 2.0**-130 * (-1) ** torch.arange(num_in, device=DEVICE)
     values[5, 3], values[70, 200], values[71, 201], values[64] = 1e-38, 0, -0.0, 1.0
     values[64, ::16] = 2.0**-20  # of which a product is, whose other inputs are zero
     values[-1, 5], values[-2, 7], values[-2, 8] = float("nan"), float("inf"), -float("inf")
@@ -422,10 +424,11 @@ def values_of_every_size() -> torch.Tensor:
 @pytest.mark.gpu
 @runs_kernels
 @pytest.mark.parametrize("experts", [0, 2])
-def test_packed_values_are_expanded_bit_for_bit(experts: int) -> None:
+@pytest.mark.parametrize("num_in", LENGTHS)
+def test_packed_values_are_expanded_bit_for_bit(num_in: int, experts: int) -> None:
     from offplan.runtime.forms.products import expand_on_gpu
 
-    values = values_of_every_size()
+    values = values_of_every_size(num_in)
     values = torch.stack((values.flip(0), values)) if experts else values
     parts = pack_each(values)
     for got in (expand_on_gpu(PACKED, parts, values.dtype), expand(PACKED, parts, values.dtype)):
@@ -436,20 +439,21 @@ def test_packed_values_are_expanded_bit_for_bit(experts: int) -> None:
 @runs_kernels
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("of_experts", [False, True])
-def test_products_of_packed_rows_of_every_size(rows: int, of_experts: bool) -> None:
+@pytest.mark.parametrize("num_in", LENGTHS)
+def test_products_of_packed_rows_of_every_size(num_in: int, rows: int, of_experts: bool) -> None:
     from offplan.runtime.forms.pairs import sort_pairs
     from offplan.runtime.forms.products import multiply_pairs, multiply_rows
 
     # no float16 is as large or as small as these
-    x = torch.zeros(rows, NUM_IN, device=DEVICE, dtype=torch.float if INTERPRETED else DTYPES[0])
-    x[:, ::16] = random(rows, NUM_IN // 16).to(x.dtype)
+    x = torch.zeros(rows, num_in, device=DEVICE, dtype=torch.float if INTERPRETED else DTYPES[0])
+    x[:, ::16] = random(rows, -(-num_in // 16)).to(x.dtype)
     if of_experts:
-        values = torch.stack([values_of_every_size() for _ in range(2)])
+        values = torch.stack([values_of_every_size(num_in) for _ in range(2)])
         chosen = (torch.arange(rows, device=DEVICE) + 1) % 2
         got = multiply_pairs(PACKED, pack_each(values), x, *sort_pairs(chosen, 2)[1:])
         values = values[chosen].double()
     else:
-        values = values_of_every_size()
+        values = values_of_every_size(num_in)
         got = multiply_rows(PACKED, pack_each(values), x)
         values = values.double().expand(rows, -1, -1)
     products = x.double()[:, None] * values

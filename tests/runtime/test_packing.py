@@ -134,15 +134,25 @@ def test_parts_are_as_they_are_described() -> None:
     values[64, 1], values[65, 9], values[66, 15] = -1.5, 0.25, 2.0**-20
     values[65, 1], values[65, 10] = -0.0, 0.0
     parts = pack(values)
-    assert parts[Part.WEIGHT][64, :2].tolist() == [0, 0xC0]
-    assert parts[Part.WEIGHT][65].tolist() == [0, 0x80, *[0] * 14]
+    # a half of 8 weights is one block: the first four are its even bytes
+    assert parts[Part.WEIGHT][64, :3].tolist() == [0, 0, 0xC0]
+    assert parts[Part.WEIGHT][65].tolist() == [0, 0, 0x80, *[0] * 13]
     ones = [0xFF] * 8
-    assert parts[Part.EXPONENT][65].tolist() == [0xFF, 0xD0, 0x0F, *ones[3:]]
+    assert parts[Part.EXPONENT][65].tolist() == [0xFF, 0xFF, 0xD0, 0xFF, 0x0F, *ones[5:]]
     assert parts[Part.EXPONENT][66].tolist() == [*ones[1:], 0x0F]
     assert parts[Part.BASE].tolist() == [[127 - 15] * 64] * 2
     assert parts[Part.PATCHES].shape == (64, 2)
     assert parts[Part.PATCHES][0].tolist() == [66 * 16 + 15, (127 - 20) << 7]
     assert parts[Part.PATCH_BLOCKS].tolist() == [[0, 0], [0, 1]]
+
+
+def test_bytes_of_a_block_take_turns() -> None:
+    """Of 272 weights a half is a block of 128 and one of 8."""
+    values = (1 + torch.arange(272) % 128 / 128).to(torch.bfloat16).repeat(64, 1)
+    first = pack(values)[Part.WEIGHT][0, :136].tolist()
+    assert first[:128:2] == list(range(64))
+    assert first[1:128:2] == list(range(64, 128))
+    assert first[128:] == [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 def test_fused_matrices_are_those_that_were_packed() -> None:

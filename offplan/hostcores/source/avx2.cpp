@@ -140,7 +140,7 @@ static void lay_floats(const Matrix& a, const uint16_t* x, uint8_t* to) {
 
 // ---- packed weights, which become bfloat16 by tables: 32 columns of each half of a row at a time ----
 
-static int packed_column(int i, int j) {  // word j of vector i, of the 32 columns of a half
+static int packed_byte(int i, int j) {  // of word j of vector i, of 32 bytes of a half
   return j / 4 * 16 + i / 2 * 8 + j % 4 * 2 + (i & 1);
 }
 static int64_t packed_steps(const Matrix& a) { return (a.num_in / 2 + 31) / 32; }
@@ -214,8 +214,8 @@ static void lay_packed(const Matrix& a, const uint16_t* x, uint8_t* to) {
     for (int h = 0; h < 2; h++)
       for (int i = 0; i < 4; i++)
         for (int j = 0; j < 8; j++) {
-          const int64_t at = c * 32 + packed_column(i, j);
-          made[((c * 2 + h) * 4 + i) * 8 + j] = at < half ? from_bf16(x[h * half + at]) : 0.f;
+          const int64_t byte = c * 32 + packed_byte(i, j), at = h * half + column_of(byte, half);
+          made[((c * 2 + h) * 4 + i) * 8 + j] = byte < half ? from_bf16(x[at]) : 0.f;
         }
   memcpy(made + steps * 64, x, a.num_in * 2);
 }

@@ -138,8 +138,11 @@ struct Halves {
 struct Packed {
   static const int SCALES = 0;
   static const bool ZERO = false, ONE_ROW = true;
-  // columns from 64 on are those of the row's second half
-  static int column(int i, int j) { return 64 * (i / 2) + 16 * (j / 8) + 8 * (i & 1) + j % 8; }
+  // columns from 64 on are those of the row's second half; in each, 32 of odd bytes follow those of even
+  static int column(int i, int j) {
+    const int byte = 16 * (j / 8) + 8 * (i & 1) + j % 8;
+    return 64 * (i / 2) + byte % 2 * 32 + byte / 2;
+  }
   struct Row {
     const uint8_t *codes, *exponents, *bases;
     int64_t half;
@@ -310,14 +313,22 @@ INLINE Bits load_words(const uint16_t* p, int64_t left) {
 template <class Form>
 static void reorder(const Matrix& a, const uint16_t* x, uint8_t* to, bool halves) {
   static const Order<Form> order;
-  const int64_t k = a.num_in, chunks = a.chunks(), second = halves ? k / 2 : 64;
+  const int64_t k = a.num_in, chunks = a.chunks();
   const int64_t step = halves ? 64 : CHUNK, end = halves ? k / 2 : k;
   float* sums = (float*)(to + chunks * CHUNK * 2);
   for (int64_t c = 0; c < chunks; c++) {
-    const int64_t at = c * step, left = end - at, rest = halves ? left : left - 64;
-    const uint16_t *p = x + at, *q = p + second;
-    const Bits first[2] = {load_words(p, left), load_words(p + 32, left - 32)};
-    const Bits last[2] = {load_words(q, rest), load_words(q + 32, rest - 32)};
+    const int64_t at = c * step, left = end - at;
+    Bits first[2], last[2];
+    if (!halves) {
+      for (int i = 0; i < 2; i++) {
+        first[i] = load_words(x + at + 32 * i, left - 32 * i);
+        last[i] = load_words(x + at + 64 + 32 * i, left - 64 - 32 * i);
+      }
+    } else {  // of which even bytes meet 32 inputs in a row, and odd ones as many
+      const int64_t even = column_of(at, end), odd = column_of(at + 1, end);
+      first[0] = load_words(x + even, left / 2), first[1] = load_words(x + odd, left / 2);
+      last[0] = load_words(x + end + even, left / 2), last[1] = load_words(x + end + odd, left / 2);
+    }
     Floats sum = _mm512_setzero_ps();
     for (int i = 0; i < 4; i++) {
       const Bits word = _mm512_load_si512(order.word[i]);

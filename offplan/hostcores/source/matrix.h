@@ -128,6 +128,14 @@ static inline uint16_t to_bf16(float value) {  // to the nearest, ties to even
   return (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16);
 }
 
+// Which of `half` columns, those of a half of a packed row, one of its bytes has: each block has its
+// first weights in even bytes, the others in odd ones.
+INLINE int64_t column_of(int64_t byte, int64_t half) {
+  const int64_t block = byte / BASE_BYTES * BASE_BYTES;
+  const int64_t size = half - block < BASE_BYTES ? half - block : BASE_BYTES;
+  return block + byte % 2 * (size / 2) + byte % BASE_BYTES / 2;
+}
+
 // Patches add what codes have left out; a row of inputs has its raw values `raw_at` bytes on.
 INLINE void add_patches(const Matrix& a, int64_t raw_at, const uint8_t* const* x, float* const* y,
                         int64_t num, int64_t first, int64_t stop) {

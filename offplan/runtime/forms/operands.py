@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offplan.forms.form import BITS, Form, Kind, Part, WordOrder
+from offplan.forms.form import BASE_BYTES, BITS, Form, Kind, Part, WordOrder
 from offplan.runtime.forms.reference import Parts, block_of, codes_of, nested_scales
 
 
@@ -82,8 +82,9 @@ def _packed(parts: Parts) -> Operands:
     num_experts, num_out, length = exponents.shape
     bounds, reserve = parts[Part.PATCH_BLOCKS], patches.shape[1]
     arguments = codes, exponents, parts[Part.BASE], patches, bounds, reserve
+    constants = {"WHOLE": 4 * length % BASE_BYTES == 0}
     # an element is a word of exponents, which goes with two of codes
-    return Operands(num_experts, num_out, length, 8, arguments, {}, block_k=32, element_bytes=12)
+    return Operands(num_experts, num_out, length, 8, arguments, constants, 32, element_bytes=12)
 
 
 def _rows(form: Form, parts: Parts) -> Operands:

@@ -1,8 +1,8 @@
 """Products and expansion of bfloat16 weights that are packed without loss.
 
-Four bytes of EXPONENT, a word, have those of four weights in a row in the first half of a row and
-of four in the second: with the words of WEIGHT of both they make eight weights at once. Rows come
-in whole blocks of 64.
+A word of EXPONENT, four bytes, and the words of WEIGHT of both halves of a row make eight weights
+at once. Bytes 0 and 2 of a word have two weights in a row, bytes 1 and 3 two others in a row. Rows
+come in whole blocks of 64.
 """
 
 import triton
@@ -11,23 +11,21 @@ import triton.language as tl
 from offplan.forms.form import BASE_BYTES, PATCH_ROWS
 from offplan.runtime.forms.kernels import find_block, spread
 
-INPUT_FACTOR = 2.0**48
-"""What bfloat16 inputs are multiplied by: their products with codes as they are, of 2**-126 to
-2**-111, are then no subnormal numbers."""
-
 _PATCH_ROWS = tl.constexpr(PATCH_ROWS)
 _BASE_WORDS = tl.constexpr(BASE_BYTES // 4)
-"""Words of exponents that share a base."""
-_INPUT_POWER = tl.constexpr(48)
-_INPUT_FACTOR = tl.constexpr(INPUT_FACTOR)
-_CODE_POWER = tl.constexpr(113)
-_CODE_FACTOR = tl.constexpr(2.0**113)
-"""What codes are multiplied by instead, to be float16: 2**-13 to 2**2, no subnormal numbers."""
+"""Words of a block, whose exponents share a base."""
+_POWER = tl.constexpr(48)
+"""Weights or inputs are multiplied by two to this power: weights as their codes say them are
+2**-126 to 2**-111, and their products would be subnormal numbers."""
+_FACTOR = tl.constexpr(2.0**48)
+_HALF_POWER = tl.constexpr(113)
+"""The same of weights that become float16: 2**-13 to 2**2, no subnormal numbers."""
+_HALF_FACTOR = tl.constexpr(2.0**113)
 
 
 @triton.jit
 def pair_codes(exponents, half: tl.constexpr, part: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the codes of weights ``part`` (0 or 1) and ``part`` + 2 as their exponents' bits."""
+    """Return the codes of bytes ``part`` (0 or 1) and ``part`` + 2 as their weights' exponents."""
     if 8 * part + 4 * half < 7:
         codes = exponents << (7 - 8 * part - 4 * half)
     else:
@@ -37,7 +35,7 @@ def pair_codes(exponents, half: tl.constexpr, part: tl.constexpr):  # type: igno
 
 @triton.jit
 def pair_bits(words, codes, part: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return weights ``part`` (0 or 1) and ``part`` + 2 of a half's words: two bfloat16 in a word.
+    """Return the weights of bytes ``part`` (0 or 1) and ``part`` + 2: two bfloat16 in a word.
 
     They lack a factor of two to the power of their base. ``codes`` are theirs; with those of
     ``pair_codes`` five operations make two weights.
@@ -88,10 +86,42 @@ def load_bases(bases, start, row_words, WORDS: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit
-def load_scaled(at, inside):  # type: ignore[no-untyped-def]
-    """Load inputs as float32, scaled by INPUT_POWER, as bfloat16 ones are stored."""
-    v = tl.load(at, mask=inside, other=0.0)
-    return v.to(tl.float32) if v.dtype == tl.bfloat16 else v.to(tl.float32) * _INPUT_FACTOR
+def scale_pair(both):  # type: ignore[no-untyped-def]
+    """Multiply two bfloat16 of a word by 2**48, exactly and in one operation."""
+    return tl.inline_asm_elementwise(
+        "{.reg .b32 f, z; mov.b32 f, 0x57805780; mov.b32 z, 0x80008000;"
+        " fma.rn.bf16x2 $0, $1, f, z;}",
+        "=r,r", [both], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_pairs(x, at, inside):  # type: ignore[no-untyped-def]
+    """Load pairs of neighbouring inputs as float32, times 2**48."""
+    if x.dtype.element_ty == tl.bfloat16:
+        words = x.to(tl.pointer_type(tl.int32), bitcast=True)
+        low, high = widen(tl.load(words + at, mask=inside, other=0))
+    else:
+        low = tl.load(x + 2 * at, mask=inside, other=0.0).to(tl.float32)
+        high = tl.load(x + 2 * at + 1, mask=inside, other=0.0).to(tl.float32)
+    return low * _FACTOR, high * _FACTOR
+
+
+@triton.jit
+def find_inputs(  # type: ignore[no-untyped-def]
+    start, at, part: tl.constexpr, row_words, OF_PAIR: tl.constexpr, WHOLE: tl.constexpr
+):
+    """Return where a half of a row of inputs has those of the weights that ``part`` of words makes.
+
+    ``part`` is 0 or 1. Pairs (OF_PAIR 1) or inputs (OF_PAIR 2) are counted, and ``at`` counts those
+    from word ``start`` on. ``WHOLE`` says that a half is whole blocks.
+    """
+    first = start // _BASE_WORDS * _BASE_WORDS
+    at += OF_PAIR * (start - first)
+    # divided like this, the compiler sees which of them lie in a row
+    block = first + at // (OF_PAIR * _BASE_WORDS) * _BASE_WORDS
+    words = _BASE_WORDS if WHOLE else tl.minimum(_BASE_WORDS, row_words - block)
+    return OF_PAIR * (2 * block + words * part) + at % (OF_PAIR * _BASE_WORDS)
 
 
 @triton.jit
@@ -111,21 +141,6 @@ def find_patches(patches, patch_blocks, reserve, expert, num_out, row):  # type:
     bounds = patch_blocks + 2 * (expert * (num_out // _PATCH_ROWS) + row // _PATCH_ROWS)
     begin, stop = tl.maximum(tl.load(bounds), 0), tl.minimum(tl.load(bounds + 1), reserve)
     return patches + tl.cast(expert, tl.int64) * (2 * reserve), begin, stop
-
-
-@triton.jit
-def place_of(column, row_words, plane_elements, IN_PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return where the planes of inputs have a column of the first row.
-
-    Plane ``4 * half + part`` has every fourth input of a half of a row. IN_PAIRS has planes
-    ``2 * half + part``, where inputs of weights ``part`` and ``part`` + 2 of a word are neighbours.
-    """
-    word = column // 4
-    half = word // row_words
-    word -= half * row_words
-    if IN_PAIRS:
-        return (2 * half + column % 2) * plane_elements + 2 * word + column % 4 // 2
-    return (4 * half + column % 4) * plane_elements + word
 
 
 @triton.jit
@@ -150,6 +165,7 @@ def multiply(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """One program for BLOCK_N rows of a weight and a part of their length: times BLOCK_M inputs."""
     expert, begin, stop_pair = find_block(starts, num_pairs, num_experts, EXPERTS, BLOCK_M)
@@ -164,37 +180,38 @@ def multiply(  # type: ignore[no-untyped-def]
     if EXPERTS:
         pair = tl.load(order + m, mask=is_pair, other=0)
         first_row += tl.cast(expert, tl.int64) * num_out
-    plane_elements = num_pairs // pairs_per_row * (2 * row_words)
     halves = exponent + first_row[:, None] * row_words
     rows = weight + first_row[:, None] * (2 * row_words)
-    inputs = x + (pair // pairs_per_row).to(tl.int64)[None, :] * (2 * row_words)
+    inputs = x + (pair // pairs_per_row).to(tl.int64)[None, :] * (8 * row_words)
     bases = point_at_bases(base, expert, num_out, row_words, n)
-    scale: tl.constexpr = _INPUT_POWER if x.dtype.element_ty == tl.bfloat16 else _CODE_POWER
+    power: tl.constexpr = _POWER if x.dtype.element_ty == tl.bfloat16 else _HALF_POWER
     sums = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     first = tl.program_id(2) * split_words
     stop = tl.minimum(first + split_words, row_words)
     for start in range(first, stop, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        column = 2 * start + tl.arange(0, 2 * BLOCK_K)
+        weights = tl.arange(0, 2 * BLOCK_K)
         is_word = (k < stop)[None, :]
-        is_input = (column < 2 * stop)[:, None] & is_pair[None, :]
+        is_input = (2 * start + weights < 2 * stop)[:, None] & is_pair[None, :]
         # asked for here, the bases are there when the tile is done
-        powers = tl.load(bases + start // _BASE_WORDS * _PATCH_ROWS).to(tl.int32) - scale
+        powers = tl.load(bases + start // _BASE_WORDS * _PATCH_ROWS).to(tl.int32) - power
         tile = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
         codes = tl.load(halves + k[None, :], mask=is_word, other=0)
         for half in tl.static_range(2):
             words = tl.load(rows + half * row_words + k[None, :], mask=is_word, other=0)
             for part in tl.static_range(2):
                 both = pair_bits(words, pair_codes(codes, half, part), part)
-                at = inputs + (2 * half + part) * plane_elements + column[:, None]
+                column = find_inputs(start, weights, part, row_words, 2, WHOLE)
+                at = inputs + half * 4 * row_words + column[:, None]
                 v = tl.load(at, mask=is_input, other=0.0)
                 if v.dtype == tl.bfloat16:
+                    both = scale_pair(both)
                     low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
                     high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
                 else:
                     low, high = widen(both)
-                    low = (low * _CODE_FACTOR).to(v.dtype)
-                    high = (high * _CODE_FACTOR).to(v.dtype)
+                    low = (low * _HALF_FACTOR).to(v.dtype)
+                    high = (high * _HALF_FACTOR).to(v.dtype)
                 # a word of two weights is what the matrix units take: no operation joins them
                 tile = tl.dot(tl.join(low, high).reshape(BLOCK_N, 2 * BLOCK_K), v, tile)
         sums += tile * two_to(powers)[:, None]
@@ -206,10 +223,7 @@ def multiply(  # type: ignore[no-untyped-def]
             at = start + tl.arange(0, 32)
             row, column, bits = load_patches(own, at, stop_patch, 8 * row_words)
             is_own = (row >= 0)[:, None] & is_pair[None, :]
-            place = place_of(column, row_words, plane_elements, True)
-            v = tl.load(inputs + place[:, None], mask=is_own, other=0.0)
-            if v.dtype == tl.bfloat16:
-                v = (v.to(tl.float32) * (1 / _INPUT_FACTOR)).to(v.dtype)
+            v = tl.load(inputs + column[:, None], mask=is_own, other=0.0)
             value = (bits << 16).to(tl.float32, bitcast=True)
             found = tl.where(row[None, :] == n[:, None], value[None, :], 0.0)
             sums = tl.dot(found.to(v.dtype), v, sums)
@@ -239,6 +253,7 @@ def multiply_each(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """One program for BLOCK_N rows of a weight, times one input, without tensor cores."""
     expert, begin, _ = find_block(starts, num_pairs, num_experts, EXPERTS, 1)
@@ -250,10 +265,9 @@ def multiply_each(  # type: ignore[no-untyped-def]
     if EXPERTS:
         pair = tl.load(order + begin)
     first_row = tl.cast(expert, tl.int64) * num_out + n
-    part_elements = num_pairs // pairs_per_row * row_words
     halves = exponent + first_row[:, None] * row_words
     rows = weight + first_row[:, None] * (2 * row_words)
-    inputs = x + tl.cast(pair // pairs_per_row, tl.int64) * row_words
+    inputs = x + tl.cast(pair // pairs_per_row, tl.int64) * (8 * row_words)
     # four rows' bases are one word: what is as large the compiler asks for tiles ahead
     num_blocks = (row_words + _BASE_WORDS - 1) // _BASE_WORDS
     before = n // _PATCH_ROWS * (_PATCH_ROWS // 4) * num_blocks + n % _PATCH_ROWS // 4
@@ -267,16 +281,17 @@ def multiply_each(  # type: ignore[no-untyped-def]
         block = (tl.arange(0, BLOCK_K // _BASE_WORDS) + start // _BASE_WORDS)[None, :]
         is_block = block < num_blocks
         found = tl.load(bases + block * (_PATCH_ROWS // 4), mask=is_block, other=0)
-        powers = ((found >> (n % 4 * 8)[:, None]) & 0xFF) - _INPUT_POWER
+        powers = ((found >> (n % 4 * 8)[:, None]) & 0xFF) - _POWER
         tile = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
         codes = tl.load(halves + k[None, :], mask=is_word, other=0)
         for half in tl.static_range(2):
             words = tl.load(rows + half * row_words + k[None, :], mask=is_word, other=0)
             for part in tl.static_range(2):
                 low, high = widen(pair_bits(words, pair_codes(codes, half, part), part))
-                at = inputs + (4 * half + part) * part_elements + k
-                tile += low * load_scaled(at, inside)[None, :]
-                tile += high * load_scaled(at + 2 * part_elements, inside)[None, :]
+                at = find_inputs(start, tl.arange(0, BLOCK_K), part, row_words, 1, WHOLE)
+                x_low, x_high = load_pairs(inputs + half * 4 * row_words, at, inside)
+                tile += low * x_low[None, :]
+                tile += high * x_high[None, :]
         sums += tile * spread(two_to(powers), _BASE_WORDS)
     made = tl.sum(sums, 1)
     own, patch, stop_patch = find_patches(
@@ -286,9 +301,8 @@ def multiply_each(  # type: ignore[no-untyped-def]
         at = start + tl.arange(0, 64)
         row, column, bits = load_patches(own, at, stop_patch, 8 * row_words)
         is_own = (row // BLOCK_N == tl.program_id(0)) & (row >= 0)
-        place = place_of(column, row_words, part_elements, False)
         value = (bits << 16).to(tl.float32, bitcast=True)
-        found = load_scaled(inputs + place, is_own) * (1 / _INPUT_FACTOR) * value
+        found = tl.load(inputs + column, mask=is_own, other=0.0).to(tl.float32) * value
         made += tl.sum(tl.where(row[None, :] == n[:, None], found[None, :], 0.0), 1)
     where = out + tl.cast(pair, tl.int64) * num_out + n
     tl.store(where, made.to(out.dtype.element_ty))
@@ -307,6 +321,7 @@ def expand(  # type: ignore[no-untyped-def]
     reserve,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """One program for BLOCK_N rows of a weight: writes their bits, two in a word of ``out``."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -316,19 +331,18 @@ def expand(  # type: ignore[no-untyped-def]
     halves = exponent + first_row[:, None] * row_words
     rows = first_row[:, None] * (2 * row_words)
     for start in range(0, row_words, BLOCK_K):
-        k = (start + tl.arange(0, BLOCK_K))[None, :]
-        is_word = k < row_words
+        k = start + tl.arange(0, BLOCK_K)
+        is_word = (k < row_words)[None, :]
         powers = load_bases(bases, start, row_words, BLOCK_K)
-        codes = tl.load(halves + k, mask=is_word, other=0)
+        codes = tl.load(halves + k[None, :], mask=is_word, other=0)
         for half in tl.static_range(2):
-            at = rows + half * row_words + k
-            words = tl.load(weight + at, mask=is_word, other=0)
-            low, high = pair_codes(codes, half, 0), pair_codes(codes, half, 1)
-            even = add_base(pair_bits(words, low, 0), low, powers)
-            odd = add_base(pair_bits(words, high, 1), high, powers)
-            both = tl.join((even & 0xFFFF) | (odd << 16), ((even >> 16) & 0xFFFF) | (odd & -65536))
-            where = out + 2 * at[:, :, None] + tl.arange(0, 2)[None, None, :]
-            tl.store(where, both, mask=is_word[:, :, None])
+            at = rows + half * row_words
+            words = tl.load(weight + at + k[None, :], mask=is_word, other=0)
+            for part in tl.static_range(2):
+                of_part = pair_codes(codes, half, part)
+                both = add_base(pair_bits(words, of_part, part), of_part, powers)
+                pair = find_inputs(start, tl.arange(0, BLOCK_K), part, row_words, 1, WHOLE)
+                tl.store(out + 2 * at + pair[None, :], both, mask=is_word)
     tl.debug_barrier()  # escapes were written as something else, by other threads
     own, patch, stop_patch = find_patches(
         patches, patch_blocks, reserve, expert, num_out, tl.program_id(0) * BLOCK_N

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from offplan.forms.form import BASE_BYTES, MOST_EXPONENT, PATCH_ROWS, Part, patch_reserve
-from offplan.runtime.forms.reference import Parts
+from offplan.runtime.forms.reference import Parts, interleave
 
 RUN_WEIGHTS = 2**23
 """Weights that are packed at once, at most: packing takes some 16 bytes of memory for each.
@@ -58,8 +58,8 @@ def pack(values: torch.Tensor, reserve: int | None = None) -> Parts:
     counts = patched.view(-1, PATCH_ROWS * num_in).sum(1)
     ends = counts.cumsum(0)
     return {
-        Part.WEIGHT: weight,
-        Part.EXPONENT: codes[:, 0] | (codes[:, 1] << 4),
+        Part.WEIGHT: interleave(weight.view(num_out, 2, -1)).view(num_out, num_in),
+        Part.EXPONENT: interleave(codes[:, 0] | (codes[:, 1] << 4)),
         Part.BASE: base.unflatten(0, (-1, PATCH_ROWS)).mT.flatten(1),
         Part.PATCHES: patches,
         Part.PATCH_BLOCKS: torch.stack((ends - counts, ends), 1).to(torch.int32),

@@ -210,21 +210,16 @@ def choose_tile(weight: Operands, block_m: int, shared_bytes: int) -> tuple[int,
         block_k //= 2
 
 
-def _planes_of(form: Form, weight: Operands, x: torch.Tensor, in_pairs: bool) -> torch.Tensor:
+def _planes_of(form: Form, weight: Operands, x: torch.Tensor) -> torch.Tensor:
     """Lay inputs, [rows, in], out by their place in an element: [places, rows, elements].
 
-    Weights of one element meet inputs of separate planes, which are read in a row. ``in_pairs``
-    leaves those of two packed weights that are made at once in one plane, as neighbours.
+    Weights of one element meet inputs of separate planes, which are read in a row. Packed weights
+    take inputs as they are, in words of two.
     """
     if form.kind is Kind.PACKED:
-        planes = x.unflatten(-1, (2, weight.length, 2, 2))  # half, word, high or low, part
-        planes = planes.permute(1, 4, 0, 2, 3) if in_pairs else planes.permute(1, 3, 4, 0, 2)
-        if x.dtype == torch.bfloat16:
-            scaled = torch.empty(planes.shape, dtype=x.dtype, device=x.device)
-            return torch.mul(planes, packed_kernels.INPUT_FACTOR, out=scaled)
-    else:
-        planes = x.unflatten(-1, (weight.length, weight.pack)).permute(2, 0, 1)
-    return planes.contiguous()
+        x = x.contiguous()
+        return x if x.data_ptr() % 4 == 0 else x.clone()
+    return x.unflatten(-1, (weight.length, weight.pack)).permute(2, 0, 1).contiguous()
 
 
 def _multiply(
@@ -265,7 +260,7 @@ def _multiply(
         options = {"maxnreg": EACH_REGISTERS} if form.kind is Kind.PACKED else {}
     split = triton.cdiv(triton.cdiv(length, splits), block_k) * block_k
     out = x.new_empty(splits, num_pairs, num_out, dtype=torch.float32 if splits > 1 else x.dtype)
-    planes = _planes_of(form, weight, x, multiply is packed_kernels.multiply)
+    planes = _planes_of(form, weight, x)
     sources = [(weight, pairs), *((operands_of(form, rest), of) for rest, of in more)]
     for source, of_source in sources:
         multiply[(triton.cdiv(num_out, block_n), num_blocks, splits)](

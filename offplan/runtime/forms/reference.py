@@ -75,12 +75,13 @@ def block_of(form: Form, num_out: int, num_in: int, scales: torch.Tensor) -> tup
 def _expand_packed(parts: Parts) -> torch.Tensor:
     """Return packed values, bfloat16 of [..., out, in], bit for bit."""
     weight, base, halves = (parts[part] for part in (Part.WEIGHT, Part.BASE, Part.EXPONENT))
+    halves = interleave(halves, back=True)
     codes = torch.cat((halves & 0xF, halves >> 4), -1).short()
     num_rows = weight.shape[-2] // base.shape[-2]
     base = base.unflatten(-1, (-1, num_rows)).mT.flatten(-3, -2)
     base = base.repeat_interleave(BASE_BYTES, -1)[..., : halves.shape[-1]]
     exponents = (torch.cat((base, base), -1) + codes).where(codes != 0, 0)
-    bits = weight.short()
+    bits = interleave(weight.unflatten(-1, (2, -1)), back=True).flatten(-2).short()
     bits = ((bits & 0x80) << 8) | (bits & 0x7F) | (exponents << 7)
     reserve, num_weights = parts[Part.PATCHES].shape[-2], weight.shape[-2] * weight.shape[-1]
     places, patch_bits = parts[Part.PATCHES].view(-1, reserve, 2).unbind(-1)
@@ -95,6 +96,21 @@ def _expand_packed(parts: Parts) -> torch.Tensor:
     bits = nn.functional.pad(bits.view(len(places), num_weights), (0, 1))
     bits.scatter_(1, places.where(is_used, num_weights).long(), patch_bits.short())
     return bits[:, :-1].reshape(weight.shape).view(torch.bfloat16)
+
+
+def interleave(halves: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+    """Bring the bytes of halves of rows, [..., in / 2], into the order of packed ones.
+
+    ``back`` brings them back into the order of weights.
+    """
+    size = halves.shape[-1]
+    whole = size - size % BASE_BYTES
+    made = torch.empty_like(halves)
+    for block, part in ((BASE_BYTES, slice(whole)), (size - whole, slice(whole, size))):
+        if block and size >= block:
+            shape = (-1, block // 2, 2) if back else (-1, 2, block // 2)
+            made[..., part] = halves[..., part].unflatten(-1, shape).mT.flatten(-3)
+    return made
 
 
 def _expand_rows(form: Form, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
