@@ -23,7 +23,8 @@ weight, for a machine whose profile has no times of layers that are packed.
 
 Source: the products of a layer of Qwen3-8B on an H200 (``results/packed-rows-h200.json``) took 114,
 119, 134, 176 and 321 us packed by 4 inputs and more, and 107 to 117 us by cuBLAS from values. Those
-by one input took 122 and 117.
+by one input took 122 and 117. Up to 64 inputs, an H100 takes 0.90 to 0.92 of the packed times since
+(``results/packed-rows-h100.json``).
 """
 PACKED_EXPERT_SLOWDOWNS = ((1, 1.04), (2, 1.44), (16, 1.61), (32, 1.68), (64, 2.51), (128, 3.57))
 """The same of experts, by inputs of an expert on average.

@@ -408,7 +408,7 @@ def test_pairs_without_an_expert_gather_nothing(none: int, monkeypatch: pytest.M
     assert torch.equal(multiply_pairs(PACKED, gathered, x, order, begins)[1:4], there[1:4])
 
 
-def values_of_every_size(num_in: int = NUM_IN) -> torch.Tensor:
+def values_of_every_size(num_in: int) -> torch.Tensor:
     """Rows of 2 ** -130 to 2 ** 12, with patches; zeros, subnormals and what is not finite."""
     powers = torch.linspace(-130, 12, NUM_OUT, device=DEVICE, dtype=torch.float64)
     values = random(NUM_OUT, num_in).double() * torch.exp2(powers)[:, None]

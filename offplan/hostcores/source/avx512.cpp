@@ -138,7 +138,8 @@ struct Halves {
 struct Packed {
   static const int SCALES = 0;
   static const bool ZERO = false, ONE_ROW = true;
-  // columns from 64 on are those of the row's second half; in each, 32 of odd bytes follow those of even
+  // columns from 64 on are those of the row's second half; of each half come 32 that even bytes
+  // have, then 32 of odd ones
   static int column(int i, int j) {
     const int byte = 16 * (j / 8) + 8 * (i & 1) + j % 8;
     return 64 * (i / 2) + byte % 2 * 32 + byte / 2;
@@ -319,15 +320,11 @@ static void reorder(const Matrix& a, const uint16_t* x, uint8_t* to, bool halves
   for (int64_t c = 0; c < chunks; c++) {
     const int64_t at = c * step, left = end - at;
     Bits first[2], last[2];
-    if (!halves) {
-      for (int i = 0; i < 2; i++) {
-        first[i] = load_words(x + at + 32 * i, left - 32 * i);
-        last[i] = load_words(x + at + 64 + 32 * i, left - 64 - 32 * i);
-      }
-    } else {  // of which even bytes meet 32 inputs in a row, and odd ones as many
-      const int64_t even = column_of(at, end), odd = column_of(at + 1, end);
-      first[0] = load_words(x + even, left / 2), first[1] = load_words(x + odd, left / 2);
-      last[0] = load_words(x + end + even, left / 2), last[1] = load_words(x + end + odd, left / 2);
+    for (int i = 0; i < 2; i++) {  // even bytes of halves meet 32 inputs in a row, odd ones as many
+      const uint16_t* p = x + (halves ? column_of(at + i, end) : at + 32 * i);
+      const int64_t rest = halves ? left / 2 : left - 32 * i;
+      first[i] = load_words(p, rest);
+      last[i] = halves ? load_words(p + end, rest) : load_words(p + 64, rest - 64);
     }
     Floats sum = _mm512_setzero_ps();
     for (int i = 0; i < 4; i++) {
