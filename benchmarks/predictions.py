@@ -241,7 +241,7 @@ def main() -> None:
                 machine = machines[measured_for]
                 results.append(run(case, model, machine, Path(folder)))
             except subprocess.CalledProcessError as error:
-                results.append({"name": case.name, "failed": error.stderr.splitlines()[-3:]})
+                results.append({"name": case.name, "failed": error.stderr.splitlines()[-60:]})
             print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     json.dump({"machine": describe_machine(), "cases": results}, sys.stdout)
     print()

@@ -32,6 +32,18 @@ SPAN_TOKENS = 2048
 
 The rule computes in float32, and holds for each token more than ten times what a head has.
 """
+EAGER_COPIES = 6
+"""Times a pair's hidden state lives while experts run uncompiled: gathered, returned, and then
+weighted and put back in order, both in float32 where routing weights are.
+
+Source: transformers' ``grouped_mm_experts_forward``, read: its names keep all of them to the end.
+"""
+PAIR_COPIES = 2
+"""Hidden states of each pair besides, where experts stream in parts: as it is handed to them, and
+as they return it.
+
+Source: ``runtime.model.parts.Meeting``.
+"""
 KERNEL_TYPES = ("bfloat16", "float16")
 """Types that the runtime's kernels multiply: they would round float32 to TF32, and overfill tiles.
 """
@@ -43,6 +55,15 @@ def are_gathered(num_pairs: int, num_experts: int) -> bool:
     They are where so few pairs of a token and an expert are sent to so many experts.
     """
     return num_pairs <= num_experts
+
+
+def eager_width(hidden: int, inside: int) -> int:
+    """Elements that a pair of a token and an expert takes while experts run uncompiled.
+
+    They are the more of two: EAGER_COPIES of its hidden state; one of them, what gate and up give
+    (``inside``), and as much again for their product.
+    """
+    return max(EAGER_COPIES * hidden, hidden + 2 * inside)
 
 
 def is_power(dim: int) -> bool:

@@ -24,6 +24,7 @@ from offplan.kernel_sizes import (
     KERNEL_TYPES,
     LATENT_HEADS,
     SPAN_TOKENS,
+    eager_width,
     is_power,
 )
 from offplan.placement import Phase
@@ -100,13 +101,6 @@ They are, for few tokens, what an expert returns, weighted in float32; for many,
 gathered for the expert, and what returns put back in order.
 
 Source: ``runtime.model.experts.forward_experts``; transformers' ``grouped_mm``, compiled.
-"""
-
-EAGER_COPIES = 6
-"""Times a pair's hidden state lives while experts run uncompiled: gathered, returned, and then
-weighted and put back in order, both in float32 where routing weights are.
-
-Source: transformers' ``grouped_mm_experts_forward``, read: its names keep all of them to the end.
 """
 
 EXPANDED_COPIES = 2
@@ -398,18 +392,13 @@ def mlp_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
 
 
 def eager_expert_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
-    """Bytes of the temporaries of many tokens' routed experts, uncompiled.
-
-    Each of a token's experts takes the more of two: EAGER_COPIES of its hidden state; one of them,
-    what gate and up give, and as much again for their product.
-    """
+    """Bytes of the temporaries of many tokens' routed experts, uncompiled."""
     if not layer.expert_bytes or stage.experts is None:
         return 0
     hidden = stage.architecture.hidden_size
     inside = _output_width(stage, layer, _EXPERT_ROLES) - hidden
-    of_pair = max(EAGER_COPIES * hidden, hidden + 2 * inside)
     pairs = shape.num_tokens * stage.experts.num_experts_per_token
-    return pairs * of_pair * stage.element_bytes
+    return pairs * eager_width(hidden, inside) * stage.element_bytes
 
 
 def _gathered_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:

@@ -9,7 +9,6 @@ from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs.activations import (
     ATTENTION_COPIES,
-    EAGER_COPIES,
     HIDDEN_COPIES,
     JOINED_PARTS,
     LOGIT_COPIES,
@@ -37,7 +36,7 @@ from offplan.costs.activations import (
 from offplan.costs.memory import MARGIN, list_gpu_memory, overhead_bytes
 from offplan.costs.work import PassShape, prefill_shapes
 from offplan.held.held import hold
-from offplan.kernel_sizes import LATENT_HEADS, SPAN_TOKENS
+from offplan.kernel_sizes import EAGER_COPIES, LATENT_HEADS, SPAN_TOKENS
 from offplan.placement import Phase
 from offplan.plan import Budget, Workload
 from tests.costs.builders import (

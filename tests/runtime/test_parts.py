@@ -88,7 +88,7 @@ def test_chunks_that_meet_parts_together(
     monkeypatch.setattr(
         ExpertsInParts,
         "meet",
-        lambda self, chunks: [Meeting(self._experts, chunks, self.num_parts)],
+        lambda self, chunks: [Meeting(self._experts, chunks, self._parts)],
     )
     expected = run_resident(checkpoint, chunk)
     with open_session(checkpoint, offload(in_parts(2), prefill_chunk=chunk)) as session:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from offplan.kernel_sizes import PAIR_COPIES, eager_width
 from offplan.runtime.forms.experts import (
     FEW_TOKENS,
     PLAIN_WAY,
@@ -45,9 +46,17 @@ class Meeting:
     On the current stream; the host waits in ``count`` alone.
     """
 
-    def __init__(self, experts: nn.Module, chunks: Sequence[Arrived], num_parts: int) -> None:
-        """Sort the choices of all chunks together, by the experts of each part."""
-        self._experts = experts
+    def __init__(
+        self,
+        experts: nn.Module,
+        chunks: Sequence[Arrived],
+        parts: Sequence[Mapping[str, torch.Tensor]],
+    ) -> None:
+        """Sort the choices of all chunks together, by the experts of each part.
+
+        ``parts`` has the parts' parameters.
+        """
+        self._experts, num_parts = experts, len(parts)
         self._num_experts: int = vars(experts)["num_experts"] // num_parts
         """Experts of a part."""
         self._parameters = dict(experts.named_parameters(recurse=False))
@@ -57,6 +66,11 @@ class Meeting:
         self._num_chosen = chosen.shape[-1]
         self._most = max(self._sizes) * self._num_chosen
         """Pairs that are multiplied at a time: as many as where chunks come one by one."""
+        hidden = self._hidden.shape[-1]
+        largest = max(value.numel() for value in parts[0].values())
+        inside = largest // (self._num_experts * hidden)
+        self._pair_width = PAIR_COPIES * hidden + eager_width(hidden, inside)
+        """Elements that a pair takes while it is multiplied."""
         self._way, self._is_batched = _find_way(experts, self._hidden)
         self._chosen = flat = chosen.reshape(-1)
         # the very sort of transformers: an expert's rows have its order, which shows in last bits
@@ -84,6 +98,10 @@ class Meeting:
     def count(self) -> None:
         """Wait for how many pairs each part has; before parts are added."""
         self._bounds = self._ends.tolist()
+        if self._hidden.is_cuda:
+            # For parts with ever more pairs the allocator would take ever larger pieces, and keep
+            # them all. It cuts them from this block, which it has once the block is let go.
+            self._hidden.new_empty(self._most * self._pair_width)
 
     def add(self, part: int, values: Mapping[str, torch.Tensor]) -> None:
         """Multiply the tokens that chose experts of a part; ``values`` are its parameters."""
@@ -179,7 +197,7 @@ class ExpertsInParts:
             for chunk in chunks
         )
         groups = [chunks] if is_joined else [[chunk] for chunk in chunks]
-        return [Meeting(self._experts, group, self.num_parts) for group in groups]
+        return [Meeting(self._experts, group, self._parts) for group in groups]
 
     def add(self, meeting: Meeting, part: int) -> None:
         """Have chunks meet a part, which must be in its slot."""
