@@ -38,12 +38,6 @@ weighted and put back in order, both in float32 where routing weights are.
 
 Source: transformers' ``grouped_mm_experts_forward``, read: its names keep all of them to the end.
 """
-PAIR_COPIES = 2
-"""Hidden states of each pair besides, where experts stream in parts: as it is handed to them, and
-as they return it.
-
-Source: ``runtime.model.parts.Meeting``.
-"""
 KERNEL_TYPES = ("bfloat16", "float16")
 """Types that the runtime's kernels multiply: they would round float32 to TF32, and overfill tiles.
 """

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from offplan.costs.activations import activation_parts
-from offplan.costs.parts import find_parts_memory
+from offplan.costs.parts import bytes_at_experts, parts_bytes
 from offplan.costs.term import Input, Term, list_figures, sum_up
 from offplan.costs.vllm_cache import cache_bytes
 from offplan.held.packing import is_packed
@@ -68,9 +68,10 @@ def list_gpu_memory(
             Input("slots for parts", placement.num_part_slots, "count"),
             Input("largest part", placement.part_bytes, "bytes"),
         )
-        memory = find_parts_memory(stage, workload, prefill_chunk)
+        token_bytes = bytes_at_experts(stage)
         activations["chunks at experts in parts"] = max(
-            memory.of_group(placement.chunks_at_once.get(layer)) for layer in placement.parts
+            parts_bytes(token_bytes, workload, prefill_chunk, placement.chunks_at_once.get(layer))
+            for layer in placement.parts
         )
     cache = {
         "batch x context x bytes a token": tokens,

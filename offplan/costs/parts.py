@@ -1,14 +1,9 @@
 """What prompts take besides where layers stream their routed experts in parts."""
 
-from typing import NamedTuple
-
 from offplan.checkpoint.roles import Role, role_of
-from offplan.costs.activations import eager_expert_bytes, phase_bytes, waiting_bytes
 from offplan.costs.compute import PassCompute
 from offplan.costs.timeline import PartTimes, to_ps
-from offplan.costs.work import prefill_shapes
 from offplan.held.stage import Stage
-from offplan.kernel_sizes import PAIR_COPIES
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement, Span
 from offplan.plan import Workload
@@ -73,57 +68,26 @@ def divide_ps(routed_ps: int, num_parts: int, num_chunks: int, num_groups: int =
     return PartTimes(routed_ps, part_ps, num_parted * launching_ps, num_groups)
 
 
-class PartsMemory(NamedTuple):
-    """GPU memory that a prompt in chunks of one size takes at a layer's experts in parts, in bytes.
+def parts_bytes(
+    token_bytes: int, workload: Workload, prefill_chunk: int, chunks_at_once: int | None
+) -> int:
+    """Bytes that a group of so many chunks of a prompt, or all, keeps at a layer's experts."""
+    tokens = workload.prompt_tokens
+    if chunks_at_once is not None:
+        tokens = min(tokens, chunks_at_once * prefill_chunk)
+    return workload.batch * tokens * token_bytes
 
-    Source: DeepSeek-V2-Lite in 4 GiB of an H100, a prompt of 8 chunks that met 8 parts, took 493 MB
-    for what was captured and 202 beside. These give 490 and 201.
+
+def bytes_at_experts(stage: Stage) -> int:
+    """Bytes that a token keeps at the experts of a layer in parts.
+
+    They are PART_COPIES of its hidden state, that of shared experts, the product of each of its
+    choices, the choices and the scores.
     """
-
-    token_bytes: int
-    """Of each token of a group, from where it comes to the experts until it goes on."""
-    product_bytes: int
-    """Of each token of a group, while the group meets the parts."""
-    spare: int
-    """Of a chunk's pass through attention or MLP: what groups at the experts may take instead."""
-    multiplied: int
-    """Of the experts' own temporaries, beside a captured prompt's."""
-    prefill_chunk: int
-    batch: int
-    prompt_tokens: int
-
-    def of_group(self, chunks_at_once: int | None) -> int:
-        """Count the bytes of groups of so many chunks, beyond ``activations.phase_bytes``."""
-        tokens = self.prompt_tokens
-        if chunks_at_once is not None:
-            tokens = min(tokens, chunks_at_once * self.prefill_chunk)
-        waiting = self.batch * tokens * self.token_bytes
-        meeting = self.batch * tokens * self.product_bytes
-        return waiting + max(0, meeting - self.spare) + self.multiplied
-
-
-def find_parts_memory(stage: Stage, workload: Workload, prefill_chunk: int) -> PartsMemory:
-    """Find what a prompt takes at the experts of layers in parts.
-
-    A token that waits takes PART_COPIES of its hidden state, that of shared experts, its choices
-    and its scores; then the product of each of its choices.
-    """
-    assert stage.experts is not None
+    if stage.experts is None:
+        return 0
     num_chosen = stage.experts.num_experts_per_token
     has_shared = any(role_of(parameter) is Role.SHARED_EXPERTS for parameter in stage.parameters)
-    state_bytes = stage.architecture.hidden_size * stage.element_bytes
-    waiting = (PART_COPIES * stage.architecture.num_streams + has_shared) * state_bytes
-    waiting += CHOICE_BYTES * num_chosen + SCORE_BYTES * stage.experts.num_in_all
-    chunk = prefill_shapes(workload, prefill_chunk)[0]
-    pairs = chunk.num_tokens * num_chosen
-    alone = max(eager_expert_bytes(stage, layer, chunk) for layer in stage.layers)
-    prompt, _ = phase_bytes(stage, workload, prefill_chunk)
-    return PartsMemory(
-        token_bytes=waiting,
-        product_bytes=num_chosen * state_bytes,
-        spare=prompt - waiting_bytes(stage, workload, chunk),
-        multiplied=alone + PAIR_COPIES * pairs * state_bytes,
-        prefill_chunk=prefill_chunk,
-        batch=workload.batch,
-        prompt_tokens=workload.prompt_tokens,
-    )
+    states = PART_COPIES * stage.architecture.num_streams + has_shared + num_chosen
+    each = states * stage.architecture.hidden_size * stage.element_bytes
+    return each + CHOICE_BYTES * num_chosen + SCORE_BYTES * stage.experts.num_in_all

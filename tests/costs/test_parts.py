@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from offplan.checkpoint.model import Model
 from offplan.costs.compute import ModelCompute
-from offplan.costs.parts import PartsMemory, divide_ps, find_parts_memory
+from offplan.costs.parts import bytes_at_experts, divide_ps, parts_bytes
 from offplan.costs.pass_times import pass_times
 from offplan.costs.predict import derive_stage, price_request
 from offplan.costs.work import decode_shape, prefill_shapes
@@ -96,8 +96,7 @@ def test_more_parts_take_less_memory_and_chunks_at_experts_some() -> None:
     assert all(2 * after == before for before, after in pairwise(rings))
     assert rings[0] == memory(rule("experts"))[0]  # two halves in place of a slot
     more = memory(in_parts(2))[1] - memory(rule("experts"))[1]
-    at_experts = find_parts_memory(hold(model), WORKLOAD, 200)
-    assert more == at_experts.of_group(None) > at_experts.multiplied > 0
+    assert more == parts_bytes(bytes_at_experts(hold(model)), WORKLOAD, 200, None) > 0
 
 
 def test_groups_of_chunks_take_less_memory_and_the_link_again() -> None:
@@ -109,28 +108,11 @@ def test_groups_of_chunks_take_less_memory_and_the_link_again() -> None:
         taken = predict(model, machine, WORKLOAD, budget, offload)
         return taken.gpu_memory.activation_bytes, taken.prefill.link_bytes
 
-    memory = find_parts_memory(hold(model), WORKLOAD, 100)
+    each = bytes_at_experts(hold(model))
     (held, moved), *groups = map(predicted, (None, 300, 250, 100, 1))
-    for (less, again), chunks in zip(groups, (3, 2, 1, 1), strict=True):
-        assert held - less == memory.of_group(None) - memory.of_group(chunks) > 0
-        assert again == moved * (6 // chunks)
-
-
-def test_products_at_experts_take_the_memory_of_a_pass_through_attention() -> None:
-    """Groups of 40 tokens wait; their products first fill what the pass itself has taken."""
-    memory = PartsMemory(
-        token_bytes=10,
-        product_bytes=30,
-        spare=3000,
-        multiplied=7,
-        prefill_chunk=20,
-        batch=2,
-        prompt_tokens=100,
-    )
-    waiting, products = 2 * 40 * 10, 2 * 40 * 30
-    assert products < 3000
-    assert memory.of_group(2) == waiting + 7
-    assert memory.of_group(None) == 2 * 100 * (10 + 30) - 3000 + 7
+    for (less, again), tokens in zip(groups, (300, 200, 100, 100), strict=True):
+        assert held - less == WORKLOAD.batch * (600 - tokens) * each
+        assert again == moved * (600 // tokens)
 
 
 def test_terms_name_parts() -> None:

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from offplan.costs.compute import ModelCompute
-from offplan.costs.parts import find_parts_memory
+from offplan.costs.parts import bytes_at_experts, parts_bytes
 from offplan.costs.predict import price_request
 from offplan.costs.threshold import least_that
 from offplan.costs.work import decode_shape, prefill_shapes
@@ -153,9 +153,9 @@ def test_the_search_prices_as_the_schedule_does(
 
     off_gpu, on_host, _ = weigh(searcher, case)
     on_gpu = placement.resident_bytes + placement.ring_bytes
-    given = stage, space.question.workload, setting.prefill_chunk
+    given = bytes_at_experts(stage), space.question.workload, setting.prefill_chunk
     at_once = [placement.chunks_at_once.get(layer) for layer in placement.parts]
-    held = max((find_parts_memory(*given).of_group(each) for each in at_once), default=0)
+    held = max((parts_bytes(*given, each) for each in at_once), default=0)
     own_bytes = least_own_bytes(searcher, case)
     assert [off_gpu[0] - own_bytes] == [stage.loaded_bytes - setting.host_bytes - on_gpu - held]
     if searcher.space.runner.name is None:
