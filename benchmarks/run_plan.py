@@ -72,7 +72,9 @@ def count_touched_experts(session: Session, prompt: torch.Tensor) -> float | Non
     experts = list_experts(session.loaded.module)
     hooks = [m.register_forward_pre_hook(count) for m in experts]
     with session.stream(), torch.inference_mode(), torch.compiler.set_stance("force_eager"):
-        tokens = session.prefill(prompt).argmax(-1, keepdim=True)
+        # hooks have layers compiled again, which must not happen in a capture
+        (logits,) = session.prefill_all(prompt, 1)
+        tokens = logits.argmax(-1)
         counts.clear()
         session.runner.forward.step(tokens)
         torch.cuda.synchronize()

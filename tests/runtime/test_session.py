@@ -412,3 +412,52 @@ def test_layers_of_other_sessions_do_not_count(monkeypatch: pytest.MonkeyPatch) 
             hidden = torch.full((number,), float(number))
             assert torch.equal(layers.step(index, Call(hidden, {})), 2 * hidden)
         assert compiled.frame_count == number
+
+
+@pytest.mark.slow
+def test_a_layer_cut_at_its_experts_shares_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled for it, guarded by nothing behind the cut, must not serve whole layers.
+
+    In a capture, where nothing can be compiled, these would be compiled once more.
+    """
+
+    class Whole(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden + 1
+
+    class Cut(Whole):
+        @torch.compiler.disable
+        def _hand_over(self, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden + 2
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self._hand_over(hidden)
+
+    class Block(torch.nn.Module):
+        def __init__(self, experts: torch.nn.Module) -> None:
+            super().__init__()
+            self.experts = experts
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.experts(hidden * 2) * 3
+
+    class Layer(torch.nn.Module):
+        def __init__(self, experts: torch.nn.Module) -> None:
+            super().__init__()
+            self.block = Block(experts)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.block(hidden * 5) + 1
+
+    compiled = CompileCounter()
+    compile_so = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda of, **_: compile_so(of, backend=compiled, dynamic=False)
+    )
+    layers = DecoderLayers(torch.nn.ModuleList([Layer(Whole()), Layer(Cut())]), compiled=True)
+    for again in range(2):
+        for index, expected in enumerate((34.0, 37.0)):
+            assert layers.step(index, Call(torch.ones(1), {})).item() == expected
+        if not again:
+            before = compiled.frame_count
+    assert compiled.frame_count == before

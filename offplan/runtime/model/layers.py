@@ -58,8 +58,9 @@ See = Callable[[int, torch.Tensor, torch.Tensor], None]
 def _with_own_code(method: Callable[..., Any], copies: dict[CodeType, CodeType]) -> Any:
     """Return the same bound method of a function whose code is a copy, that of ``copies`` if any.
 
-    torch counts and keeps compilations by code, so that layers of one session share them. With the
-    class's own code, layers of other sessions would count, too, and the last ones stay uncompiled.
+    torch counts and keeps compilations by code, so that layers with the same ``copies`` share them.
+    With the class's own code, layers of other sessions would count, too, and the last ones stay
+    uncompiled.
     """
     if not (inspect.ismethod(method) and inspect.isfunction(method.__func__)):
         return method
@@ -95,7 +96,9 @@ class DecoderLayers:
         """What is done where the model calls a layer, whose index it is told."""
         if compiled:
             compile_as_real(layers)
-        copies: dict[CodeType, CodeType] = {}
+        # A layer compiled up to a break is guarded by nothing behind it, as where experts hand over:
+        # its code would serve layers of other classes, too, whose rest is then compiled once more.
+        copies: dict[tuple[type, ...], dict[CodeType, CodeType]] = {}
         # set for each call and taken back after it: what else the process compiles keeps its limit
         self._limit = torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS)
         self._is_compiled, self._is_compiling = compiled, False
@@ -110,8 +113,9 @@ class DecoderLayers:
             own: Callable[..., Any] = layer.forward
             signature = inspect.signature(own)
             if compiled:
+                alike = copies.setdefault(tuple(map(type, layer.modules())), {})
                 own = torch.compile(
-                    _with_own_code(own, copies), dynamic=False, options=dict(COMPILE_OPTIONS)
+                    _with_own_code(own, alike), dynamic=False, options=dict(COMPILE_OPTIONS)
                 )
             self._steps.append(own)
             self._beside.append(vars(layer).get("beside"))
