@@ -33,7 +33,7 @@ class CoresUse(NamedTuple):
     num_products: int
     """Products that are handed over: the experts of a layer are one."""
     slowness: float
-    """Time of these rows, as a multiple of that of one."""
+    """Time of reading them, as a multiple of that where each weight meets one row: their mean."""
 
     def seconds(self, machine: MachineProfile, *, beside: bool) -> float:
         """Seconds that the layer waits; ``beside`` is said where the step copies, too."""
@@ -54,9 +54,10 @@ def find_use(
     uses = [UnitUse(unit, batch, experts, machine, reuse) for unit in taken]
     dense = [u for u in taken if not u.is_expert and u.part is Part.WEIGHT and len(u.shape) > 1]
     routed = [use for use in uses if use.unit.is_expert]
-    rows = float(batch)
-    if routed and experts is not None:
+    num_bytes, of_routed = (sum(map(Backend.HOST.link_bytes, each)) for each in (uses, routed))
+    slowness = max(1.0, batch / ROWS_AT_RATE)
+    if of_routed and experts is not None:
         chosen = max(1.0, routed[0].touched * experts.num_experts)
         rows = batch * experts.num_experts_per_token / chosen
-    num_bytes = round(sum(map(Backend.HOST.link_bytes, uses)))
-    return CoresUse(num_bytes, len(dense) + bool(routed), max(1.0, rows / ROWS_AT_RATE))
+        slowness += of_routed / num_bytes * (max(1.0, rows / ROWS_AT_RATE) - slowness)
+    return CoresUse(round(num_bytes), len(dense) + bool(routed), slowness)

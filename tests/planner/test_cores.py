@@ -96,6 +96,12 @@ def test_rows_beyond_the_rate_take_longer() -> None:
     layer = next(each for each in model.layers if each.expert_bytes)
     routed = [unit for unit in group_units(layer) if unit.is_expert]
     assert find_use(routed, MACHINE, model.experts, 1, None).num_products == 1
+    # each weight meets its own rows: what is handed over together takes as long as one by one
+    each = [find_use(some, MACHINE, model.experts, 40, None) for some in (units, routed)]
+    both = find_use([*units, *routed], MACHINE, model.experts, 40, None)
+    assert each[0].slowness != each[1].slowness
+    taken = [use.seconds(MACHINE, beside=False) for use in (*each, both)]
+    assert sum(taken[:2]) == pytest.approx(taken[2])
 
 
 def test_engines_have_none() -> None:
