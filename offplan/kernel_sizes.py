@@ -38,6 +38,13 @@ weighted and put back in order, both in float32 where routing weights are.
 
 Source: transformers' ``grouped_mm_experts_forward``, read: its names keep all of them to the end.
 """
+PAIR_COPIES = 2
+"""Hidden states of each pair besides, where experts stream in parts: as it is handed to them, and
+as they return it.
+
+Source: ``runtime.model.parts.Meeting``; with them 201 MB for DeepSeek-V2-Lite in chunks of 1,024,
+where an H100 had 202 in use at the peak.
+"""
 KERNEL_TYPES = ("bfloat16", "float16")
 """Types that the runtime's kernels multiply: they would round float32 to TF32, and overfill tiles.
 """
@@ -58,6 +65,11 @@ def eager_width(hidden: int, inside: int) -> int:
     (``inside``), and as much again for their product.
     """
     return max(EAGER_COPIES * hidden, hidden + 2 * inside)
+
+
+def parted_width(hidden: int, inside: int) -> int:
+    """``eager_width`` where experts stream in parts."""
+    return PAIR_COPIES * hidden + eager_width(hidden, inside)
 
 
 def is_power(dim: int) -> bool:

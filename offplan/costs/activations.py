@@ -1,7 +1,7 @@
 """GPU memory of what passes make and drop again."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from offplan.checkpoint.matrices import output_width
 from offplan.checkpoint.model import Layer
@@ -26,6 +26,7 @@ from offplan.kernel_sizes import (
     SPAN_TOKENS,
     eager_width,
     is_power,
+    parted_width,
 )
 from offplan.placement import Phase
 from offplan.plan import Workload
@@ -151,13 +152,20 @@ does not fit there. Source: prompts of 512 tokens on an H200, resident and offlo
 """
 
 
-def activation_bytes(stage: Stage, workload: Workload, prefill_chunk: int) -> int:
-    """Bytes of all ``activation_parts`` of plans whose layers are not in parts."""
-    return sum(activation_parts(stage, workload, prefill_chunk).values())
+def activation_bytes(
+    stage: Stage, workload: Workload, prefill_chunk: int, *, in_parts: bool = False
+) -> int:
+    """Bytes of all ``activation_parts``, where no layer's experts stream in parts.
+
+    With ``in_parts`` all do, and what prompts take at them is left out.
+    """
+    return sum(activation_parts(stage, workload, prefill_chunk, in_parts=in_parts).values())
 
 
-def activation_parts(stage: Stage, workload: Workload, prefill_chunk: int) -> dict[str, int]:
-    """Name the bytes of what passes make and drop again.
+def activation_parts(
+    stage: Stage, workload: Workload, prefill_chunk: int, *, in_parts: bool = False
+) -> dict[str, int]:
+    """Name the bytes of what passes make and drop again; ``in_parts`` as for ``phase_bytes``.
 
     Captured graphs keep a step's temporaries beside an uncaptured prompt. Source:
     ``runtime.session.Session``, ``runtime.passes.captured.Passes``.
@@ -170,7 +178,7 @@ def activation_parts(stage: Stage, workload: Workload, prefill_chunk: int) -> di
             "scratch": scratch_bytes(stage),
             "experts stored as codes": coded_experts_bytes(stage),
         }
-    prompt, step = phase_bytes(stage, workload, prefill_chunk)
+    prompt, step = phase_bytes(stage, workload, prefill_chunk, in_parts=in_parts)
     return {
         "temporaries of the larger phase": max(prompt, step),
         "temporaries of a step, for captured graphs": step,
@@ -203,12 +211,15 @@ def coded_experts_bytes(stage: Stage) -> int:
     return coded * CODED_EXPERTS_BYTES
 
 
-def phase_bytes(stage: Stage, workload: Workload, prefill_chunk: int) -> tuple[int, int]:
+def phase_bytes(
+    stage: Stage, workload: Workload, prefill_chunk: int, *, in_parts: bool = False
+) -> tuple[int, int]:
     """Bytes of the temporaries of a prompt, and of a decode step.
 
     A prompt's are its largest chunk's, and what waits meanwhile. A chunk has hidden states + the
     largest block + logits: of a layer only one block, attention or MLP, is alive at a time. A
-    chunk that is not as long as the plan's runs uncompiled.
+    chunk that is not as long as the plan's runs uncompiled. ``in_parts`` leaves out what a prompt's
+    routed experts take, as where all of them stream in parts.
     """
     layers = _distinct_layers(stage)
     # of chunks with as many tokens, the last one reaches furthest and takes most
@@ -216,7 +227,9 @@ def phase_bytes(stage: Stage, workload: Workload, prefill_chunk: int) -> tuple[i
 
     def of_chunk(shape: PassShape) -> int:
         blocks = [attention_bytes, mlp_bytes, per_layer_bytes]
-        if shape.phase is Phase.PREFILL and shape.tokens != prefill_chunk:
+        if shape.phase is Phase.PREFILL and in_parts:
+            blocks[1] = dense_bytes
+        elif shape.phase is Phase.PREFILL and shape.tokens != prefill_chunk:
             blocks.append(eager_expert_bytes)
         most = max(block(stage, layer, shape) for block in blocks for layer in layers)
         expanded = max(expanded_bytes(stage, layer, shape) for layer in layers)
@@ -380,7 +393,6 @@ def mlp_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
     token's experts with ROUTED_COPIES of its hidden state; where the runtime has their weights
     gathered, those too.
     """
-    dense = _output_width(stage, layer, _MLP_ROLES)
     routed = gathered = 0
     if layer.expert_bytes and stage.experts is not None:
         hidden = stage.architecture.hidden_size
@@ -388,17 +400,34 @@ def mlp_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
         routed = stage.experts.num_experts_per_token * (width + ROUTED_COPIES * hidden)
         pairs = shape.num_tokens * stage.experts.num_experts_per_token
         gathered = pairs * _gathered_bytes(stage, layer, shape)
-    return shape.num_tokens * (dense + routed) * stage.element_bytes + gathered
+    of_experts = shape.num_tokens * routed * stage.element_bytes + gathered
+    return dense_bytes(stage, layer, shape) + of_experts
+
+
+def dense_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
+    """Bytes of the temporaries of the MLP and of shared experts: new tokens x the width."""
+    return shape.num_tokens * _output_width(stage, layer, _MLP_ROLES) * stage.element_bytes
 
 
 def eager_expert_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
     """Bytes of the temporaries of many tokens' routed experts, uncompiled."""
+    return _pair_bytes(stage, layer, shape, eager_width)
+
+
+def parted_expert_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
+    """Bytes of the temporaries of a chunk's pairs at experts in parts, beside what it keeps."""
+    return _pair_bytes(stage, layer, shape, parted_width)
+
+
+def _pair_bytes(
+    stage: Stage, layer: Layer, shape: PassShape, width: Callable[[int, int], int]
+) -> int:
     if not layer.expert_bytes or stage.experts is None:
         return 0
     hidden = stage.architecture.hidden_size
     inside = _output_width(stage, layer, _EXPERT_ROLES) - hidden
     pairs = shape.num_tokens * stage.experts.num_experts_per_token
-    return pairs * eager_width(hidden, inside) * stage.element_bytes
+    return pairs * width(hidden, inside) * stage.element_bytes
 
 
 def _gathered_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:

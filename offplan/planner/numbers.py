@@ -80,12 +80,12 @@ class Numbers:
 
     @cached_property
     def shared_bytes(self) -> Ints:
-        """Bytes on the GPU for parts, once for all layers, [options + 1, settings].
+        """Bytes on the GPU for parts at least, once for all layers, [options + 1, settings].
 
         They are those of all kinds of layers: a larger rule of an option never frees less.
         """
-        shape = len(self.climbs), len(self.space.settings)
-        largest = self._parts.gpu_bytes.max(axis=1).reshape(shape[0], -1)
+        shape, parts = (len(self.climbs), len(self.space.settings)), self._parts
+        largest = (parts.gpu_bytes - parts.spared_bytes).max(axis=1).reshape(shape[0], -1)
         return np.broadcast_to(largest, shape)
 
     @cached_property
@@ -146,8 +146,10 @@ class Numbers:
         fits = rungs.any(axis=1) | ~self.climbs[option]
         if self._has_parts:
             at = option[:, None], self.space.kinds, setting[:, None]
-            gpu_bytes = self._parts.gpu_bytes[at]
-            fits &= spare >= (taken * gpu_bytes).max(axis=1)
+            gpu_bytes, spared_bytes = self._parts.gpu_bytes[at], self._parts.spared_bytes[at]
+            takes_all = (taken >= (gpu_bytes > 0)).all(axis=1)
+            needed = (taken * gpu_bytes).max(axis=1) - takes_all * spared_bytes.max(axis=1)
+            fits &= spare >= needed
         return fits, Own(option, taken, rungs)
 
     def _climb(self, option: Ints, takes: Ints, spare: Ints) -> Ints:

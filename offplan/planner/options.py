@@ -25,7 +25,7 @@ from offplan.choices import Store
 from offplan.costs.cores import CoresUse
 from offplan.costs.kept_experts import brought_bytes, find_experts, keeping_ps, left_bytes
 from offplan.costs.missed import Missed
-from offplan.costs.parts import bytes_at_experts, divide_ps, parts_bytes, span_seconds
+from offplan.costs.parts import PartsMemory, divide_ps, find_parts_memory, span_seconds
 from offplan.costs.timeline import to_ps
 from offplan.errors import PlanError
 from offplan.expert_slots import BOUNDARY_BYTES, ExpertSlots, check_parts, find_expert_slots
@@ -76,6 +76,8 @@ class Parts(NamedTuple):
     gpu_bytes: NDArray[np.int64]
     """GPU memory of the slots, and of what chunks keep meanwhile, [settings]: all layers share the
     largest."""
+    spared_bytes: NDArray[np.int64]
+    """What prompts take less where no layer has its experts whole, [settings]."""
     copy_ps: Any
     """Picoseconds of the copy of one part."""
     moved_ps: NDArray[np.int64]
@@ -261,8 +263,8 @@ class StreamsParts(Option):
     """Routed experts that prompts stream in parts: ``parts``."""
 
     num_parts: int
-    token_bytes: int
-    """Bytes that a token keeps at the experts."""
+    memory: tuple[PartsMemory, ...]
+    """What prompts take at the experts in each of the space's settings."""
     tokens_at_once: int | None = None
 
     @property
@@ -287,16 +289,16 @@ class StreamsParts(Option):
         rule, layer = self.rule(1, 1), space.kind_of.index(kind)
         first, *_ = build_slab((unit, rule) for unit in units).parts
         gpu_bytes, times = [], []
-        for each in space.settings:
-            chunk, num_chunks = each.prefill_chunk, len(each.prefill.shapes)
-            at_once = rule.chunks_at_once(chunk)
-            waiting = parts_bytes(self.token_bytes, space.question.workload, chunk, at_once)
-            gpu_bytes.append(PART_SLOTS * first.slot_bytes + waiting)
+        for each, memory in zip(space.settings, self.memory, strict=True):
+            num_chunks = len(each.prefill.shapes)
+            at_once = rule.chunks_at_once(each.prefill_chunk)
+            gpu_bytes.append(PART_SLOTS * first.slot_bytes + memory.of_group(at_once))
             given = each.prefill.routed_ps[layer], self.num_parts, num_chunks
             times.append(divide_ps(*given, -(-num_chunks // (at_once or num_chunks))))
         return Parts(
             self.num_parts,
             np.array(gpu_bytes),
+            np.array([each.routed_bytes for each in self.memory]),
             to_ps(span_seconds(space.machine, first)),
             np.array([each.routed_ps for each in times]),
             np.array([each.part_ps for each in times]),
@@ -309,19 +311,21 @@ def _list_parts(space: "Space", ways: Iterable[tuple[Backend, Backend]]) -> Iter
     stage, goal = space.stage, space.question.goal
     if goal.parts == "off" or stage.experts is None:
         return
-    experts, token_bytes = expert_class(stage), bytes_at_experts(stage)
+    experts, workload = expert_class(stage), space.question.workload
+    chunks = [each.prefill_chunk for each in space.settings]
+    memory = tuple(find_parts_memory(stage, workload, chunk) for chunk in chunks)
     for way in ways:
         if not way[0].streams or way[1].streams or way[1].is_served:
             continue
         if way[1].is_by_cores and not suits_cores(space, experts):
             continue
         for num_parts in NUM_PARTS:
-            option = StreamsParts(experts, *way, num_parts, token_bytes)
+            option = StreamsParts(experts, *way, num_parts, memory)
             with suppress(PlanError):  # it does not divide the experts
                 for layer, units in zip(space.layers, space.taken(experts), strict=True):
                     check_parts(stage, layer, 1, option.rule(1, 1), units)
                 yield option
-                for tokens in _list_at_once(space.question.workload.prompt_tokens):
+                for tokens in _list_at_once(workload.prompt_tokens):
                     yield replace(option, tokens_at_once=tokens)
 
 

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offplan.checkpoint.model import Model
+from offplan.costs.activations import parted_expert_bytes, phase_bytes, waiting_bytes
 from offplan.costs.compute import ModelCompute
-from offplan.costs.parts import bytes_at_experts, divide_ps, parts_bytes
+from offplan.costs.parts import divide_ps, find_parts_memory
 from offplan.costs.pass_times import pass_times
 from offplan.costs.predict import derive_stage, price_request
 from offplan.costs.work import decode_shape, prefill_shapes
@@ -87,16 +88,27 @@ def test_parts_take_what_their_experts_take_and_a_launch() -> None:
 def test_more_parts_take_less_memory_and_chunks_at_experts_some() -> None:
     model, machine, budget = moe_model(4), make_machine(), Budget(gpu_memory=2**30)
 
-    def memory(*rules: Rule) -> tuple[int, int]:
+    def memory_of(*rules: Rule) -> tuple[int, int]:
         offload = Offload(prefill_chunk=200, rules=rules)
         taken = predict(model, machine, WORKLOAD, budget, offload).gpu_memory
         return taken.ring_bytes, taken.activation_bytes
 
-    rings = [memory(in_parts(n))[0] for n in (2, 4, 8)]
+    rings = [memory_of(in_parts(n))[0] for n in (2, 4, 8)]
     assert all(2 * after == before for before, after in pairwise(rings))
-    assert rings[0] == memory(rule("experts"))[0]  # two halves in place of a slot
-    more = memory(in_parts(2))[1] - memory(rule("experts"))[1]
-    assert more == parts_bytes(bytes_at_experts(hold(model)), WORKLOAD, 200, None) > 0
+    assert rings[0] == memory_of(rule("experts"))[0]  # two halves in place of a slot
+    more = memory_of(in_parts(2))[1] - memory_of(rule("experts"))[1]
+    stage = hold(model)
+    memory = find_parts_memory(stage, WORKLOAD, 200)
+    assert more == memory.of_group(None) - memory.routed_bytes > 0
+    # one layer whole: the pass has its experts, too
+    some = in_parts(2).model_copy(update={"group_size": 3, "num_in_group": 2})
+    assert memory_of(some)[1] - memory_of(rule("experts"))[1] == memory.of_group(None)
+    # a chunk's products at the experts take the place of what its attention or MLP took
+    first, *_ = prefill_shapes(WORKLOAD, 200)
+    pass_bytes, _ = phase_bytes(stage, WORKLOAD, 200, in_parts=True)
+    assert memory.block_bytes == pass_bytes - waiting_bytes(stage, WORKLOAD, first)
+    assert memory.pair_bytes == parted_expert_bytes(stage, stage.layers[1], first)
+    assert memory.routed_bytes > 0
 
 
 def test_groups_of_chunks_take_less_memory_and_the_link_again() -> None:
@@ -108,10 +120,11 @@ def test_groups_of_chunks_take_less_memory_and_the_link_again() -> None:
         taken = predict(model, machine, WORKLOAD, budget, offload)
         return taken.gpu_memory.activation_bytes, taken.prefill.link_bytes
 
-    each = bytes_at_experts(hold(model))
+    memory = find_parts_memory(hold(model), WORKLOAD, 100)
     (held, moved), *groups = map(predicted, (None, 300, 250, 100, 1))
     for (less, again), tokens in zip(groups, (300, 200, 100, 100), strict=True):
-        assert held - less == WORKLOAD.batch * (600 - tokens) * each
+        assert held - less == memory.of_group(None) - memory.of_group(tokens // 100)
+        assert held - less >= WORKLOAD.batch * (600 - tokens) * memory.token_bytes
         assert again == moved * (600 // tokens)
 
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from offplan.costs.activations import activation_bytes
 from offplan.costs.compute import ModelCompute
-from offplan.costs.parts import bytes_at_experts, parts_bytes
+from offplan.costs.memory import list_gpu_memory
 from offplan.costs.predict import price_request
 from offplan.costs.threshold import least_that
 from offplan.costs.work import decode_shape, prefill_shapes
@@ -153,9 +154,10 @@ def test_the_search_prices_as_the_schedule_does(
 
     off_gpu, on_host, _ = weigh(searcher, case)
     on_gpu = placement.resident_bytes + placement.ring_bytes
-    given = bytes_at_experts(stage), space.question.workload, setting.prefill_chunk
-    at_once = [placement.chunks_at_once.get(layer) for layer in placement.parts]
-    held = max((parts_bytes(*given, each) for each in at_once), default=0)
+    workload, chunk = space.question.workload, setting.prefill_chunk
+    terms = list_gpu_memory(placement, stage, machine, workload, UNLIMITED, chunk)
+    held = next(each.value for each in terms if each.path == "gpu_memory.activations")
+    held -= activation_bytes(stage, workload, chunk)
     own_bytes = least_own_bytes(searcher, case)
     assert [off_gpu[0] - own_bytes] == [stage.loaded_bytes - setting.host_bytes - on_gpu - held]
     if searcher.space.runner.name is None:

@@ -96,8 +96,8 @@ class DecoderLayers:
         """What is done where the model calls a layer, whose index it is told."""
         if compiled:
             compile_as_real(layers)
-        # A layer compiled up to a break is guarded by nothing behind it, as where experts hand over:
-        # its code would serve layers of other classes, too, whose rest is then compiled once more.
+        # A layer compiled up to a break, as where experts hand over, is guarded by nothing behind
+        # it: its code would serve layers of other classes, whose rest is then compiled once more.
         copies: dict[tuple[type, ...], dict[CodeType, CodeType]] = {}
         # set for each call and taken back after it: what else the process compiles keeps its limit
         self._limit = torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offplan.kernel_sizes import eager_width
+from offplan.kernel_sizes import parted_width
 from offplan.runtime.forms.experts import (
     FEW_TOKENS,
     PLAIN_WAY,
@@ -25,13 +25,6 @@ from offplan.runtime.forms.experts import (
 from offplan.runtime.forms.stored import KERNEL_DTYPES
 from offplan.runtime.transformers_private import ExpertsInterface
 
-PAIR_COPIES = 2
-"""Hidden states of each pair of a token and an expert beside those that experts make: as it is
-handed to them, and as they return it.
-
-Source: ``Meeting``; with them 201 MB for DeepSeek-V2-Lite in chunks of 1,024, where an H100 had 202
-in use at the peak.
-"""
 Way = Callable[..., torch.Tensor]
 """Multiplies tokens, [tokens, hidden], by experts that they choose, weighted: the same shape."""
 
@@ -76,7 +69,7 @@ class Meeting:
         hidden = self._hidden.shape[-1]
         largest = max(value.numel() for value in parts[0].values())
         inside = largest // (self._num_experts * hidden)
-        self._pair_width = PAIR_COPIES * hidden + eager_width(hidden, inside)
+        self._pair_width = parted_width(hidden, inside)
         """Elements that a pair takes while it is multiplied."""
         self._way, self._is_batched = _find_way(experts, self._hidden)
         self._chosen = flat = chosen.reshape(-1)
