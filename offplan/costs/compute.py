@@ -130,9 +130,9 @@ class ModelCompute:
 def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> ComputeTime:
     """Price one layer: the measured time of this shape, or an estimate.
 
-    The estimate is a roofline, max(bytes / HBM rate, operations / matmul rate), plus the profile's
-    overhead of a layer. A layer of transformers' own passes takes the roofline, its launches, or
-    what its operators read and write, whichever is most. Times measured at other shapes of the same
+    The estimate is a roofline, max(bytes / HBM rate, operations / matmul rate), plus the overhead
+    of a layer, an engine's own or the profile's. A layer of transformers' own passes takes the
+    roofline, its launches, or what its operators read and write, whichever is most. Times measured at other shapes of the same
     layer scale it, or, of the chunks of a prompt, differ from it by as much. A packed layer that
     was not measured itself takes what packing costs beyond the layer as it is stored: never less.
     """
@@ -144,7 +144,8 @@ def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> Co
     def estimate(at: PassShape) -> float:
         roofline = _roofline(machine, work, at)
         if work.operators is None or work.moved is None:
-            return roofline + machine.layer_overhead.value
+            known = None if machine.is_cpu else work.overhead_s  # an engine's is that of a GPU
+            return roofline + (machine.layer_overhead.value if known is None else known)
         beside = work.moved(at) / MOVED_EFFICIENCY
         moving = (work.weight_bytes(at) + beside) / machine.hbm.value
         return max(roofline, LAUNCH_S * work.operators[at.phase], moving)

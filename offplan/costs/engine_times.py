@@ -7,11 +7,8 @@ offplan's own copies go on from one pass to the next. An engine's end before the
   tokens of prompts one behind the other were measured so;
 - each chunk of a prompt goes through all layers by a pass of its own. A layer that streams waits
   for its copy; once it has run, its slot is filled for the one ``prefetch_step`` further on;
-- a decode step is captured as one graph, in which nothing is computed while a layer is copied.
-  SGLang's code says so. vLLM lets layers run meanwhile, and copies then take longer: seven plans of
-  Qwen3-8B on an H200 (0.25.1 and 0.33) took 1.01 to 1.07 of what its events would give, and 0.96 to
-  1.013 of the sum, so the sum is taken. Where copies are short beside the layers between them, that
-  is too long: two ranks that stream a part of every third layer took 6.2 ms, and 8.1 is the sum;
+- a decode step is captured as one graph. In SGLang's nothing is computed while a layer is copied.
+  vLLM's lets layers run meanwhile, and copies then take longer, by ``PassRules.beside_percent``;
 - SGLang copies what is to be read in place, each layer before it runs;
 - one slot of SGLang's ring holds the layer that has run while the next copy is under way. Its
   prompts copy as many layers ahead as there are others (one where there is no other), which is the
@@ -57,6 +54,8 @@ def add_up_engine(
     if phase is Phase.DECODE:
         waiting = "link: captured steps copy and compute in turns"
         waiting += ", and copy the first layers twice" if engine.copies_first_again else ""
+        if engine.beside_percent is not None:
+            waiting = f"waits in the timeline: copies take {engine.beside_percent} % beside layers"
     taken = add_up(schedule, times, step_ps, waiting, num_passes)
     if not engine.copies_in_place:
         return taken

@@ -237,7 +237,7 @@ def price_passes(
     if engine is None:
         return prompt_ps(prompt, step, slowdown), *step_ps(step, slowdown)
     steps = engine_step_ps(engine, step)
-    return engine_prompt_ps(engine, prompt, num_passes), steps, np.ones_like(steps)
+    return engine_pass_ps(engine, prompt, num_passes), steps, np.ones_like(steps)
 
 
 def prompt_ps(prompt: PassTable, step: PassTable, slowdown: float) -> Ints:
@@ -275,33 +275,36 @@ def prompt_ps(prompt: PassTable, step: PassTable, slowdown: float) -> Ints:
     return _run_pass(prompt, refills, slowdown, moments, parts_done, drains=True)[:, 0]
 
 
-def engine_prompt_ps(engine: PassRules, prompt: PassTable, num_passes: Ints) -> Ints:
-    """Time of prompts on an engine, of so many passes each: as ``costs.engine_times`` has it.
+def engine_pass_ps(engine: PassRules, phase: PassTable, num_passes: Ints) -> Ints:
+    """Time of phases on an engine, of so many passes each: as ``costs.engine_times`` has it.
 
-    What a candidate streams it does not read in place. Returns picoseconds, [candidates].
+    Returns picoseconds, [candidates].
     """
-    total = prompt.alone_ps
-    rows = np.flatnonzero(prompt.streams.any(axis=1))
+    total = phase.alone_ps
+    rows = np.flatnonzero(phase.streams.any(axis=1))
     if not len(rows):
         return total
-    prompt, passes = prompt[rows].on_engine(engine), num_passes[rows]
+    phase, passes = phase[rows].on_engine(engine), num_passes[rows]
     of_one = replace(
-        prompt,
-        compute_ps=-(-prompt.compute_ps // passes[:, None]),
-        read_ps=-(-prompt.read_ps // passes[:, None]),
+        phase,
+        compute_ps=-(-phase.compute_ps // passes[:, None]),
+        read_ps=-(-phase.read_ps // passes[:, None]),
         outside_ps=np.zeros_like(passes),
     )
-    first = prompt.later - prompt.num_turns if engine.allocates_copies else prompt.slot
-    following = np.where(prompt.is_last, first, prompt.later)
-    refills = np.where(prompt.streams, prompt.copy_at(following), -1)
-    moments = np.zeros((len(rows), 2 + int(prompt.num_slots.max())), dtype=np.int64)
+    first = phase.later - phase.num_turns if engine.allocates_copies else phase.slot
+    following = np.where(phase.is_last, first, phase.later)
+    refills = np.where(phase.streams, phase.copy_at(following), -1)
+    moments = np.zeros((len(rows), 2 + int(phase.num_slots.max())), dtype=np.int64)
     ends = _run_pass(of_one, refills, 1.0, moments)
-    total[rows] = passes * ends[:, :2].max(axis=1) + prompt.outside_ps
+    total[rows] = passes * ends[:, :2].max(axis=1) + phase.outside_ps
     return total
 
 
 def engine_step_ps(engine: PassRules, step: PassTable) -> Ints:
     """Time of decode steps on an engine: as ``costs.engine_times`` has it, [candidates]."""
+    if engine.beside_percent is not None:
+        copy_ps = engine.beside_percent * step.copy_ps // 100
+        return engine_pass_ps(engine, replace(step, copy_ps=copy_ps), np.ones_like(step.outside_ps))
     step = step.on_engine(engine)
     is_first = step.streams & (step.turn < step.num_slots)
     times_copied = step.streams.astype(np.int64) + (is_first & engine.copies_first_again)

@@ -173,6 +173,8 @@ class LayerWork:
     """Operators that transformers' own pass launches, by phase; None where offplan's passes run."""
     moved: Callable[[PassShape], float] | None = None
     """Bytes that these read and write in a call beside weights, the cache's among them."""
+    overhead_s: float | None = None
+    """Seconds that an engine's layer takes beside its roofline; None for the machine's figure."""
     unpacked: "LayerWork | None" = None
     """The work of the same layer as the checkpoint stores it; None where nothing is packed."""
 
@@ -291,6 +293,8 @@ def layer_work(stage: Stage, layer: Layer) -> LayerWork:
     experts = stage.experts
     share = experts.num_experts_per_token / experts.num_in_all if experts else 1.0
     borrowed = 0 if stage.passes is None else stage.passes.borrowed[layer.index]
+    engine, num_ranks = stage.runner.pass_rules, stage.ranks.tensor
+    is_routed = layer.expert_bytes > 0
     return LayerWork(
         key=stage.time_key(layer.key),
         dense_bytes=layer.nbytes - layer.expert_bytes + borrowed * stage.element_bytes,
@@ -318,6 +322,7 @@ def layer_work(stage: Stage, layer: Layer) -> LayerWork:
             for phase in Phase
         },
         moved=None if stage.passes is None else partial(moved_bytes, stage, layer.index),
+        overhead_s=engine and engine.overhead_s(is_routed=is_routed, num_ranks=num_ranks),
         unpacked=layer_work(stage, unpack_layer(layer)) if is_any_packed else None,
     )
 

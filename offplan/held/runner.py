@@ -34,6 +34,23 @@ class PassRules:
     """Whether caches of all layers lie in blocks of one size (``vllm_cache``)."""
     num_pools: int = 1
     """Pools of GPU memory that hold the engine's copies."""
+    beside_percent: int | None = None
+    """What a captured step's copies take, in percent of the link's time for them, while layers run
+    beside them; None where nothing is computed while a layer is copied."""
+    layer_overhead_s: float | None = None
+    """Seconds that a layer's launches and small kernels take; None for the machine's figure."""
+    routed_overhead_s: float = 0.0
+    """Seconds that routed experts add to that."""
+    all_reduce_s: float = 0.0
+    """Seconds that ranks of tensor parallelism take to add up what they computed, which they do
+    twice in a layer."""
+
+    def overhead_s(self, *, is_routed: bool, num_ranks: int) -> float | None:
+        """Return the seconds that a layer takes beside its roofline; None for the machine's."""
+        if self.layer_overhead_s is None:
+            return None
+        exchanging = 2 * self.all_reduce_s if num_ranks > 1 else 0.0
+        return self.layer_overhead_s + is_routed * self.routed_overhead_s + exchanging
 
     def slots_ahead(self, num_slots: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many of a ring's slots are filled ahead of the layer that runs."""

@@ -85,7 +85,10 @@ def describe_cost(plan: Plan, made: Plan) -> str:
     """Say what a request takes on the engine that a plan was made for, beside the plan itself."""
     share = made.prediction.objective_s / plan.prediction.objective_s - 1
     beside = "" if plan.goal.engine is None else f" than what {plan.goal.engine} takes for the plan"
-    return f"{100 * abs(share):.1f} % {'longer' if share >= 0 else 'shorter'} a request{beside}"
+    percent = f"{100 * abs(share):.1f} %"
+    if percent == "0.0 %":
+        return f"no longer a request{beside}"
+    return f"{percent} {'longer' if share > 0 else 'shorter'} a request{beside}"
 
 
 def _what_replanning_costs(plan: Plan, model: Model, engine: str) -> str:

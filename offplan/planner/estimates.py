@@ -226,11 +226,13 @@ def estimate(
     resident_ps, row_ps = table.resident_ps[setting], table.row_ps[setting]
     by_cores = np.maximum(0, loads.step_cores - kept * loads.cores_spared)
     in_turn = num_slots == 1
-    if engine is not None:  # a prompt's chunks stream each for itself, a step's copies stall
+    if engine is not None:  # a prompt's chunks stream each for itself
         copied = table.num_chunks[setting] * copied
+    if engine is not None and engine.beside_percent is None:  # a step's copies stall
         step_ps = resident_ps[:, 1] + copied_again
     else:
-        slowly = np.where(copied_again > 0, (space.slowdown - 1) * read, 0)
+        slower = 1.0 if engine is not None else space.slowdown
+        slowly = np.where(copied_again > 0, (slower - 1) * read, 0)
         step_ps = copied_again + (in_turn & (copied_again > 0)) * loads.step_compute
         step_ps = np.maximum(resident_ps[:, 1] + slowly + by_cores, step_ps)
     copied = np.maximum(copied + in_turn * loads.prompt_compute, copied + loads.prompt_beside)

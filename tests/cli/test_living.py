@@ -488,19 +488,19 @@ def test_explain_has_json(cli: CLI, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_what_an_engine_is_to_run_is_priced_as_it_runs_it(cli: CLI, folder: Path) -> None:
-    """Its copies and layers take turns, which no picture of our own schedule shows."""
+    """Its copies end with a step, which no picture of our own schedule shows."""
     asked = ("--machine", "cpu", "--gpu-memory", "1MiB", "--context", "64")
     sizes = ("--prompt-tokens", "16", "--output-tokens", "8")
     made = cli("plan", "model", *asked, *sizes, "--for", "vllm==0.31", "-o", "vllm.yaml")
     assert made.code == 0
     step = load_plan(Path("vllm.yaml")).prediction.decode
-    assert step.step_s == pytest.approx(step.compute_s + step.link_s, rel=1e-3)
+    assert step.compute_s <= step.step_s < step.compute_s + step.link_s
     checked, explained = (
         " ".join(cli(what, "vllm.yaml").out.split()) for what in ("check", "explain")
     )
     assert "costs what the plan says, as vllm==0.31 runs it" in checked
     assert "One step of each knob (estimated, as vllm==0.31 runs it)" in explained
-    assert "captured steps copy and compute in turns" in explained
+    assert "copies take 104 % beside layers" in explained
     assert cli("report", "vllm.yaml", "-o", "report.html").code == 0
     assert "vllm==0.31 runs the plan by rules of its own" in Path("report.html").read_text("utf-8")
     drawn = cli("report", "vllm.yaml", "--trace", "trace.json")

@@ -6,11 +6,11 @@ from fractions import Fraction
 from offplan.costs.compute import PassCompute
 from offplan.costs.engine_times import build_engine_pass, engine_pass_times
 from offplan.costs.pass_times import pass_times
-from offplan.costs.timeline import Time, price_decode, price_prefill, run_step
+from offplan.costs.timeline import PassTimes, Time, price_decode, price_prefill, run_step
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement
-from offplan.schedule import build_steady_request
+from offplan.schedule import Schedule, build_steady_request
 
 
 def run_request(
@@ -38,18 +38,27 @@ def run_request(
     passes = {
         phase: build_engine_pass(engine, placement, len(stage.layers), phase) for phase in Phase
     }
+    prompt_ps = _run_passes(passes[Phase.PREFILL], prompt_times, len(prefill.shapes))
+    if (percent := engine.beside_percent) is not None:
+        copy_ps = step_times.copy_ps
+        step_times = replace(step_times, copy_ps=lambda span: percent * copy_ps(span) // 100)
+        return Fraction(prompt_ps), Fraction(_run_passes(passes[Phase.DECODE], step_times, 1))
     step_ps = step_times.resident_ps + sum(step_times.uva_ps)
     step_ps += sum(step_times.copy_ps(span) for span in passes[Phase.DECODE].copied_spans)
-    schedule, num_passes = passes[Phase.PREFILL], len(prefill.shapes)
-    prompt_ps = prompt_times.resident_ps + sum(prompt_times.uva_ps)
-    if schedule.link_bytes:
-        of_one = replace(
-            prompt_times,
-            compute_ps=tuple(-(-each // num_passes) for each in prompt_times.compute_ps),
-            uva_ps=tuple(-(-each // num_passes) for each in prompt_times.uva_ps),
-            outside_ps=0,
-        )
-        state: list[Time] = [0] * (2 + len(schedule.before))
-        run_step(schedule, of_one, state)
-        prompt_ps = num_passes * int(max(state[:2])) + prompt_times.outside_ps
     return Fraction(prompt_ps), Fraction(step_ps)
+
+
+def _run_passes(schedule: Schedule, times: PassTimes, num_passes: int) -> int:
+    """Run a phase of equal passes on an engine, each of which ends with its copies."""
+    if not schedule.link_bytes:
+        return times.resident_ps + sum(times.uva_ps)
+    of_one = replace(
+        times,
+        compute_ps=tuple(-(-each // num_passes) for each in times.compute_ps),
+        uva_ps=tuple(-(-each // num_passes) for each in times.uva_ps),
+        uva_slowdown=1.0,
+        outside_ps=0,
+    )
+    state: list[Time] = [0] * (2 + len(schedule.before))
+    run_step(schedule, of_one, state)
+    return num_passes * int(max(state[:2])) + times.outside_ps

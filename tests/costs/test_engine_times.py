@@ -7,7 +7,8 @@ import pytest
 from offplan import placement as placements
 from offplan.checkpoint.open import open_model
 from offplan.costs.engine_times import build_engine_pass
-from offplan.machine.profile import load_profile
+from offplan.engines.vllm import VLLM_PASSES
+from offplan.machine.profile import MachineProfile, load_profile
 from offplan.placement import Phase
 from offplan.plan import Budget, Offload, Prediction, Rule, Workload
 from offplan.schedule import Compute, Copy, Wait, build_repeated_pass
@@ -35,8 +36,14 @@ RESIDENT = Offload(prefill_chunk=64)
 
 def on(engine: str | None, decision: Offload, link: float = 1e9) -> Prediction:
     """What a decision takes on an engine; None is offplan's own runtime."""
-    model, machine = dense_model(NUM_LAYERS), make_machine(h2d=link, uva=link)
-    return predict(model, machine, WORKLOAD, BUDGET, decision, engine)
+    return predict(dense_model(NUM_LAYERS), machine(link), WORKLOAD, BUDGET, decision, engine)
+
+
+def machine(link: float = 1e9) -> MachineProfile:
+    """A machine whose layers have the overhead of vLLM's."""
+    given = make_machine(h2d=link, uva=link)
+    overhead = given.layer_overhead.model_copy(update={"value": VLLM_PASSES.layer_overhead_s})
+    return given.model_copy(update={"layer_overhead": overhead})
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang==0.5.23"])
@@ -45,12 +52,25 @@ def test_what_is_resident_takes_what_it_takes_elsewhere(engine: str) -> None:
     assert (theirs.prefill, theirs.decode) == (ours.prefill, ours.decode)
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_layers_on_an_engine_have_its_own_overhead() -> None:
+    """And all-reduces where ranks share a layer, twice; SGLang's is the machine's."""
+    rules = VLLM_PASSES
+    assert rules.overhead_s(is_routed=False, num_ranks=1) == 40e-6
+    assert rules.overhead_s(is_routed=True, num_ranks=2) == pytest.approx(70e-6)
+    quick = make_machine(h2d=1e9, uva=1e9)
+    for engine, more_s in {"vllm": NUM_LAYERS * (40e-6 - 2e-6), "sglang": 0.0}.items():
+        steps = [
+            predict(dense_model(NUM_LAYERS), quick, WORKLOAD, BUDGET, RESIDENT, of).decode.step_s
+            for of in (None, engine)
+        ]
+        assert steps[1] - steps[0] == pytest.approx(more_s, abs=1e-12)
+
+
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_a_step_copies_and_computes_in_turns(engine: str, slots: int) -> None:
-    step = on(engine, every(2, slots=slots)).decode
+def test_a_step_of_sglang_copies_and_computes_in_turns(slots: int) -> None:
+    step = on("sglang", every(2, slots=slots)).decode
     assert step.step_s == pytest.approx(step.compute_s + step.link_s, rel=1e-9)
-    assert step.step_s > on(None, every(2, slots=slots)).decode.step_s
+    assert step.step_s > on("vllm", every(2, slots=slots)).decode.step_s
 
 
 @pytest.mark.parametrize(("slots", "ahead"), [(1, 1), (2, 1), (3, 2)])
@@ -92,24 +112,21 @@ def test_sglang_copies_the_first_layers_in_their_order_after_the_last() -> None:
     assert copied == [third, first, second]
 
 
-def test_a_prompt_computes_beside_its_copies_and_ends_with_them() -> None:
+@pytest.mark.parametrize(("phase", "slower"), [("prefill", 1.0), ("decode", 1.04)])
+@pytest.mark.parametrize("link", [1e9, 1e8])
+def test_vllm_computes_beside_copies_and_ends_with_them(
+    phase: str, slower: float, link: float
+) -> None:
     """One slot, every second layer: a copy goes on while the layer in between computes."""
-    prompt = on("vllm", every(2)).prefill
-    copy_s = prompt.link_s / (NUM_LAYERS / 2)
-    outside_s = prompt.compute_s - NUM_LAYERS * layer_s(prompt.compute_s)
-    layer = layer_s(prompt.compute_s)
-    gaps_s = (NUM_LAYERS / 2 - 1) * max(copy_s, layer)
-    assert prompt.step_s == pytest.approx(
-        layer + NUM_LAYERS / 2 * layer + gaps_s + copy_s + outside_s, rel=1e-6
+    taken = getattr(on("vllm", every(2), link), phase)
+    shorter = predict(dense_model(NUM_LAYERS - 1), machine(link), WORKLOAD, BUDGET, RESIDENT)
+    layer_s = taken.compute_s - getattr(shorter, phase).compute_s
+    copy_s = slower * taken.link_s / (NUM_LAYERS / 2)
+    outside_s = taken.compute_s - NUM_LAYERS * layer_s
+    gaps_s = (NUM_LAYERS / 2 - 1) * max(copy_s, layer_s)
+    assert taken.step_s == pytest.approx(
+        layer_s + NUM_LAYERS / 2 * layer_s + gaps_s + copy_s + outside_s, rel=1e-6
     )
-
-
-def layer_s(compute_s: float) -> float:
-    """Seconds of one layer of a resident prompt, given those of all with what lies outside."""
-    shorter = predict(
-        dense_model(NUM_LAYERS - 1), make_machine(h2d=1e9, uva=1e9), WORKLOAD, BUDGET, RESIDENT
-    )
-    return compute_s - shorter.prefill.compute_s
 
 
 def test_each_chunk_streams_again() -> None:
