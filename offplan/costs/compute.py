@@ -132,9 +132,10 @@ def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> Co
 
     The estimate is a roofline, max(bytes / HBM rate, operations / matmul rate), plus the overhead
     of a layer, an engine's own or the profile's. A layer of transformers' own passes takes the
-    roofline, its launches, or what its operators read and write, whichever is most. Times measured at other shapes of the same
-    layer scale it, or, of the chunks of a prompt, differ from it by as much. A packed layer that
-    was not measured itself takes what packing costs beyond the layer as it is stored: never less.
+    roofline, its launches, or what its operators read and write, whichever is most. Times measured
+    at other shapes of the same layer scale it, or, of the chunks of a prompt, differ from it by as
+    much. A packed layer that was not measured itself takes what packing costs beyond the layer as
+    it is stored: never less.
     """
     if work.unpacked is not None and work.key not in machine.timed_layers:
         plain = layer_time(machine, work.unpacked, shape)

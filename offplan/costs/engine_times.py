@@ -8,7 +8,7 @@ offplan's own copies go on from one pass to the next. An engine's end before the
 - each chunk of a prompt goes through all layers by a pass of its own. A layer that streams waits
   for its copy; once it has run, its slot is filled for the one ``prefetch_step`` further on;
 - a decode step is captured as one graph. In SGLang's nothing is computed while a layer is copied.
-  vLLM's lets layers run meanwhile, and copies then take longer, by ``PassRules.beside_percent``;
+  vLLM's lets layers run meanwhile, and copies then take longer: ``PassRules.step_copy_ps``;
 - SGLang copies what is to be read in place, each layer before it runs;
 - one slot of SGLang's ring holds the layer that has run while the next copy is under way. Its
   prompts copy as many layers ahead as there are others (one where there is no other), which is the
@@ -55,7 +55,7 @@ def add_up_engine(
         waiting = "link: captured steps copy and compute in turns"
         waiting += ", and copy the first layers twice" if engine.copies_first_again else ""
         if engine.beside_percent is not None:
-            waiting = f"waits in the timeline: copies take {engine.beside_percent} % beside layers"
+            waiting = "waits in the timeline: layers run beside copies, which end with the step"
     taken = add_up(schedule, times, step_ps, waiting, num_passes)
     if not engine.copies_in_place:
         return taken
@@ -93,9 +93,12 @@ def engine_pass_times(
 ) -> PassTimes:
     """Find what each operation takes; what is copied before each use counts as read in place."""
     times = pass_times(placement, stage, machine, priced)
+    num_passes, phase = len(priced.shapes), priced.shapes[0].phase
+    if phase is Phase.DECODE:
+        alone_ps = times.copy_ps
+        times = replace(times, copy_ps=lambda span: engine.step_copy_ps(alone_ps(span)))
     if not engine.copies_in_place:
         return times
-    num_passes, phase = len(priced.shapes), priced.shapes[0].phase
     copied = {s.layer: s.nbytes for s in placement.slabs if s.span(phase) is None}
     copies_ps = [0] * len(times.uva_ps)
     for layer, num_bytes in copied.items():

@@ -11,6 +11,7 @@ from offplan.costs.timeline import PhaseTimes, to_seconds
 from offplan.held.packing import is_packed
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
+from offplan.placement import Phase
 
 MISSED = (
     "mean of max(products of found experts, link, host's cores) - products of found experts - link"
@@ -57,11 +58,21 @@ def list_phase(
     inputs = (*crossing, *list_use(use))
     yield Term(f"{phase}.link_bytes", taken.link_bytes, "bytes", formula, inputs)
     copies = Input("copies", taken.num_copies, "count")
-    formula = "copies x copy_latency + streamed / h2d + "
+    formula = "copies x copy_latency + streamed / h2d"
+    engine = stage.runner.pass_rules
+    slower: tuple[Input, ...] = ()
+    is_step = priced.shapes[0].phase is Phase.DECODE
+    if is_step and engine is not None and engine.beside_percent is not None:
+        formula = f"slowdown beside layers x ({formula}) + copies x gap of a copy"
+        slower = (
+            Input("slowdown beside layers", engine.beside_percent / 100, "count", "fitted"),
+            Input("gap of a copy", to_seconds(engine.copy_gap_ps), "s", "fitted"),
+        )
+    formula += " + "
     formula += " + ".join(f"{b.words.noun} / {b.rate_name}" for b in read_by)
     rates = list_figures(machine, "copy_latency", "h2d")
     rates += tuple(show_figure(b.rate_name, b.rate(machine), "bytes_per_s") for b in read_by)
-    yield seconds("link", taken.link_ps, formula, copies, *rates)
+    yield seconds("link", taken.link_ps, formula, copies, *rates, *slower)
     awaited = Input("link waited for", to_seconds(taken.link_ps - taken.later_ps), "s")
     yield seconds("bound", taken.bound_ps, "max(compute, link waited for)", awaited)
     keeping = sum(taken.times.keeping_ps)

@@ -303,8 +303,7 @@ def engine_pass_ps(engine: PassRules, phase: PassTable, num_passes: Ints) -> Int
 def engine_step_ps(engine: PassRules, step: PassTable) -> Ints:
     """Time of decode steps on an engine: as ``costs.engine_times`` has it, [candidates]."""
     if engine.beside_percent is not None:
-        copy_ps = engine.beside_percent * step.copy_ps // 100
-        return engine_pass_ps(engine, replace(step, copy_ps=copy_ps), np.ones_like(step.outside_ps))
+        return engine_pass_ps(engine, step, np.ones_like(step.outside_ps))
     step = step.on_engine(engine)
     is_first = step.streams & (step.turn < step.num_slots)
     times_copied = step.streams.astype(np.int64) + (is_first & engine.copies_first_again)

@@ -37,6 +37,8 @@ class PassRules:
     beside_percent: int | None = None
     """What a captured step's copies take, in percent of the link's time for them, while layers run
     beside them; None where nothing is computed while a layer is copied."""
+    copy_gap_ps: int = 0
+    """Picoseconds that each such copy takes besides, to begin behind a layer and to be awaited."""
     layer_overhead_s: float | None = None
     """Seconds that a layer's launches and small kernels take; None for the machine's figure."""
     routed_overhead_s: float = 0.0
@@ -44,6 +46,12 @@ class PassRules:
     all_reduce_s: float = 0.0
     """Seconds that ranks of tensor parallelism take to add up what they computed, which they do
     twice in a layer."""
+
+    def step_copy_ps(self, copy_ps: int) -> int:
+        """Return the picoseconds in a captured step of a copy that takes so many alone."""
+        if self.beside_percent is None:
+            return copy_ps
+        return copy_ps * self.beside_percent // 100 + self.copy_gap_ps
 
     def overhead_s(self, *, is_routed: bool, num_ranks: int) -> float | None:
         """Return the seconds that a layer takes beside its roofline; None for the machine's."""

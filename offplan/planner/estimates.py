@@ -238,4 +238,6 @@ def estimate(
     copied = np.maximum(copied + in_turn * loads.prompt_compute, copied + loads.prompt_beside)
     prompt_ps = copied + table.outside_ps[setting]
     prompt_ps = np.maximum(resident_ps[:, 0], prompt_ps) + loads.prompt_read
-    return prompt_ps + row_ps[:, 0], step_ps + read + row_ps[:, 1]
+    # what is rounded, picoseconds of each layer and bytes read in place, must not make it more
+    rounded = len(space.kind_of) * (4 + table.num_chunks[setting] * space.reading_ps(3))
+    return prompt_ps + row_ps[:, 0] - rounded, step_ps + read + row_ps[:, 1] - rounded

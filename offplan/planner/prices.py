@@ -98,6 +98,9 @@ class Prices:
         spans = [slab.span(phase) for phase in Phase]
         sizes = [0 if span is None else span.nbytes for span in spans]
         copies = [space.copying_ps(size) if size else 0 for size in sizes]
+        engine = space.stage.runner.pass_rules
+        if engine is not None and copies[1]:
+            copies[1] = engine.step_copy_ps(copies[1])
         in_prefill = [(u, way.prefill) for u, way in chosen if not way.prefill.streams]
         # what climbs a ladder is priced by its rungs
         reads = [(u, way) for u, way in chosen if not (way.climbs or way.decode.streams)]
@@ -106,7 +109,6 @@ class Prices:
         prompt_reads = [at_use.read_ps(in_prefill, each.prefill) for each in space.settings]
         step_read_ps = at_use.read_ps(in_decode, space.decode)
         by_cores, kept_by_cores = at_use.cores(in_decode), at_use.cores(never)
-        engine = space.stage.runner.pass_rules
         if engine is not None and engine.copies_in_place and not any(spans):
             # it copies what it is told to read in place, for each chunk
             step_read_ps = space.copying_ps(slab.nbytes)

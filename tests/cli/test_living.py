@@ -500,7 +500,8 @@ def test_what_an_engine_is_to_run_is_priced_as_it_runs_it(cli: CLI, folder: Path
     )
     assert "costs what the plan says, as vllm==0.31 runs it" in checked
     assert "One step of each knob (estimated, as vllm==0.31 runs it)" in explained
-    assert "copies take 104 % beside layers" in explained
+    assert "layers run beside copies, which end with the step" in explained
+    assert "slowdown beside layers x (copies x copy_latency + streamed / h2d)" in explained
     assert cli("report", "vllm.yaml", "-o", "report.html").code == 0
     assert "vllm==0.31 runs the plan by rules of its own" in Path("report.html").read_text("utf-8")
     drawn = cli("report", "vllm.yaml", "--trace", "trace.json")

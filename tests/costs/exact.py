@@ -39,9 +39,7 @@ def run_request(
         phase: build_engine_pass(engine, placement, len(stage.layers), phase) for phase in Phase
     }
     prompt_ps = _run_passes(passes[Phase.PREFILL], prompt_times, len(prefill.shapes))
-    if (percent := engine.beside_percent) is not None:
-        copy_ps = step_times.copy_ps
-        step_times = replace(step_times, copy_ps=lambda span: percent * copy_ps(span) // 100)
+    if engine.beside_percent is not None:
         return Fraction(prompt_ps), Fraction(_run_passes(passes[Phase.DECODE], step_times, 1))
     step_ps = step_times.resident_ps + sum(step_times.uva_ps)
     step_ps += sum(step_times.copy_ps(span) for span in passes[Phase.DECODE].copied_spans)

@@ -81,7 +81,9 @@ def test_sglang_copies_less_ahead_and_that_twice_in_a_step(slots: int, ahead: in
     ours, theirs = on("sglang", plan).decode, on("vllm", plan).decode
     layers = NUM_LAYERS // 2
     assert ours.link_bytes * layers == theirs.link_bytes * (layers + ahead)
-    assert ours.link_s == pytest.approx(theirs.link_s * (layers + ahead) / layers)
+    copying_s = ours.link_s / (layers + ahead)
+    # beside layers, and to begin and be awaited
+    assert theirs.link_s == pytest.approx(layers * (1.04 * copying_s + 15e-6))
     assert ours.compute_s == theirs.compute_s
 
 
@@ -112,16 +114,14 @@ def test_sglang_copies_the_first_layers_in_their_order_after_the_last() -> None:
     assert copied == [third, first, second]
 
 
-@pytest.mark.parametrize(("phase", "slower"), [("prefill", 1.0), ("decode", 1.04)])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("link", [1e9, 1e8])
-def test_vllm_computes_beside_copies_and_ends_with_them(
-    phase: str, slower: float, link: float
-) -> None:
+def test_vllm_computes_beside_copies_and_ends_with_them(phase: str, link: float) -> None:
     """One slot, every second layer: a copy goes on while the layer in between computes."""
     taken = getattr(on("vllm", every(2), link), phase)
     shorter = predict(dense_model(NUM_LAYERS - 1), machine(link), WORKLOAD, BUDGET, RESIDENT)
     layer_s = taken.compute_s - getattr(shorter, phase).compute_s
-    copy_s = slower * taken.link_s / (NUM_LAYERS / 2)
+    copy_s = taken.link_s / (NUM_LAYERS / 2)
     outside_s = taken.compute_s - NUM_LAYERS * layer_s
     gaps_s = (NUM_LAYERS / 2 - 1) * max(copy_s, layer_s)
     assert taken.step_s == pytest.approx(

@@ -191,7 +191,8 @@ def test_a_target_out_of_reach_names_memory_that_would_do(tmp_path: Path) -> Non
     model = read("dense", 5, tmp_path)
     question = ask(model, 0.5)
     fastest = min(each.prediction.decode.step_s for each in find_all(question))
-    goal = question.goal.model_copy(update={"max_tpot_s": 0.9 * fastest})
+    # a rule of max_bytes, which none of these has, takes 0.82 of it
+    goal = question.goal.model_copy(update={"max_tpot_s": 0.7 * fastest})
     asked = pose(model, question.machine, WORKLOAD, question.budget, goal)
     with pytest.raises(InfeasibleError, match="of GPU memory would do") as error:
         make_plan(asked)

@@ -26,6 +26,16 @@ def test_targets_that_are_kept_change_nothing_but_the_goal() -> None:
     assert "of the plans that keep --max-ttft 60 s and --max-tpot 60 s" in explain_plan(kept)[-1]
 
 
+def test_a_plan_s_own_step_is_a_target_that_it_keeps() -> None:
+    """To the last picosecond: an estimate that rounding made longer would leave the plan out."""
+    machine = make_machine(h2d=5e10, uva=5e10)
+    workload = Workload(batch=3, prompt_tokens=1, output_tokens=50, context=2600)
+    asked = moe_model(6), machine, 0.28820282150359844, workload
+    step_s = make_plan(ask(*asked, Goal(packing=False))).plan.prediction.decode.step_s
+    kept = make_plan(ask(*asked, Goal(packing=False, max_tpot=step_s))).plan
+    assert kept.prediction.decode.step_s <= step_s
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.95])
 def test_a_target_out_of_reach_names_memory_that_would_do(part: float) -> None:
