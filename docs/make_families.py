@@ -118,7 +118,9 @@ def _print_text_parts(outcomes: dict[tuple[str, str], Outcome]) -> None:
 
 def _judge_stock(family: str) -> Outcome:
     """Return the worst outcome of transformers' own passes, with one slot and with two."""
-    outcomes = [compare_stock(family, each, slots=n) for each in VARIANTS for n in (1, 2)]
+    outcomes = [
+        compare_stock(family, each, slots=n, tells_chunks=True) for each in VARIANTS for n in (1, 2)
+    ]
     order = ("wrong", "refused", "not built", "exact")
     return min(outcomes, key=lambda outcome: order.index(outcome.kind))
 

@@ -4,12 +4,14 @@ import gc
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from tests.cli import CLI, TINY_MOE
+from tests.warm import TORCH, Warm
 
 # before torch is imported: threads that wait for each other cost more than these tiny products, and
 # each of pytest's workers would have as many as there are cores
@@ -33,6 +35,13 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 def copy(tmp_path: Path) -> Path:
     """A copy of the tiny checkpoint, to be changed."""
     return Path(shutil.copytree(TINY_MOE, tmp_path / "model"))
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Warm]:
+    """Where processes begin that a test claims no more of than what they do."""
+    with closing(Warm(TORCH, os.environ)) as warm:
+        yield warm
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,8 +6,9 @@ it where it is fastest, and a session on the CPU runs by it.
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from offplan.backends import BACKENDS, Backend, Words
+from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.costs.predict import derive_prediction
 from offplan.errors import ExportError, PlanError
@@ -29,14 +31,14 @@ from offplan.report.why import explain_plan
 from offplan.runtime.generate import generate
 from offplan.runtime.memory.servers import SERVERS
 from offplan.schedule import Compute, Serve, build_steady_request
-from tests.costs.builders import make_machine, moe_model, place_rules, rule
+from tests.costs.builders import dense_model, make_machine, moe_model, place_rules, rule
 from tests.held import hold_by, place, predict
 from tests.planner.brute_force import BruteForce
 from tests.planner.cases import MODELS, UNLIMITED, ask, budget_for
 from tests.runtime import plans
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import group, offload, run_each_greedily
-from tests.tiers import first_quick
+from tests.tiers import each_value_once
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7]])
 BATCH = torch.tensor([[3, 14, 15, 9, 26], [58, 9, 7, 9, 3], [2, 38, 4, 6, 2]])
@@ -103,7 +105,10 @@ def add(monkeypatch: pytest.MonkeyPatch, backend: Backend) -> Backend:
     return backend
 
 
-@pytest.fixture(scope="module", params=["qwen3", "deepseek_v2"])
+CHECKPOINTS = ["qwen3", "deepseek_v2"]
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -170,21 +175,26 @@ def name_backends(decision: Offload) -> set[str]:
 RATES = {50e9: True, 0.9e9: None, 1e6: False}
 """Rates of ``echo`` in bytes per second, and whether it is chosen where that is certain."""
 CHOICES = [
-    *(("dense", 50e9, 0.0), ("dense", 0.9e9, 0.25), ("dense", 1e6, 0.25)),
-    *(("moe", 50e9, 0.25), ("moe", 0.9e9, 0.0), ("moe", 1e6, 0.0)),
+    *((dense_model, 50e9, 0.0), (dense_model, 0.9e9, 0.25), (dense_model, 1e6, 0.25)),
+    *((moe_model, 50e9, 0.25), (moe_model, 0.9e9, 0.0), (moe_model, 1e6, 0.0)),
 ]
 """Every two of a model, a rate and what is kept: any search finds the best of all single rules."""
 
 
-@pytest.mark.parametrize(("name", "bytes_per_s", "kept"), CHOICES)
+@pytest.mark.parametrize("num_layers", [3, pytest.param(4, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(("make_model", "bytes_per_s", "kept"), CHOICES)
 @pytest.mark.slow
 @pytest.mark.no_cover  # brute force, which takes three times as long when it is traced
 def test_the_planner_chooses_it_where_it_is_fastest(
-    monkeypatch: pytest.MonkeyPatch, name: str, bytes_per_s: float, kept: float
+    monkeypatch: pytest.MonkeyPatch,
+    make_model: Callable[[int], Model],
+    bytes_per_s: float,
+    kept: float,
+    num_layers: int,
 ) -> None:
     add(monkeypatch, make_echo(bytes_per_s, kept=kept))
     is_chosen = RATES[bytes_per_s]
-    question = ask(MODELS[name], MACHINE, 0.6)
+    question = ask(make_model(num_layers), MACHINE, 0.6)
     result = make_plan(question)
     expected = min(each.objective_s for each in BruteForce(question, (600, 512)).singles)
     best_single = result.best_s * result.second_rule_gain
@@ -222,7 +232,7 @@ def run_resident(folder: Path, chunk: int) -> list[list[torch.Tensor]]:
     return run_each_greedily(folder, offload(prefill_chunk=chunk), (PROMPT, BATCH))
 
 
-RULES = {
+RULES: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
     "in both": [("echo", "echo", ())],
     "in decode": [("prefetch", "echo", ("mlp",))],
     "in prefill": [("echo", "prefetch", ())],
@@ -230,13 +240,14 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("rules", first_quick(RULES.values()), ids=RULES)
-@pytest.mark.parametrize("chunk", first_quick([64, 3]))
+@pytest.mark.parametrize(
+    ("folder", "rules", "chunk"),
+    each_value_once(product(CHECKPOINTS, RULES, [64, 3])),
+    indirect=["folder"],
+)
 @pytest.mark.slow
-def test_a_session_runs_by_it(
-    fast: Backend, folder: Path, rules: list[tuple[str, str, tuple[str, ...]]], chunk: int
-) -> None:
-    made = [group(2, 1, *names, prefill=p, decode=d) for p, d, names in rules]
+def test_a_session_runs_by_it(fast: Backend, folder: Path, rules: str, chunk: int) -> None:
+    made = [group(2, 1, *names, prefill=p, decode=d) for p, d, names in RULES[rules]]
     decision = offload(*made, prefetch_step=1, prefill_chunk=chunk)
     for late in (False, True):
         got = run_each_greedily(folder, decision, (PROMPT, BATCH), late_copies=late)

@@ -1,6 +1,6 @@
-"""Which cases of a test are in the quick tier, ``pytest -m 'not slow'``."""
+"""Which cases of a test are in the quick tier, ``pytest -m 'not slow'``, and which in the sweep."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -12,3 +12,33 @@ def first_quick(values: Iterable[Any]) -> list[Any]:
     # a named tuple is one value
     named = (each if type(each) is tuple else (each,) for each in others)
     return [first, *(pytest.param(*each, marks=pytest.mark.slow) for each in named)]
+
+
+def choose_each_value_once(cases: Sequence[tuple[Any, ...]]) -> list[int]:
+    """Number some cases that together have every value of every parameter.
+
+    The next one is that with most values that none so far has, and of equals the first. So of a
+    product about as many are chosen as its longest parameter has values.
+    """
+    missing = [[*each] for each in zip(*cases, strict=True)]
+    chosen: set[int] = set()
+
+    def count_missing(number: int) -> int:
+        return sum(value in left for value, left in zip(cases[number], missing, strict=True))
+
+    while any(missing):
+        best = max(range(len(cases)), key=count_missing)
+        chosen.add(best)
+        pairs = zip(missing, cases[best], strict=True)
+        missing = [[each for each in left if each != value] for left, value in pairs]
+    return sorted(chosen)
+
+
+def each_value_once(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Leave in CI cases that have every value of every parameter, and the others to the sweep."""
+    listed = [*cases]
+    kept = choose_each_value_once(listed)
+    return [
+        pytest.param(*case, marks=[] if number in kept else pytest.mark.sweep)
+        for number, case in enumerate(listed)
+    ]

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import IO
 
 COMMAND = "from offplan.cli.main import main; main()"
@@ -96,13 +97,19 @@ class Process:
 
 
 class Warm:
-    """A process that has run ``imported``, and begins others; ``environment`` is of all of them."""
+    """A process that has run ``imported``, and begins others; ``environment`` is of all of them.
+
+    It begins itself with the first of them.
+    """
 
     def __init__(self, imported: str, environment: Mapping[str, str]) -> None:
-        self._environment = dict(environment)
+        self._imported, self._environment = imported, dict(environment)
         self._environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        self._asking, asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-c", _SERVER, str(asked.fileno()), imported]
+        self._asking: socket.socket | None = None
+
+    def _start(self) -> socket.socket:
+        asking, asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-c", _SERVER, str(asked.fileno()), self._imported]
         with asked:
             self._server = subprocess.Popen(
                 command,
@@ -114,6 +121,7 @@ class Warm:
                 pass_fds=[asked.fileno()],
             )
         atexit.register(self.close)
+        return asking
 
     def begin(
         self,
@@ -123,6 +131,7 @@ class Warm:
         environment: Mapping[str, str] | None = None,
     ) -> int:
         """Begin a program with these files as its streams; return where its end is reported."""
+        self._asking = self._asking or self._start()
         report, reported = os.pipe()
         asked = {**self._environment, **(environment or {})}
         message = json.dumps([program, [*map(str, arguments)], asked, os.getcwd()]).encode()
@@ -176,8 +185,19 @@ class Warm:
         assert process.returncode is not None
         return subprocess.CompletedProcess([*map(str, arguments)], process.returncode, *said)
 
+    def as_subprocess(self) -> SimpleNamespace:
+        """Stand in for the module ``subprocess`` where another runs programs of Python with it."""
+
+        def run(command: list[str], input: bytes, **_: object) -> SimpleNamespace:
+            done = self.run(command[-1], given=input, environment=os.environ)
+            return SimpleNamespace(stdout=done.stdout)
+
+        return SimpleNamespace(run=run, SubprocessError=subprocess.SubprocessError)
+
     def close(self) -> None:
         """End it; programs that run go on."""
+        if self._asking is None:
+            return
         self._asking.close()
         with self._server:
             self._server.wait(timeout=60)

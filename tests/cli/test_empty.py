@@ -1,18 +1,27 @@
 """Tensors without elements, and workloads of one token, are planned like others."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.files import DENSE_CONFIG, dense_shapes, write_folder
 from tests.cli import CLI
+from tests.tiers import each_value_once
 
 ONE_TOKEN = ("--prompt-tokens", 1, "--output-tokens", 1, "--context", 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["no such part", "up_proj", "q_proj", "embed", "lm_head"])
-@pytest.mark.parametrize("further", [(), ONE_TOKEN, ("--for", "vllm"), ("--frontier",)])
+@pytest.mark.parametrize(
+    ("part", "further"),
+    each_value_once(
+        product(
+            ["no such part", "up_proj", "q_proj", "embed", "lm_head"],
+            [(), ONE_TOKEN, ("--for", "vllm"), ("--frontier",)],
+        )
+    ),
+)
 def test_empty_tensors(cli: CLI, tmp_path: Path, part: str, further: tuple[object, ...]) -> None:
     shapes = {
         name: ("BF16", (0, 8)) if part in name else shape for name, shape in dense_shapes().items()

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -229,13 +228,8 @@ def test_commands_for_a_plan_run_code_where_they_are_granted_it(
     for name in ("CODE_RAN", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, make_environment(tmp_path)[name])
     monkeypatch.setenv("TRUST_REMOTE_CODE", "1")
-
-    def answer(command: list[str], input: bytes, **_: object) -> SimpleNamespace:
-        done = warm.run(command[-1], given=input, environment=os.environ)
-        return SimpleNamespace(stdout=done.stdout)
-
     # processes that count what transformers' own passes take
-    monkeypatch.setattr("offplan.held.stock.subprocess", SimpleNamespace(run=answer))
+    monkeypatch.setattr("offplan.held.stock.subprocess", warm.as_subprocess())
 
     def call(*arguments: object) -> Finished:
         forget_code()
@@ -267,21 +261,12 @@ def test_commands_for_a_plan_run_code_where_they_are_granted_it(
     )
     assert (unserved.returncode, REFUSAL in unserved.stderr) == (2, True), unserved.stderr
     assert not ran.exists()
-    process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, *map(str, serve), grant],
-        env=make_environment(tmp_path),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        try:
-            assert process.stderr is not None
-            assert any("own is served at http://" in line for line in process.stderr)
-            assert ran.exists()
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=60) == 0
-        finally:
-            process.kill()
+    with warm.open(COMMAND, *serve, grant, environment=make_environment(tmp_path)) as process:
+        assert process.stderr is not None
+        assert any("own is served at http://" in line for line in process.stderr)
+        assert ran.exists()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
 
 
 @pytest.mark.slow

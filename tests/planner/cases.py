@@ -23,6 +23,18 @@ BATCHED = Workload(batch=3, prompt_tokens=600, output_tokens=7, context=700)
 UNLIMITED = Budget(gpu_memory=2**40)
 MODELS = {"dense": dense_model(4), "moe": moe_model(4)}
 
+FEW_DENSE, FEW_MOE = (
+    {name: shape for name, shape in shapes.items() if name.split(".")[-2] in parts}
+    for shapes, parts in (
+        (DENSE, ("down_proj", "up_proj", "o_proj")),
+        (
+            {name: MOE[name] for name in MOE if "shared" not in name},
+            ("down_proj", "gate_proj", "up_proj", "o_proj"),
+        ),
+    )
+)
+"""Layers with few segment classes, so that more of them can be looked at."""
+
 models = st.sampled_from(
     [dense_model(6), moe_model(6), make_model([MOE] * 3), make_model([DENSE, MOE] * 3)]
 )

@@ -28,6 +28,7 @@ from tests.engines.builders import deepseek, qwen3
 from tests.engines.configs import BLOCKS, LATENT, STORED_CODES
 from tests.planner.brute_force import BruteForce
 from tests.planner.cases import ask, assert_fastest
+from tests.tiers import each_value_once
 
 
 @pytest.mark.slow
@@ -74,8 +75,14 @@ def test_the_worker_is_planned_for_with_packed_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["vllm", "vllm-worker", "sglang"])
-@pytest.mark.parametrize(("share", "h2d"), [(0.5, 1e9), (0.8, 1e9), (0.8, 50e9)])
+@pytest.mark.parametrize(
+    ("engine", "share", "h2d"),
+    each_value_once(
+        (engine, *case)
+        for engine in ("vllm", "vllm-worker", "sglang")
+        for case in ((0.5, 1e9), (0.8, 1e9), (0.8, 50e9))
+    ),
+)
 def test_the_fastest_of_an_engine_is_found(engine: str, share: float, h2d: float) -> None:
     """As if every plan of one rule were looked at, and those left out that do not export."""
     machine = make_machine(h2d=h2d, uva=0.9 * h2d)
@@ -126,10 +133,12 @@ def test_what_an_engine_makes_of_experts_is_within_the_budget(share: float, tmp_
 # of models as small as these SGLang moves nothing, or whole GiB
 @pytest.mark.parametrize(
     ("engine", "name", "share"),
-    [
-        *(("vllm", "deepseek", 0.5), ("vllm", "deepseek in FP8", 0.6), ("vllm", "qwen3", 0.5)),
-        *(("vllm-worker", name, 0.5) for name in ("deepseek", "deepseek in FP8", "qwen3")),
-    ],
+    each_value_once(
+        [
+            *(("vllm", "deepseek", 0.5), ("vllm", "deepseek in FP8", 0.6), ("vllm", "qwen3", 0.5)),
+            *(("vllm-worker", name, 0.5) for name in ("qwen3", "deepseek", "deepseek in FP8")),
+        ]
+    ),
 )
 def test_what_an_engine_page_locks_is_within_the_budget(
     engine: str, name: str, share: float, tmp_path: Path

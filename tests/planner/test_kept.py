@@ -3,6 +3,8 @@
 import json
 import math
 from dataclasses import replace
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,7 @@ from tests.costs.builders import (
 )
 from tests.costs.exact import run_request
 from tests.planner.cases import UNLIMITED, WORKLOAD, budget_for, with_cores
-from tests.tiers import first_quick
+from tests.tiers import each_value_once
 
 MACHINE = make_machine(h2d=1e9, uva=0.9e9)
 SLOW = make_machine(h2d=1e8, uva=0.9e8)
@@ -88,6 +90,16 @@ def ask(
     return question if routing is None else replace(question, held=question.held.route(routing))
 
 
+@cache
+def make_searcher(number: int, has_profile: bool, batch: int, cores: bool) -> Searcher:
+    """Make it once for all examples alike, most of whose time it would take."""
+    model = MODELS[number]
+    routing = record(model, repeat=0.6) if has_profile else None
+    work = Workload(batch=batch, prompt_tokens=600, output_tokens=10, context=700)
+    machine = with_cores(MACHINE, cores=2e9, cores_round_trip=1e-6) if cores else MACHINE
+    return Searcher(Space(ask(model, None, "auto", routing, work, machine, cores=cores)))
+
+
 @pytest.mark.slow
 @settings(max_examples=60)
 @given(
@@ -108,12 +120,8 @@ def test_the_search_prices_them_as_the_schedule_does(
     share: float,
     cores: bool,
 ) -> None:
-    model = MODELS[number]
-    routing = record(model, repeat=0.6) if has_profile else None
-    work = Workload(batch=batch, prompt_tokens=600, output_tokens=10, context=700)
-    machine = with_cores(MACHINE, cores=2e9, cores_round_trip=1e-6) if cores else MACHINE
-    searcher = Searcher(Space(ask(model, None, "auto", routing, work, machine, cores=cores)))
-    space = searcher.space
+    searcher = make_searcher(number, has_profile, batch, cores)
+    model, space = MODELS[number], searcher.space
     keeping = [
         number
         for number, option in enumerate(space.options)
@@ -171,8 +179,7 @@ def test_the_search_prices_them_as_the_schedule_does(
     assert (alone.prefill.step_ps, alone.decode.step_ps) == (prompt_ps, step_ps)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("repeat", [None, 0.0, 0.9])
+@pytest.mark.parametrize(("model", "repeat"), each_value_once(product(MODELS, (None, 0.0, 0.9))))
 @pytest.mark.slow
 def test_more_memory_is_never_slower_and_none_is_slower_than_without(
     model: Model, repeat: float | None
@@ -273,12 +280,16 @@ def test_neighbours_step_the_share() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "gib"),
-    first_quick(
-        [("rtx4090-pcie4", 4), ("rtx4090-pcie4", 12), ("h200-pcie5", 6), ("h200-pcie5", 26)]
+    ("cores", "machine", "gib"),
+    each_value_once(
+        (cores, *case)
+        for case in (
+            *(("rtx4090-pcie4", 4), ("rtx4090-pcie4", 12)),
+            *(("h200-pcie5", 6), ("h200-pcie5", 26)),
+        )
+        for cores in (False, True)
     ),
 )
-@pytest.mark.parametrize("cores", [False, True])
 @pytest.mark.slow
 def test_no_plan_of_a_real_model_is_slower_for_it(machine: str, gib: int, cores: bool) -> None:
     """By uniform routing, the least that kept experts promise."""

@@ -1,5 +1,6 @@
 """The search: nearly as if every plan were looked at; within the budget and above the floor."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,9 +12,19 @@ from offplan.library.asking import pose
 from offplan.plan import Backend, Budget, Goal, Workload
 from offplan.planner.make import make_plan
 from offplan.report.why import explain_plan
-from tests.costs.builders import DENSE, MOE, Shapes, make_machine, make_model
+from tests.costs.builders import (
+    DENSE,
+    MOE,
+    Shapes,
+    dense_model,
+    make_machine,
+    make_model,
+    moe_model,
+)
 from tests.planner.brute_force import BruteForce
 from tests.planner.cases import (
+    FEW_DENSE,
+    FEW_MOE,
     MODELS,
     UNLIMITED,
     WORKLOAD,
@@ -29,26 +40,18 @@ from tests.planner.cases import (
 
 SHORT = Workload(prompt_tokens=512)
 """Read in one chunk, so that there are fewer plans to look at."""
-FEW_DENSE, FEW_MOE = (
-    {name: shape for name, shape in shapes.items() if name.split(".")[-2] in parts}
-    for shapes, parts in (
-        (DENSE, ("down_proj", "up_proj", "o_proj")),
-        (
-            {name: MOE[name] for name in MOE if "shared" not in name},
-            ("down_proj", "gate_proj", "up_proj", "o_proj"),
-        ),
-    )
-)
-"""Layers with few segment classes, so that more of them can be looked at."""
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_layers", [3, pytest.param(4, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(
-    ("name", "share", "h2d"),
-    [("dense", 0.3, 1e9), ("dense", 0.7, 50e9), ("moe", 0.5, 20e9)],
+    ("make", "share", "h2d"),
+    [(dense_model, 0.3, 1e9), (dense_model, 0.7, 50e9), (moe_model, 0.5, 20e9)],
 )
-def test_one_rule_equals_brute_force(name: str, share: float, h2d: float) -> None:
-    question = ask(MODELS[name], make_machine(h2d=h2d, uva=0.8 * h2d), share)
+def test_one_rule_equals_brute_force(
+    make: Callable[[int], Model], share: float, h2d: float, num_layers: int
+) -> None:
+    question = ask(make(num_layers), make_machine(h2d=h2d, uva=0.8 * h2d), share)
     result = make_plan(question)
     expected = min(each.objective_s for each in BruteForce(question, (600, 512)).singles)
     assert result.best_s * result.second_rule_gain == pytest.approx(expected, rel=5e-3)
@@ -84,10 +87,13 @@ def test_one_output_token_takes_the_shortest_prompt_then_the_shortest_step(
     [
         ([DENSE] * 3, 0.1, 10e9, 2),
         ([DENSE, MOE], 0.7, 1e9, 2),
-        ([FEW_DENSE] * 5, 0.6, 5e9, 2),
+        ([FEW_DENSE] * 4, 0.6, 5e9, 2),
         ([FEW_DENSE] * 3, 0.8, 5e9, 1),
-        ([FEW_DENSE, FEW_MOE] * 2, 0.4, 5e9, 2),
+        ([FEW_MOE, FEW_DENSE, FEW_MOE], 0.4, 5e9, 2),
         ([FEW_MOE] * 5, 0.2, 5e9, 2),
+        # of a layer more, of which there are thrice as many plans
+        pytest.param([FEW_DENSE] * 5, 0.6, 5e9, 2, marks=pytest.mark.sweep),
+        pytest.param([FEW_DENSE, FEW_MOE] * 2, 0.4, 5e9, 2, marks=pytest.mark.sweep),
     ],
 )
 def test_two_rules_equal_brute_force(

@@ -10,12 +10,14 @@ from offplan.planner.infeasible import RESOLUTION
 from offplan.planner.make import make_plan
 from offplan.report.why import explain_plan
 from offplan.units import format_bytes, format_seconds
-from tests.costs.builders import DENSE, MOE, make_machine, make_model, moe_model
+from tests.costs.builders import DENSE, MOE, Shapes, make_machine, make_model, moe_model
 from tests.planner.brute_force import BruteForce, Priced
-from tests.planner.cases import ask, assert_fastest
+from tests.planner.cases import FEW_DENSE, FEW_MOE, ask, assert_fastest
+from tests.tiers import each_value_once
 
 MODEL, MACHINE = moe_model(4), make_machine(gpu_memory=2**23)
 SHORT = Workload(prompt_tokens=512)
+LAYERS = [FEW_DENSE, FEW_MOE], [DENSE, MOE]
 
 
 @pytest.mark.slow
@@ -37,10 +39,12 @@ def test_a_plan_s_own_step_is_a_target_that_it_keeps() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [0.1, 0.5, 0.95])
-def test_a_target_out_of_reach_names_memory_that_would_do(part: float) -> None:
+@pytest.mark.parametrize(("layers", "part"), each_value_once(product(LAYERS, (0.1, 0.5, 0.95))))
+def test_a_target_out_of_reach_names_memory_that_would_do(
+    layers: list[Shapes], part: float
+) -> None:
     """Enough for a plan, and at most a hundredth more than any plan needs."""
-    model = make_model([DENSE, MOE])
+    model = make_model(layers)
     least_s, most_s = (
         make_plan(ask(model, MACHINE, share, SHORT)).plan.prediction.decode.step_s
         for share in (1.2, 0.5)

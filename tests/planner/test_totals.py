@@ -14,7 +14,7 @@ from offplan.plan import Workload
 from offplan.planner.find import ALIKE
 from offplan.planner.make import make_plan
 from tests.cli import ROOT
-from tests.tiers import first_quick
+from tests.tiers import choose_each_value_once, first_quick
 
 TOTALS = ROOT / "tests" / "planner" / "totals.json"
 """Questions about real models, with the seconds of the fastest plan of up to two rules."""
@@ -26,11 +26,15 @@ def read(name: str) -> Model:
 
 
 @pytest.mark.slow
-def test_what_is_found_is_as_fast_as_an_exhaustive_search_found() -> None:
-    ratios = []
-    for name, machine, memory, batch, prompt, output, context, packing, least_s in json.loads(
-        TOTALS.read_text()
-    ):
+@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.sweep)])
+def test_what_is_found_is_as_fast_as_an_exhaustive_search_found(everything: bool) -> None:
+    """Of questions with each model, machine, size of a request and way of packing, or of all."""
+    questions, ratios = json.loads(TOTALS.read_text()), []
+    if not everything:
+        # budgets and contexts are of one question each
+        listed = [(*each[:2], *each[3:6], each[7]) for each in questions]
+        questions = [questions[number] for number in choose_each_value_once(listed)]
+    for name, machine, memory, batch, prompt, output, context, packing, least_s in questions:
         workload = Workload(
             batch=batch, prompt_tokens=prompt, output_tokens=output, context=context
         )

@@ -50,10 +50,10 @@ def need_triton() -> None:
     pytest.importorskip("triton")
 
 
-def run_interpreted(path: str, named: str = "") -> str:
+def run_interpreted(path: str, named: str = "", tier: str = "not sweep") -> str:
     """Run a file's tests with kernels interpreted, all or those ``named`` so, as ``-k`` takes it.
 
-    Returns what pytest prints, no test failing.
+    Returns what pytest prints, no test failing. ``tier`` is which of them, as ``-m`` takes it.
 
     Triton decides at its import whether it interprets, so that takes another process: one without
     workers of its own, for few tests.
@@ -70,6 +70,8 @@ def run_interpreted(path: str, named: str = "") -> str:
         path,
         "-k",
         named,
+        "-m",
+        tier,
     ]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -1,6 +1,7 @@
 """Experts kept on the GPU one by one: what comes out, what is there, and what is counted."""
 
 import functools
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,11 @@ from tests.runtime.cached import (
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import offload, open_session
 from tests.runtime.quantise import FORMS, save_stored
-from tests.tiers import first_quick
+from tests.tiers import each_value_once, first_quick
 
 NUM_EXPERTS = 4
 NAMES = ["qwen3_moe_tied"]
-OTHERS = ["deepseek_v2", "sinks", "chunked", "linear_experts", "deepseek_v3"]
-NAMES += [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]  # type: ignore[misc]
+NAMES += ["deepseek_v2", "sinks", "chunked", "linear_experts", "deepseek_v3"]
 """With shared experts beside, biases, transposed weights, and none of these."""
 
 
@@ -52,8 +52,9 @@ PREFILLS = ("prefetch", 64), ("prefetch", 3), ("uva", 7)
 """How prompts are read, and their chunks."""
 
 
-@pytest.mark.parametrize("num", first_quick(range(1, NUM_EXPERTS + 1)))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "num"), each_value_once(product(NAMES, range(1, NUM_EXPERTS + 1)))
+)
 @pytest.mark.slow
 def test_logits_equal_resident(folder: Path, name: str, num: int) -> None:
     """Each number of slots with prompts read in each way; in other families in one of the ways."""
@@ -66,9 +67,11 @@ def test_logits_equal_resident(folder: Path, name: str, num: int) -> None:
         assert all(map(torch.equal, got, expected))
 
 
-@pytest.mark.parametrize("num", first_quick([1, 2, 3, 4]))
-@pytest.mark.parametrize("prefill", first_quick(["prefetch", "uva"]))
-@pytest.mark.parametrize("name", NAMES[:2])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num", "prefill", "name"),
+    each_value_once(product([1, 2, 3, 4], ["prefetch", "uva"], NAMES[:2])),
+)
 def test_counts_are_those_of_a_list_of_the_trace(
     folder: Path, name: str, prefill: str, num: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,17 +108,25 @@ def test_counts_are_those_of_a_list_of_the_trace(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "form"),
-    [*(("qwen3_moe", form) for form in FORMS), ("deepseek_v3", "fp8_block"), ("gpt_oss", "mxfp4")],
+    ("family", "form", "num", "prefill"),
+    each_value_once(
+        (*case, *way)
+        for case in (
+            *(("qwen3_moe", form) for form in FORMS),
+            *(("deepseek_v3", "fp8_block"), ("gpt_oss", "mxfp4")),
+        )
+        for way in ((1, "prefetch"), (3, "uva"))
+    ),
 )
-def test_stored_forms_equal_resident(family: str, form: str, tmp_path: Path) -> None:
+def test_stored_forms_equal_resident(
+    family: str, form: str, num: int, prefill: str, tmp_path: Path
+) -> None:
     stored, _ = save_stored(family, form, tmp_path, num_experts_per_tok=2)
     expected = run_resident(stored, 7, *FEW)
-    for num, prefill in ((1, "prefetch"), (3, "uva")):
-        decision = offload(keeping(num, prefill=prefill), prefill_chunk=7)
-        with open_session(stored, decision) as session:
-            assert all(map(torch.equal, run_hostile(session, *FEW), expected))
-            assert any(count.hits for count in session.count_experts().values())
+    decision = offload(keeping(num, prefill=prefill), prefill_chunk=7)
+    with open_session(stored, decision) as session:
+        assert all(map(torch.equal, run_hostile(session, *FEW), expected))
+        assert any(count.hits for count in session.count_experts().values())
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from offplan.plan import Rule
 from offplan.runtime.generate import Measured, generate
 from tests.runtime.conftest import CONFIGS, NUM_LAYERS, save_tiny
 from tests.runtime.plans import group, offload, open_session, run_greedily
+from tests.tiers import each_value_once
 
 NUM_TOKENS = 6
 PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7]])
@@ -70,7 +71,9 @@ CASES += [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("checkpoint", "way", "segments"), CASES, indirect=["checkpoint"])
+@pytest.mark.parametrize(
+    ("checkpoint", "way", "segments"), each_value_once(CASES), indirect=["checkpoint"]
+)
 def test_logits_equal_resident(
     checkpoint: Path, way: tuple[int, int, int], segments: tuple[str, ...]
 ) -> None:
@@ -95,21 +98,22 @@ def test_every_way_through_the_ring(two_kinds: Path, way: tuple[int, int, int]) 
 
 
 BACKENDS = [("prefetch", "prefetch"), ("prefetch", "uva"), ("uva", "prefetch"), ("uva", "uva")]
-BACKEND_CASES = [(FIRST, *each, step) for each in BACKENDS for step in (1, 2)]
+BACKEND_CASES = [(FIRST, each, step) for each in BACKENDS for step in (1, 2)]
 BACKEND_CASES += [
-    (name, *each, step)
-    for name in OTHERS
-    for each, step in zip(BACKENDS, (1, 2, 2, 1), strict=True)
+    (name, each, step) for name in OTHERS for each, step in zip(BACKENDS, (1, 2, 2, 1), strict=True)
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("checkpoint", "prefill", "decode", "prefetch_step"), BACKEND_CASES, indirect=["checkpoint"]
+    ("checkpoint", "backends", "prefetch_step"),
+    each_value_once(BACKEND_CASES),
+    indirect=["checkpoint"],
 )
 def test_each_phase_has_its_backend(
-    checkpoint: Path, prefill: str, decode: str, prefetch_step: int
+    checkpoint: Path, backends: tuple[str, str], prefetch_step: int
 ) -> None:
+    prefill, decode = backends
     first = group(2, 1, "mlp", prefill=prefill, decode=decode)
     second = group(1, 1, "self_attn", prefill=decode, decode=prefill)
     assert_same_as_resident(checkpoint, first, second, prefetch_step=prefetch_step, chunk=3)

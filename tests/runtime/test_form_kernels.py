@@ -1,6 +1,7 @@
 """The kernels of stored forms against plain torch."""
 
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from offplan.kernel_sizes import MAX_PAIRS
 from offplan.runtime.forms import reference
 from tests.runtime.columns import expand, hold
 from tests.runtime.interpreted import INTERPRETED, run_interpreted, runs_itself, runs_kernels
+from tests.tiers import each_value_once
 
 # the interpreter rounds bfloat16 in a way of its own
 DEVICE, DTYPES = ("cpu", [torch.float16]) if INTERPRETED else ("cuda", [torch.bfloat16, torch.half])
@@ -69,8 +71,9 @@ def limits_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @runs_itself
-def test_on_the_cpu() -> None:
-    assert "passed" in run_interpreted(__file__)
+@pytest.mark.parametrize("tier", ["not sweep", pytest.param("sweep", marks=pytest.mark.sweep)])
+def test_on_the_cpu(tier: str) -> None:
+    assert "passed" in run_interpreted(__file__, tier=tier)
 
 
 def random_words(*shape: int) -> torch.Tensor:
@@ -171,9 +174,9 @@ def _make_nf4(*, is_nested: bool) -> dict[Part, torch.Tensor]:
 
 @pytest.mark.gpu
 @runs_kernels
-@by_form
-@pytest.mark.parametrize("experts", [0, EXPERTS])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "experts", "dtype"), each_value_once(product(FORMS, [0, EXPERTS], DTYPES))
+)
 def test_expansion_is_exact(
     name: str, experts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,8 +200,7 @@ def test_expansion_is_exact(
 
 @pytest.mark.gpu
 @runs_kernels
-@by_form
-@pytest.mark.parametrize("experts", [0, EXPERTS])
+@pytest.mark.parametrize(("name", "experts"), each_value_once(product(FORMS, [0, EXPERTS])))
 def test_operators_tell_what_they_return(
     name: str, experts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,8 +256,7 @@ def tame(parts: dict[Part, torch.Tensor], form: Form) -> dict[Part, torch.Tensor
 
 @pytest.mark.gpu
 @runs_kernels
-@by_form
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("name", "rows"), each_value_once(product(FORMS, ROWS)))
 def test_products_of_codes(name: str, rows: int) -> None:
     from offplan.runtime.forms.products import multiply_rows
 
@@ -310,8 +311,7 @@ def test_last_blocks_reach_past_the_end(name: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.gpu
 @runs_kernels
-@by_form
-@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize(("name", "tokens"), each_value_once(product(FORMS, TOKENS)))
 def test_products_of_experts(name: str, tokens: int) -> None:
     from offplan.runtime.forms.pairs import sort_pairs
     from offplan.runtime.forms.products import multiply_pairs
@@ -423,8 +423,7 @@ def values_of_every_size(num_in: int) -> torch.Tensor:
 
 @pytest.mark.gpu
 @runs_kernels
-@pytest.mark.parametrize("experts", [0, 2])
-@pytest.mark.parametrize("num_in", LENGTHS)
+@pytest.mark.parametrize(("num_in", "experts"), each_value_once(product(LENGTHS, [0, 2])))
 def test_packed_values_are_expanded_bit_for_bit(num_in: int, experts: int) -> None:
     from offplan.runtime.forms.products import expand_on_gpu
 
@@ -437,9 +436,9 @@ def test_packed_values_are_expanded_bit_for_bit(num_in: int, experts: int) -> No
 
 @pytest.mark.gpu
 @runs_kernels
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("of_experts", [False, True])
-@pytest.mark.parametrize("num_in", LENGTHS)
+@pytest.mark.parametrize(
+    ("num_in", "of_experts", "rows"), each_value_once(product(LENGTHS, [False, True], ROWS))
+)
 def test_products_of_packed_rows_of_every_size(num_in: int, rows: int, of_experts: bool) -> None:
     from offplan.runtime.forms.pairs import sort_pairs
     from offplan.runtime.forms.products import multiply_pairs, multiply_rows

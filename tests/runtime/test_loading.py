@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ from tests.checkpoint.files import write_sparse
 from tests.held import place
 from tests.runtime.conftest import CONFIGS, HEADS, NUM_LAYERS, OTHERS, SIZES, save_tiny
 from tests.runtime.plans import group, offload, open_session
-from tests.tiers import first_quick
+from tests.tiers import each_value_once, first_quick
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "nothing": (),
@@ -59,7 +60,11 @@ def loaded_values(loaded: LoadedModel) -> Mapping[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize(
+    ("checkpoint", "rules"),
+    each_value_once(product(sorted(CONFIGS), RULES.values())),
+    indirect=["checkpoint"],
+)
 def test_values_equal_what_safetensors_reads(checkpoint: Path, rules: tuple[Rule, ...]) -> None:
     loaded = load(checkpoint, *rules)
     values = loaded_values(loaded)
@@ -75,7 +80,11 @@ def test_values_equal_what_safetensors_reads(checkpoint: Path, rules: tuple[Rule
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extent_bytes", [16, 100, 2**20])
+@pytest.mark.parametrize(
+    ("checkpoint", "extent_bytes"),
+    each_value_once(product(sorted(CONFIGS), [16, 100, 2**20])),
+    indirect=["checkpoint"],
+)
 def test_values_equal_what_transformers_loads(
     checkpoint: Path, extent_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,7 +262,11 @@ def test_what_is_not_loaded_as_it_is_placed_is_refused(checkpoint: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rules", list(RULES.values())[1:], ids=list(RULES)[1:])
+@pytest.mark.parametrize(
+    ("checkpoint", "rules"),
+    each_value_once(product(sorted(CONFIGS), list(RULES.values())[1:])),
+    indirect=["checkpoint"],
+)
 def test_a_parameter_elsewhere_is_noticed(checkpoint: Path, rules: tuple[Rule, ...]) -> None:
     loaded = load(checkpoint, *rules)
     targets = map_tensors(build_skeleton(loaded.model), hold(loaded.model))
@@ -282,7 +295,11 @@ def test_a_parameter_elsewhere_is_noticed(checkpoint: Path, rules: tuple[Rule, .
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rules", list(RULES.values())[1:], ids=list(RULES)[1:])
+@pytest.mark.parametrize(
+    ("checkpoint", "rules"),
+    each_value_once(product(sorted(CONFIGS), list(RULES.values())[1:])),
+    indirect=["checkpoint"],
+)
 def test_a_store_that_reads_other_slots_than_the_schedule_fills_is_noticed(
     checkpoint: Path, rules: tuple[Rule, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,8 +403,15 @@ def test_what_stays_in_float32(tmp_path: Path, stored: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("end", ["1.mlp.up_proj.weight", "experts.2.up_proj.weight", "norm.weight"])
+@pytest.mark.parametrize(
+    ("dtype", "end"),
+    each_value_once(
+        product(
+            [torch.float32, torch.bfloat16],
+            ["1.mlp.up_proj.weight", "experts.2.up_proj.weight", "norm.weight"],
+        )
+    ),
+)
 def test_what_is_stored_in_another_type_stays_on_the_device(
     tmp_path: Path, dtype: torch.dtype, end: str
 ) -> None:

@@ -1,6 +1,7 @@
 """Weights that a plan holds packed give the very bits that they give as they are stored."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from tests.held import place
 from tests.runtime.conftest import LATENTS
 from tests.runtime.families import draw_weights, make_config
 from tests.runtime.plans import group, offload, open_session, run_greedily
+from tests.tiers import each_value_once
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -129,8 +131,9 @@ LEFT = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", LEFT, ids=" ".join)
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v2"])
+@pytest.mark.parametrize(
+    ("name", "names"), each_value_once(product(["qwen3_moe", "deepseek_v2"], LEFT))
+)
 def test_weights_are_left_unpacked(tmp_path: Path, name: str, names: tuple[str, ...]) -> None:
     """Experts of some layers, all weights of a layer, one matrix: the others are packed."""
     folder = save(name, tmp_path)

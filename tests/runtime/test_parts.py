@@ -2,6 +2,7 @@
 
 import functools
 import weakref
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.runtime.cached import FEW, Abort, abort_in, run_hostile, run_resident
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import group, in_parts, offload, open_session
 from tests.runtime.quantise import FORMS, save_stored
-from tests.tiers import first_quick
+from tests.tiers import each_value_once, first_quick
 
 NAME = "qwen3_moe_tied"
 OTHERS = ["deepseek_v2", "gpt_oss", "chunked", "linear_experts", "deepseek_v3"]
@@ -60,22 +61,24 @@ PLANS = [
 """Rules, and tokens of a chunk."""
 
 
-@pytest.mark.parametrize("late", first_quick([False, True]))
+@pytest.mark.parametrize(
+    ("plan", "late"), each_value_once(product(range(len(PLANS)), (False, True)))
+)
 @pytest.mark.slow
-def test_logits_equal_resident(folder: Path, late: bool) -> None:
-    checkpoint = saved(NAME, folder)
-    for rules, chunk in PLANS:
-        assert_same(checkpoint, offload(*rules, prefill_chunk=chunk, prefetch_step=1), late)
+def test_logits_equal_resident(folder: Path, plan: int, late: bool) -> None:
+    checkpoint, (rules, chunk) = saved(NAME, folder), PLANS[plan]
+    assert_same(checkpoint, offload(*rules, prefill_chunk=chunk, prefetch_step=1), late)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    ("name", "plan"), each_value_once(product(OTHERS, reversed(range(len(PLANS)))))
+)
 @pytest.mark.slow
-def test_other_families_equal_resident(folder: Path, name: str) -> None:
-    """Each plan once, by copies that are late or not: which is no matter of the family."""
-    checkpoint, few = saved(name, folder), (5, 3, FEW[2])
-    for number, (rules, chunk) in enumerate(PLANS):
-        decision = offload(*rules, prefill_chunk=chunk, prefetch_step=1)
-        assert_same(checkpoint, decision, number % 2 == 0, *few)
+def test_other_families_equal_resident(folder: Path, name: str, plan: int) -> None:
+    """By copies that are late or not: which is no matter of the family."""
+    checkpoint, few, (rules, chunk) = saved(name, folder), (5, 3, FEW[2]), PLANS[plan]
+    decision = offload(*rules, prefill_chunk=chunk, prefetch_step=1)
+    assert_same(checkpoint, decision, plan % 2 == 0, *few)
 
 
 @pytest.mark.parametrize("chunk", [3, 7])
@@ -166,20 +169,24 @@ WHOLE_PROMPTS = ["fp8_block", "int4", "mxfp4"]
 """Forms of which prompts are read whole too: bytes, words, and experts stored together."""
 
 
+STORED = [*(("qwen3_moe", form) for form in FORMS)]
+STORED += [("deepseek_v3", "fp8_block"), ("gpt_oss", "mxfp4")]
+IN_PARTS = [(*case, *way) for case in STORED for way in ((2, 7, None), (4, 7, 14))]
+IN_PARTS += [("qwen3_moe", form, 4, 40, None) for form in WHOLE_PROMPTS]
+"""Families, forms, numbers of parts, tokens of a chunk and at once."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "form"),
-    [*(("qwen3_moe", form) for form in FORMS), ("deepseek_v3", "fp8_block"), ("gpt_oss", "mxfp4")],
+    ("family", "form", "num_parts", "chunk", "at_once"), each_value_once(IN_PARTS)
 )
-def test_stored_forms_equal_resident(family: str, form: str, tmp_path: Path) -> None:
+def test_stored_forms_equal_resident(
+    family: str, form: str, num_parts: int, chunk: int, at_once: int | None, tmp_path: Path
+) -> None:
     # one layer more than the ring has slots
     stored, _ = save_stored(family, form, tmp_path, num_experts_per_tok=2, num_hidden_layers=3)
-    plans = [(2, 7, None), (4, 7, 14)]
-    if form in WHOLE_PROMPTS:
-        plans.append((4, 40, None))
-    for num_parts, chunk, at_once in plans:
-        rule = in_parts(num_parts, tokens_at_once=at_once)
-        assert_same(stored, offload(rule, prefill_chunk=chunk), True, *FEW)
+    rule = in_parts(num_parts, tokens_at_once=at_once)
+    assert_same(stored, offload(rule, prefill_chunk=chunk), True, *FEW)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from offplan.runtime.memory.peer import find_peer
 from offplan.runtime.memory.store import allocate
 from offplan.runtime.session import Session
 from tests.held import place
+from tests.runtime.conftest import CONFIGS
 from tests.runtime.plans import CONTEXT, group, offload, open_session
+from tests.tiers import each_value_once
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7]])
 NUM_TOKENS = 6
@@ -116,8 +119,11 @@ RULES: dict[str, tuple[Rule, ...]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize(
+    ("checkpoint", "rules", "late"),
+    each_value_once(product(sorted(CONFIGS), RULES.values(), [False, True])),
+    indirect=["checkpoint"],
+)
 def test_logits_equal_resident(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, rules: tuple[Rule, ...], late: bool
 ) -> None:

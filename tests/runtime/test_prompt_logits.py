@@ -1,5 +1,6 @@
 """Logits of all positions of a prompt, held against stock transformers."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from offplan.runtime.model.layers import DecoderLayers
 from tests.runtime.conftest import auto_class, save_tiny
 from tests.runtime.families import load_stock
 from tests.runtime.plans import CONTEXT, group, offload, open_session
+from tests.tiers import each_value_once
 
 PROMPT = torch.randint(1, 64, (2, 21), generator=torch.Generator().manual_seed(0))
 NAMES = ["qwen3", "deepseek_v2", "qwen3_moe_tied", "soft_caps", "sinks", "chunked", "shared_keys"]
@@ -17,8 +19,7 @@ NAMES += ["linear", "gptj", "text_part", "mistral_windowed"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [4, 64])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "chunk"), each_value_once(product(NAMES, [4, 64])))
 def test_all_positions(tmp_path: Path, name: str, chunk: int) -> None:
     folder = save_tiny(name, tmp_path)
     with torch.inference_mode():

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from offplan.runtime.session import Session
 from offplan.runtime.transformers_private import list_experts
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import CONTEXT, group, offload, open_session
-from tests.tiers import first_quick
+from tests.tiers import each_value_once, first_quick
 
 TOLERANCE = 1e-4
 """Part of the largest logit by which float32 logits may differ: sums are made in another order."""
@@ -91,8 +92,7 @@ class Greedy:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [4, 64])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "chunk"), each_value_once(product(FAMILIES, [4, 64])))
 def test_every_text_is_as_if_alone(tmp_path: Path, name: str, chunk: int) -> None:
     folder = save_tiny(name, tmp_path)
     with open_session(folder, offload(group(2, 1), prefill_chunk=chunk)) as session:
@@ -278,8 +278,11 @@ def break_pass(session: Session, layer: int, texts: Greedy, *call: Any) -> None:
     steps[layer] = own
 
 
-@pytest.mark.parametrize("layer", first_quick([0, 3]))
-@pytest.mark.parametrize("name", first_quick(["qwen3", "deepseek_v2", "linear", "longrope"]))
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    each_value_once(product(["qwen3", "deepseek_v2", "linear", "longrope"], [0, 3])),
+)
 def test_a_pass_that_fails_leaves_the_other_rows_right(
     tmp_path: Path, name: str, layer: int
 ) -> None:

@@ -7,6 +7,7 @@ import sys
 import weakref
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,10 @@ from offplan.runtime.model.latent import Expansion
 from offplan.runtime.model.layers import MAX_VARIANTS, Call, DecoderLayers
 from offplan.runtime.session import Session
 from offplan.schedule import Copy
-from tests.runtime.conftest import NUM_LAYERS, SIZES, save_tiny
+from tests.runtime.conftest import CONFIGS, NUM_LAYERS, SIZES, save_tiny
 from tests.runtime.interpreted import need_triton
 from tests.runtime.plans import CONTEXT, group, offload, open_session
-from tests.tiers import first_quick
+from tests.tiers import each_value_once, first_quick
 
 NUM_TOKENS = 6
 PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7]])
@@ -44,7 +45,11 @@ def tokens_of(session: Session) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("copies", range(1, 9))
+@pytest.mark.parametrize(
+    ("checkpoint", "copies"),
+    each_value_once(product(sorted(CONFIGS), range(1, 9))),
+    indirect=["checkpoint"],
+)
 def test_a_request_after_an_interrupted_one(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, copies: int
 ) -> None:
@@ -162,8 +167,10 @@ def test_stored_buffers_and_caches_of_another_name(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [1, 3, 4, 9, 64])
-@pytest.mark.parametrize("name", ["mistral_windowed", "chunked"])
+@pytest.mark.parametrize(
+    ("name", "chunk"),
+    each_value_once(product(["mistral_windowed", "chunked"], [1, 3, 4, 9, 64])),
+)
 def test_a_chunk_looks_back_as_far_as_its_window(tmp_path: Path, name: str, chunk: int) -> None:
     folder = save_tiny(name, tmp_path)
     prompt = torch.cat([PROMPT, PROMPT], dim=1)

@@ -1,6 +1,7 @@
 """The kernels that keep experts in slots, against the same in plain torch and resident experts."""
 
 import functools
+from itertools import product
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from tests.runtime.interpreted import (
     runs_itself,
     runs_kernels,
 )
+from tests.tiers import each_value_once
 
 DEVICE, DTYPE = ("cpu", torch.float16) if INTERPRETED else ("cuda", torch.bfloat16)
 LIMITS = (232448, 132)
@@ -38,8 +40,9 @@ LIMITS = (232448, 132)
 
 @pytest.mark.slow
 @runs_itself
-def test_on_the_cpu() -> None:
-    assert "passed" in run_interpreted(__file__)
+@pytest.mark.parametrize("tier", ["not sweep", pytest.param("sweep", marks=pytest.mark.sweep)])
+def test_on_the_cpu(tier: str) -> None:
+    assert "passed" in run_interpreted(__file__, tier=tier)
 
 
 @pytest.fixture(autouse=INTERPRETED)
@@ -70,18 +73,19 @@ def make_parts(num_experts: int, device: str) -> dict[str, torch.Tensor]:
 
 
 CASES = [(1, 8, 2, 1), (3, 8, 2, 1), (8, 8, 2, 2), (5, 12, 3, 4), (2, 12, 3, 4), (7, 20, 4, 30)]
+"""Slots, experts, those that a token chooses, and the batch."""
 
 
 @pytest.mark.gpu
 @runs_kernels
-@pytest.mark.parametrize("share", [None, 0.4])
-@pytest.mark.parametrize(("num_slots", "num_experts", "num_chosen", "batch"), CASES)
+@pytest.mark.parametrize(("sizes", "share"), each_value_once(product(CASES, (None, 0.4))))
 def test_the_table_is_that_of_plain_torch(
-    num_slots: int, num_experts: int, num_chosen: int, batch: int, share: float | None
+    sizes: tuple[int, int, int, int], share: float | None
 ) -> None:
     from offplan.runtime.forms.pairs import sort_pairs
     from offplan.runtime.forms.table_kernels import address_parts, read_slots, settle
 
+    num_slots, num_experts, num_chosen, batch = sizes
     torch.manual_seed(num_slots)
     ours = make_table(num_slots, num_experts, DEVICE)
     expected = make_table(num_slots, num_experts, "cpu")
@@ -235,7 +239,7 @@ def forward_resident(experts: Any, tokens: torch.Tensor, *routed: torch.Tensor) 
     return send(experts, tokens, routed[1], multiply)
 
 
-KINDS = ["values", "packed", "packed and biased"]
+KINDS = ["packed and biased", "packed", "values"]
 NUM_STEPS = 3 if INTERPRETED else 4
 
 
@@ -257,20 +261,26 @@ def run_resident(kind: str, num_tokens: int) -> list[tuple[torch.Tensor, ...]]:
     return steps
 
 
-def skip_alike(kind: str, num_slots: int, num_tokens: int) -> None:
-    """Leave out what the interpreter takes seconds for: rows are added behind the same products."""
-    if INTERPRETED and kind == "packed" and (num_slots, num_tokens) not in ((8, 1), (3, 2)):
-        pytest.skip("packed experts with biases run all of this kernel")
+def list_kinds(*shapes: tuple[int, int]) -> list[Any]:
+    """Kinds with numbers of slots and tokens, but what the interpreter takes seconds for.
+
+    Packed experts with biases run all of the kernel: rows are added behind the same products.
+    """
+    return each_value_once(
+        (kind, shape)
+        for kind in KINDS
+        for shape in shapes
+        if not INTERPRETED or kind != "packed" or shape in ((8, 1), (3, 2))
+    )
 
 
 @pytest.mark.gpu
 @runs_kernels
-@pytest.mark.parametrize(("num_slots", "num_tokens"), [(8, 1), (3, 1), (3, 2), (1, 2), (3, 9)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_products_are_those_of_resident_experts(kind: str, num_slots: int, num_tokens: int) -> None:
+@pytest.mark.parametrize(("kind", "shape"), list_kinds((8, 1), (3, 1), (3, 2), (1, 2), (3, 9)))
+def test_products_are_those_of_resident_experts(kind: str, shape: tuple[int, int]) -> None:
     from offplan.runtime.model.cached_products import forward_slots
 
-    skip_alike(kind, num_slots, num_tokens)
+    num_slots, num_tokens = shape
     steps = run_resident(kind, num_tokens)
     torch.manual_seed(0)
     experts: Any = Experts(8, num_slots, packed="packed" in kind, bias="biased" in kind)
@@ -283,15 +293,14 @@ def test_products_are_those_of_resident_experts(kind: str, num_slots: int, num_t
 
 @pytest.mark.gpu
 @runs_kernels
-@pytest.mark.parametrize(("num_slots", "num_tokens"), [(8, 1), (3, 1), (1, 2), (3, 9)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "shape"), list_kinds((8, 1), (3, 1), (1, 2), (3, 9)))
 def test_what_the_cores_multiply_is_added(
-    kind: str, num_slots: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever lies in the rows of their pairs."""
     from offplan.runtime.model.cached_products import forward_slots
 
-    skip_alike(kind, num_slots, num_tokens)
+    num_slots, num_tokens = shape
     steps = run_resident(kind, num_tokens)
     torch.manual_seed(0)
     experts: Any = Experts(8, num_slots, packed="packed" in kind, bias="biased" in kind)

@@ -23,7 +23,7 @@ from offplan.planner.make import make_plan
 from tests.cli import CLI
 from tests.runtime.families import TEXT_PARTS, VARIANTS, compare, make_config
 from tests.runtime.plans import offload, open_session
-from tests.tiers import first_quick
+from tests.tiers import each_value_once, first_quick
 
 LAST = dict(TEXT_PARTS)
 """One text part of each family."""
@@ -32,7 +32,7 @@ RENAMED = "fuyu gemma3 internvl llava llava_next llava_onevision mistral3 qwen2_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "text"), TEXT_PARTS)
+@pytest.mark.parametrize(("family", "text"), each_value_once(TEXT_PARTS))
 def test_a_text_part_is_exact(family: str, text: str) -> None:
     outcome = compare(family, "windows", text=text)  # which those without any ignore
     assert outcome.kind == "exact", outcome.why
