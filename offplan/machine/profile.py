@@ -174,7 +174,7 @@ class MachineProfile(Record):
     gpu_overhead: Figure[Capacity]
     """Context, libraries and captured graphs of a process that has run a model."""
     ranks_overhead: Figure[Capacity] | None = None
-    """What each of several ranks has beside that, to exchange what they compute; absent is 1,056
+    """What each of several ranks has beside that, to exchange what they compute; absent is 1,152
     MiB."""
     cores: Figure[LinkRate] | None = None
     """The host's memory as its cores read weights that they multiply by one row; absent is as a
@@ -367,9 +367,9 @@ ASSUMED_CORES = Figure[LinkRate].model_validate(
 """Rate that offplan assumes of the host's cores where a profile has none."""
 ASSUMED_RANKS_OVERHEAD = Figure[Capacity].model_validate(
     {
-        "value": 1056 << 20,
+        "value": 1152 << 20,
         "basis": "estimated",
-        "source": "0.83 to 1.02 GiB of NCCL and vLLM 0.33.0 on two H200s",
+        "source": "0.83 to 1.1 GiB of NCCL and vLLM 0.33.0 on two H200s, and on two H100s",
     }
 )
 """Bytes that offplan assumes of ``ranks_overhead`` where a profile has none."""

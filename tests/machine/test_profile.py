@@ -292,7 +292,7 @@ def test_several_ranks_have_what_they_exchange_through(ranks: Ranks) -> None:
     machine = load_profile("h200-pcie5")
     one, several = (machine.with_link("host", each) for each in (Ranks(), ranks))
     assert one.gpu_overhead == machine.gpu_overhead
-    assert several.gpu_overhead.value == machine.gpu_overhead.value + (1056 << 20)
+    assert several.gpu_overhead.value == machine.gpu_overhead.value + (1152 << 20)
     assert several.gpu_overhead.source is not None
     assert "NCCL" in several.gpu_overhead.source
     known = {"value": "1 GiB", "basis": "measured", "source": "a test"}
