@@ -227,10 +227,9 @@ def phase_bytes(
     last = {shape.tokens: shape for shape in prefill_shapes(workload, prefill_chunk)}
 
     def of_chunk(shape: PassShape) -> int:
-        blocks = [attention_bytes, mlp_bytes, per_layer_bytes]
-        if shape.phase is Phase.PREFILL and in_parts:
-            blocks[1] = dense_bytes
-        elif shape.phase is Phase.PREFILL and shape.tokens != prefill_chunk:
+        is_apart = in_parts and shape.phase is Phase.PREFILL
+        blocks = [attention_bytes, dense_bytes if is_apart else mlp_bytes, per_layer_bytes]
+        if shape.phase is Phase.PREFILL and shape.tokens != prefill_chunk and not is_apart:
             blocks.append(eager_expert_bytes)
         most = max(block(stage, layer, shape) for block in blocks for layer in layers)
         expanded = max(expanded_bytes(stage, layer, shape) for layer in layers)
