@@ -129,15 +129,14 @@ def find_parts_memory(stage: Stage, workload: Workload, prefill_chunk: int) -> P
     kept = (PART_COPIES * stage.architecture.num_streams + has_shared) * state_bytes
     chunk = prefill_shapes(workload, prefill_chunk)[0]
     prompt, _ = phase_bytes(stage, workload, prefill_chunk, in_parts=True)
+    live = max(parted_expert_bytes(stage, layer, chunk) for layer in stage.layers)
     sizes = (activation_bytes(stage, workload, prefill_chunk, in_parts=of) for of in (False, True))
     return PartsMemory(
         token_bytes=kept + CHOICE_BYTES * num_chosen + SCORE_BYTES * stage.experts.num_in_all,
         product_bytes=num_chosen * state_bytes,
         block_bytes=prompt - waiting_bytes(stage, workload, chunk),
         routed_bytes=sub(*sizes),
-        pair_bytes=round(
-            PIECES * max(parted_expert_bytes(stage, of, chunk) for of in stage.layers)
-        ),
+        pair_bytes=round(PIECES * live),
         workload=workload,
         prefill_chunk=prefill_chunk,
     )
