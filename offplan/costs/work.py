@@ -322,7 +322,9 @@ def layer_work(stage: Stage, layer: Layer) -> LayerWork:
             for phase in Phase
         },
         moved=None if stage.passes is None else partial(moved_bytes, stage, layer.index),
-        overhead_s=engine and engine.overhead_s(is_routed=is_routed, num_ranks=num_ranks),
+        overhead_s=None
+        if engine is None
+        else engine.overhead_s(is_routed=is_routed, num_ranks=num_ranks),
         unpacked=layer_work(stage, unpack_layer(layer)) if is_any_packed else None,
     )
 
