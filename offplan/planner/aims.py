@@ -4,7 +4,7 @@ A value is a bound where the times are bounds.
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,10 @@ class Fastest:
         kept = (prompt_ps <= self.limits_ps[0]) & (step_ps <= self.limits_ps[1])
         return np.where(kept, self.weights[0] * prompt_ps + self.weights[1] * step_ps, NEVER)
 
+    def loosened(self, more_ps: int) -> "Fastest":
+        """Return the same with limits so much later, for estimates that rounding made longer."""
+        return replace(self, limits_ps=(self.limits_ps[0] + more_ps, self.limits_ps[1] + more_ps))
+
     tolerance = 0.0
 
 
@@ -60,6 +64,10 @@ class Soonest:
         """Return the prompt's time, NEVER for what takes too long in all."""
         return np.where(self.fastest.values(prompt_ps, step_ps) <= self.most, prompt_ps, NEVER)
 
+    def loosened(self, more_ps: int) -> "Soonest":
+        """Return the same with ``Fastest.loosened``."""
+        return replace(self, fastest=self.fastest.loosened(more_ps))
+
 
 @dataclass(frozen=True)
 class Nearest:
@@ -71,6 +79,10 @@ class Nearest:
         """Divide each time by its limit; a limit of nothing is as far away as a picosecond."""
         first, second = (max(1.0, limit) for limit in self.limits_ps)
         return np.maximum(1.0, np.maximum(prompt_ps / first, step_ps / second))
+
+    def loosened(self, more_ps: int) -> "Nearest":
+        """Return the same: no plan is beyond a limit for good."""
+        return self
 
     tolerance = 0.0
 

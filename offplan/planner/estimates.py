@@ -215,8 +215,8 @@ def estimate(
     found = np.where(loads.step_turns > 0, num_slots, owners)
     copied = loads.prompt_copied + space.start_ps * loads.prompt_turns
     copied = np.maximum(0, copied - found * loads.prompt_copy)
-    copied_again = loads.step_copied + space.start_ps * loads.step_turns
-    copied_again = np.maximum(0, copied_again - owners_again * loads.step_copy)
+    every_again = loads.step_copied + space.start_ps * loads.step_turns
+    copied_again = np.maximum(0, every_again - owners_again * loads.step_copy)
     copied_again = np.where(loads.step_turns > num_slots, copied_again, 0)
     kept = np.where(loads.step_turns > 0, 0, num_slots)
     read = np.maximum(0, loads.step_read - kept * loads.step_spared)
@@ -228,16 +228,25 @@ def estimate(
     in_turn = num_slots == 1
     if engine is not None:  # a prompt's chunks stream each for itself
         copied = table.num_chunks[setting] * copied
-    if engine is not None and engine.beside_percent is None:  # a step's copies stall
-        step_ps = resident_ps[:, 1] + copied_again
+        if engine.beside_percent is None:  # a step's copies stall
+            step_ps = resident_ps[:, 1] + copied_again
+        else:  # they all end before what lies outside the layers begins
+            copying = every_again + in_turn * loads.step_compute + space.decode.outside_ps
+            step_ps = np.maximum(resident_ps[:, 1], np.where(every_again > 0, copying, 0))
     else:
-        slower = 1.0 if engine is not None else space.slowdown
-        slowly = np.where(copied_again > 0, (slower - 1) * read, 0)
+        slowly = np.where(copied_again > 0, (space.slowdown - 1) * read, 0)
         step_ps = copied_again + (in_turn & (copied_again > 0)) * loads.step_compute
         step_ps = np.maximum(resident_ps[:, 1] + slowly + by_cores, step_ps)
     copied = np.maximum(copied + in_turn * loads.prompt_compute, copied + loads.prompt_beside)
     prompt_ps = copied + table.outside_ps[setting]
     prompt_ps = np.maximum(resident_ps[:, 0], prompt_ps) + loads.prompt_read
-    # what is rounded, picoseconds of each layer and bytes read in place, must not make it more
-    rounded = len(space.kind_of) * (4 + table.num_chunks[setting] * space.reading_ps(3))
-    return prompt_ps + row_ps[:, 0] - rounded, step_ps + read + row_ps[:, 1] - rounded
+    return prompt_ps + row_ps[:, 0], step_ps + read + row_ps[:, 1]
+
+
+def most_rounded_ps(space: Space) -> int:
+    """Picoseconds by which an estimate may be more than what it is of, as rounding makes it.
+
+    Rounded are picoseconds of each layer, and bytes read in place.
+    """
+    most_chunks = int(space.table.num_chunks.max())
+    return len(space.kind_of) * (4 + most_chunks * space.reading_ps(3))

@@ -23,7 +23,7 @@ from offplan.held.packing import pack_everything, packable
 from offplan.plan import Budget, Offload
 from offplan.planner.aims import NEVER, Aim, Fastest, limits_ps
 from offplan.planner.candidates import NO_RULE, Candidates, Ints, choose, count_on
-from offplan.planner.estimates import Rules, estimate, list_rules
+from offplan.planner.estimates import Rules, estimate, list_rules, most_rounded_ps
 from offplan.planner.firsts import Firsts, Rows, list_firsts
 from offplan.planner.in_place import InPlaceRules
 from offplan.planner.limits import check_range
@@ -202,6 +202,7 @@ class _Run:
     def __post_init__(self) -> None:
         self.space, self.rules = self.searcher.space, self.searcher.rules
         self.prices, self.stages = self.searcher.prices, self.searcher.stages
+        self.estimated = self.aim.loosened(most_rounded_ps(self.space))
 
     def try_in_place(self, firsts: Firsts) -> None:
         """Try the plans that copy nothing."""
@@ -275,12 +276,12 @@ class _Run:
 
     def _gain(self, rows: Rows) -> NDArray[np.bool_]:
         """Whether estimates are better than the best plan so far by more than is as good."""
-        values = self.aim.values(rows.prompt_ps, rows.step_ps)
+        values = self.estimated.values(rows.prompt_ps, rows.step_ps)
         return values * (1 + self.aim.tolerance) < self.most
 
     def try_all(self, rows: Rows, size: int) -> None:
         """Try plans by their estimates, in growing blocks, until none may be better."""
-        values = self.aim.values(rows.prompt_ps, rows.step_ps) * (1 + self.aim.tolerance)
+        values = self.estimated.values(rows.prompt_ps, rows.step_ps) * (1 + self.aim.tolerance)
         order, start = np.argsort(values, kind="stable"), 0
         while start < len(order) and values[order[start]] < self.most:
             self._try(self._spread(choose(rows, order[start : start + size])))
