@@ -226,13 +226,14 @@ def estimate(
     resident_ps, row_ps = table.resident_ps[setting], table.row_ps[setting]
     by_cores = np.maximum(0, loads.step_cores - kept * loads.cores_spared)
     in_turn = num_slots == 1
+    step_ps: Floats
     if engine is not None:  # a prompt's chunks stream each for itself
         copied = table.num_chunks[setting] * copied
         if engine.beside_percent is None:  # a step's copies stall
-            step_ps = resident_ps[:, 1] + copied_again
+            step_ps = copied_again + resident_ps[:, 1]
         else:  # they all end before what lies outside the layers begins
             copying = every_again + in_turn * loads.step_compute + space.decode.outside_ps
-            step_ps = np.maximum(resident_ps[:, 1], np.where(every_again > 0, copying, 0))
+            step_ps = np.maximum((every_again > 0) * copying, resident_ps[:, 1])
     else:
         slowly = np.where(copied_again > 0, (space.slowdown - 1) * read, 0)
         step_ps = copied_again + (in_turn & (copied_again > 0)) * loads.step_compute

@@ -71,6 +71,7 @@ def test_every_knob_takes_a_step(tmp_path: Path) -> None:
                     *("prefetch_step 2 -> 1", "prefetch_step 2 -> 3"),
                     *("rule 1: group_size 5 -> 4", "rule 1: group_size 5 -> 6"),
                     *("rule 1: num_in_group 4 -> 3", "rule 1: num_in_group 4 -> 5"),
+                    "rule 1: prefill and decode prefetch -> uva",
                 },
             ),
             ("sglang", {"rule 1: group_size 1 -> 2", "prefetch_step 1 -> 2"}),
