@@ -80,7 +80,7 @@ def list_phase(
         (Input("kernels that keep experts", to_seconds(keeping), "s"),) if keeping else ()
     )
     if in_parts := taken.times.parts:
-        formula = "of each part PART_LAUNCH_S x pieces"
+        formula = "PART_LAUNCH_S x pieces of each part, CHUNK_LAUNCH_S x chunks if uncaptured"
         launching_s = to_seconds(sum(each.launching_ps for each in in_parts.values()))
         kept += (Input("launching parts", launching_s, "s", formula),)
     if taken.times.cores_products:

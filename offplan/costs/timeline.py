@@ -49,12 +49,12 @@ begins and ends."""
 class PartTimes(NamedTuple):
     """What a layer takes whose experts stream in parts, in picoseconds."""
 
-    routed_ps: int
-    """Of the layer's compute, what its routed experts take."""
+    begin_ps: int
+    """Kernels of the layer without its routed experts, or what launching them takes."""
     part_ps: int
     """One part for one group of chunks, with what launching it takes."""
     launching_ps: int
-    """Of all parts, what launching them takes."""
+    """What launching takes longer than kernels, over all chunks and parts."""
     num_groups: int
     """Groups of chunks for which the parts cross."""
 
@@ -113,8 +113,10 @@ class PassTimes:
     @cached_property
     def begin_ps(self) -> tuple[int, ...]:
         """Picoseconds of each layer's kernels without experts that stream in parts."""
-        routed = {layer: part.routed_ps for layer, part in self.parts.items()}
-        return tuple(busy - routed.get(layer, 0) for layer, busy in enumerate(self.busy_ps))
+        begun = list(self.busy_ps)
+        for layer, each in self.parts.items():
+            begun[layer] += each.begin_ps - self.compute_ps[layer]
+        return tuple(begun)
 
     @property
     def resident_ps(self) -> int:

@@ -293,14 +293,15 @@ class StreamsParts(Option):
             num_chunks = len(each.prefill.shapes)
             at_once = rule.chunks_at_once(each.prefill_chunk)
             gpu_bytes.append(PART_SLOTS * first.slot_bytes + memory.of_group(at_once))
-            given = each.prefill.routed_ps[layer], self.num_parts, num_chunks
-            times.append(divide_ps(*given, -(-num_chunks // (at_once or num_chunks))))
+            num_groups = -(-num_chunks // (at_once or num_chunks))
+            times.append(divide_ps(each.prefill, layer, self.num_parts, num_groups))
         return Parts(
             self.num_parts,
             np.array(gpu_bytes),
             np.array([each.routed_bytes for each in self.memory]),
             to_ps(span_seconds(space.machine, first)),
-            np.array([each.routed_ps for each in times]),
+            np.array([of.prefill.layer_ps[layer] for of in space.settings])
+            - np.array([each.begin_ps for each in times]),
             np.array([each.part_ps for each in times]),
             np.array([each.num_groups for each in times]),
         )

@@ -9,9 +9,16 @@ from hypothesis import strategies as st
 from offplan.checkpoint.model import Model
 from offplan.costs.activations import parted_expert_bytes, phase_bytes, waiting_bytes
 from offplan.costs.compute import ModelCompute
-from offplan.costs.parts import PIECES, divide_ps, find_parts_memory
+from offplan.costs.parts import (
+    CHUNK_LAUNCH_S,
+    PART_LAUNCH_S,
+    PIECES,
+    divide_ps,
+    find_parts_memory,
+)
 from offplan.costs.pass_times import pass_times
 from offplan.costs.predict import derive_stage, price_request
+from offplan.costs.timeline import to_ps
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Placement
@@ -78,11 +85,23 @@ def test_parts_take_what_their_experts_take_and_a_launch() -> None:
     times = pass_times(place_rules(stage.model, [in_parts(4)], 1), stage, machine, prompt)
     assert times.parts.keys() == {1, 2}
     for layer, each in times.parts.items():
-        assert each.routed_ps == prompt.routed_ps[layer]
-        assert 0 < each.routed_ps < prompt.layer_ps[layer]
-        assert each.part_ps == -(-each.routed_ps // 4) + divide_ps(0, 4, 3).part_ps
-        assert times.begin_ps[layer] + each.routed_ps == prompt.layer_ps[layer]
+        assert 0 < prompt.routed_ps[layer] < prompt.layer_ps[layer]
+        assert each.part_ps == -(-prompt.routed_ps[layer] // 4) + to_ps(PART_LAUNCH_S)
+        assert times.begin_ps[layer] == prompt.layer_ps[layer] - prompt.routed_ps[layer]
     assert prompt.routed_ps[0] == 0
+
+
+def test_chunks_that_are_not_captured_take_what_launching_them_takes() -> None:
+    stage, machine = hold(moe_model(3)), make_machine()
+    for chunk, captured in ((38, True), (37, False)):  # 16 chunks and 17
+        prompt = ModelCompute(stage, machine).price(*prefill_shapes(WORKLOAD, chunk))
+        num_chunks, kernels_ps = len(prompt.shapes), prompt.layer_ps[1] - prompt.routed_ps[1]
+        launching_ps = to_ps(num_chunks * CHUNK_LAUNCH_S)
+        assert kernels_ps < launching_ps
+        divided = divide_ps(prompt, 1, 4)
+        assert divided.begin_ps == (kernels_ps if captured else launching_ps)
+        parts_ps = 4 * to_ps(-(-num_chunks // 4) * PART_LAUNCH_S)
+        assert divided.launching_ps == parts_ps + divided.begin_ps - kernels_ps
 
 
 def test_more_parts_take_less_memory_and_chunks_at_experts_some() -> None:

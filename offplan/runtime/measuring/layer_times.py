@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from offplan.held.stage import Stage
+from offplan.kernel_sizes import MAX_CAPTURED_CHUNKS
 from offplan.machine.measure_products import measure_in_place_reads
 from offplan.machine.measure_time import (
     NUM_SAMPLES,
@@ -20,7 +21,6 @@ from offplan.machine.measure_time import (
 from offplan.machine.profile import InPlaceRead, LayerTime
 from offplan.plan import Offload, Workload
 from offplan.progress import Progress
-from offplan.runtime.passes.runner import MAX_CAPTURED_CHUNKS
 from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 
 READ_ONCE_TOKENS, MAX_IN_PLACE_TOKENS = 128, 4096

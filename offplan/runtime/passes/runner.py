@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from offplan.errors import InputError
+from offplan.kernel_sizes import MAX_CAPTURED_CHUNKS, MAX_CAPTURED_TOKENS
 from offplan.placement import Phase
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.skeleton import decoder_layers
@@ -31,19 +32,6 @@ from offplan.runtime.passes.link import Link
 from offplan.runtime.passes.nan import NanFoundError, NanWatch
 from offplan.runtime.passes.parts import PartRunner
 from offplan.schedule import Schedule, build_pass, empty_ring
-
-MAX_CAPTURED_TOKENS = 4096
-"""Tokens of a chunk, over all sequences, up to which prompts are captured: a longer one keeps the
-GPU busy for longer than the host takes to launch it.
-
-Source: DeepSeek-V2-Lite on an H200, whose prompts of 512 and 2,048 tokens took 28 ms to launch and
-16 and 28 to compute.
-"""
-MAX_CAPTURED_CHUNKS = 16
-"""Chunks of a prompt up to which it is captured: graphs grow with their number.
-
-Source: estimated.
-"""
 
 
 class ModelRunner:
