@@ -70,6 +70,11 @@ def are_gathered(num_pairs: int, num_experts: int) -> bool:
     return num_pairs <= num_experts
 
 
+def is_captured(num_chunks: int, num_tokens: int) -> bool:
+    """Whether a prompt of so many chunks is captured; ``num_tokens`` are a chunk's, of all rows."""
+    return num_chunks <= MAX_CAPTURED_CHUNKS and num_tokens <= MAX_CAPTURED_TOKENS
+
+
 def eager_width(hidden: int, inside: int) -> int:
     """Elements that a pair of a token and an expert takes while experts run uncompiled.
 

@@ -14,7 +14,7 @@ from offplan.costs.compute import PassCompute
 from offplan.costs.timeline import PartTimes, to_ps
 from offplan.costs.work import prefill_shapes
 from offplan.held.stage import Stage
-from offplan.kernel_sizes import MAX_CAPTURED_CHUNKS, MAX_CAPTURED_TOKENS
+from offplan.kernel_sizes import is_captured
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement, Span
 from offplan.plan import Workload
@@ -51,8 +51,8 @@ Source: transformers' routers, read.
 """
 
 PIECES = 1.35
-"""Memory that torch's allocator takes for the pairs of tokens and experts that are multiplied at a
-time, as a multiple of what lives of them.
+"""Memory counted for the pairs of tokens and experts that are multiplied at a time, as a multiple
+of what lives of them.
 
 Source: a margin. torch's snapshots have no more than what lives: 192 MiB for DeepSeek-V2-Lite, 328
 for Mixtral-8x22B. With it plans took 0.985 and 1.016 of their memory on an H100; what takes the
@@ -90,13 +90,14 @@ def divide_ps(priced: PassCompute, layer: int, num_parts: int, num_groups: int =
     num_chunks, routed_ps = len(priced.shapes), priced.routed_ps[layer]
     num_parted, at_once = num_groups * num_parts, -(-num_chunks // num_groups)
     launching_ps = to_ps(-(-at_once // num_parts) * PART_LAUNCH_S)
-    begin_ps = rest_ps = priced.layer_ps[layer] - routed_ps
-    if num_chunks > MAX_CAPTURED_CHUNKS or priced.shapes[0].num_tokens > MAX_CAPTURED_TOKENS:
-        begin_ps = max(rest_ps, to_ps(num_chunks * CHUNK_LAUNCH_S))
+    late_ps = 0
+    if not is_captured(num_chunks, priced.shapes[0].num_tokens):
+        rest_ps = priced.layer_ps[layer] - routed_ps
+        late_ps = max(0, to_ps(num_chunks * CHUNK_LAUNCH_S) - rest_ps)
     return PartTimes(
-        begin_ps,
+        moved_ps=routed_ps - late_ps,
         part_ps=-(-routed_ps // num_parted) + launching_ps,
-        launching_ps=num_parted * launching_ps + begin_ps - rest_ps,
+        launching_ps=num_parted * launching_ps + late_ps,
         num_groups=num_groups,
     )
 

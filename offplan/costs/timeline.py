@@ -49,8 +49,9 @@ begins and ends."""
 class PartTimes(NamedTuple):
     """What a layer takes whose experts stream in parts, in picoseconds."""
 
-    begin_ps: int
-    """Kernels of the layer without its routed experts, or what launching them takes."""
+    moved_ps: int
+    """Of the layer's compute, what its parts take instead: its routed experts, less what launching
+    its chunks takes longer than their kernels."""
     part_ps: int
     """One part for one group of chunks, with what launching it takes."""
     launching_ps: int
@@ -113,10 +114,8 @@ class PassTimes:
     @cached_property
     def begin_ps(self) -> tuple[int, ...]:
         """Picoseconds of each layer's kernels without experts that stream in parts."""
-        begun = list(self.busy_ps)
-        for layer, each in self.parts.items():
-            begun[layer] += each.begin_ps - self.compute_ps[layer]
-        return tuple(begun)
+        moved = {layer: part.moved_ps for layer, part in self.parts.items()}
+        return tuple(busy - moved.get(layer, 0) for layer, busy in enumerate(self.busy_ps))
 
     @property
     def resident_ps(self) -> int:

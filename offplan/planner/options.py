@@ -300,8 +300,7 @@ class StreamsParts(Option):
             np.array(gpu_bytes),
             np.array([each.routed_bytes for each in self.memory]),
             to_ps(span_seconds(space.machine, first)),
-            np.array([of.prefill.layer_ps[layer] for of in space.settings])
-            - np.array([each.begin_ps for each in times]),
+            np.array([each.moved_ps for each in times]),
             np.array([each.part_ps for each in times]),
             np.array([each.num_groups for each in times]),
         )

@@ -87,7 +87,8 @@ def test_parts_take_what_their_experts_take_and_a_launch() -> None:
     for layer, each in times.parts.items():
         assert 0 < prompt.routed_ps[layer] < prompt.layer_ps[layer]
         assert each.part_ps == -(-prompt.routed_ps[layer] // 4) + to_ps(PART_LAUNCH_S)
-        assert times.begin_ps[layer] == prompt.layer_ps[layer] - prompt.routed_ps[layer]
+        assert each.moved_ps == prompt.routed_ps[layer]
+        assert times.begin_ps[layer] + each.moved_ps == prompt.layer_ps[layer]
     assert prompt.routed_ps[0] == 0
 
 
@@ -99,9 +100,10 @@ def test_chunks_that_are_not_captured_take_what_launching_them_takes() -> None:
         launching_ps = to_ps(num_chunks * CHUNK_LAUNCH_S)
         assert kernels_ps < launching_ps
         divided = divide_ps(prompt, 1, 4)
-        assert divided.begin_ps == (kernels_ps if captured else launching_ps)
+        begin_ps = prompt.layer_ps[1] - divided.moved_ps
+        assert begin_ps == (kernels_ps if captured else launching_ps)
         parts_ps = 4 * to_ps(-(-num_chunks // 4) * PART_LAUNCH_S)
-        assert divided.launching_ps == parts_ps + divided.begin_ps - kernels_ps
+        assert divided.launching_ps == parts_ps + begin_ps - kernels_ps
 
 
 def test_more_parts_take_less_memory_and_chunks_at_experts_some() -> None:

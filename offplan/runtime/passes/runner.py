@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from offplan.errors import InputError
-from offplan.kernel_sizes import MAX_CAPTURED_CHUNKS, MAX_CAPTURED_TOKENS
+from offplan.kernel_sizes import MAX_CAPTURED_TOKENS, is_captured
 from offplan.placement import Phase
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.skeleton import decoder_layers
@@ -297,13 +297,14 @@ class ModelRunner:
 
     def captures_prompt(self, batch: int, num_tokens: int) -> bool:
         """Whether a prompt of this shape is captured when it comes twice in a row."""
-        most = MAX_CAPTURED_CHUNKS
-        if self.linear:  # launches something for every few tokens, however long the chunk
-            most = min(most, MAX_CAPTURED_TOKENS // self.chunk)
+        num_chunks = -(-num_tokens // self.chunk)
+        # linear attention launches something for every few tokens, however long the chunk
+        is_short = not self.linear or num_chunks <= MAX_CAPTURED_TOKENS // self.chunk
         return (
             self._capture
-            and self.chunk <= num_tokens <= most * self.chunk
-            and batch * self.chunk <= MAX_CAPTURED_TOKENS
+            and self.chunk <= num_tokens
+            and is_short
+            and is_captured(num_chunks, batch * self.chunk)
             and self._experts.can_capture(batch * self.chunk)
         )
 
