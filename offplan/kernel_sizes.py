@@ -54,8 +54,8 @@ PAIR_COPIES = 2
 """Hidden states of each pair besides, where experts stream in parts: as it is handed to them, and
 as they return it.
 
-Source: ``runtime.model.parts.Meeting``; with them 201 MB for DeepSeek-V2-Lite in chunks of 1,024,
-where an H100 had 202 in use at the peak.
+Source: ``runtime.model.parts.Meeting``. Pairs that are sorted already take less than both terms:
+their block is as large, since gates differ in what they hold.
 """
 KERNEL_TYPES = ("bfloat16", "float16")
 """Types that the runtime's kernels multiply: they would round float32 to TF32, and overfill tiles.

@@ -21,6 +21,7 @@ from transformers.core_model_loading import Concatenate as Concatenate
 from transformers.core_model_loading import MergeModulelist as MergeModulelist
 from transformers.core_model_loading import WeightConverter as WeightConverter
 from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.integrations import moe
 from transformers.integrations.moe import ExpertsInterface as ExpertsInterface
 from transformers.integrations.moe import use_experts_implementation as use_experts_implementation
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
@@ -217,6 +218,15 @@ def name_first(experts: Any) -> str:
 def apply_gate(experts: Any, made: torch.Tensor) -> torch.Tensor:
     """Return the gated activation of routed experts, [pairs, width], of [pairs, 2 x width]."""
     return experts._apply_gate(made)
+
+
+def multiply_groups(experts: Any, name: str, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Multiply rows, [pairs, in], each group by its own expert's weight; returns [pairs, out].
+
+    ``ends``, int32 [experts], says where each expert's rows end.
+    """
+    weight, transposed = getattr(experts, name), experts.is_transposed
+    return moe._grouped_linear(x, weight, ends, is_transposed=transposed)
 
 
 def changes_by_positions(rotary: nn.Module) -> bool:

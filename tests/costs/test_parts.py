@@ -13,6 +13,7 @@ from offplan.costs.parts import (
     CHUNK_LAUNCH_S,
     PART_LAUNCH_S,
     PIECES,
+    REST_OF_PIECES,
     divide_ps,
     find_parts_memory,
 )
@@ -84,9 +85,10 @@ def test_parts_take_what_their_experts_take_and_a_launch() -> None:
     prompt = ModelCompute(stage, machine).price(*prefill_shapes(WORKLOAD, 200))
     times = pass_times(place_rules(stage.model, [in_parts(4)], 1), stage, machine, prompt)
     assert times.parts.keys() == {1, 2}
+    launching_ps = to_ps((len(prompt.shapes) / 4 + REST_OF_PIECES) * PART_LAUNCH_S)
     for layer, each in times.parts.items():
         assert 0 < prompt.routed_ps[layer] < prompt.layer_ps[layer]
-        assert each.part_ps == -(-prompt.routed_ps[layer] // 4) + to_ps(PART_LAUNCH_S)
+        assert each.part_ps == -(-prompt.routed_ps[layer] // 4) + launching_ps
         assert each.moved_ps == prompt.routed_ps[layer]
         assert times.begin_ps[layer] + each.moved_ps == prompt.layer_ps[layer]
     assert prompt.routed_ps[0] == 0
@@ -102,7 +104,7 @@ def test_chunks_that_are_not_captured_take_what_launching_them_takes() -> None:
         divided = divide_ps(prompt, 1, 4)
         begin_ps = prompt.layer_ps[1] - divided.moved_ps
         assert begin_ps == (kernels_ps if captured else launching_ps)
-        parts_ps = 4 * to_ps(-(-num_chunks // 4) * PART_LAUNCH_S)
+        parts_ps = 4 * to_ps((num_chunks / 4 + REST_OF_PIECES) * PART_LAUNCH_S)
         assert divided.launching_ps == parts_ps + begin_ps - kernels_ps
 
 

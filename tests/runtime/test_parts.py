@@ -14,7 +14,9 @@ from torch.utils._pytree import tree_leaves
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
 from offplan.plan import Offload, Packing
+from offplan.runtime.forms.experts import multiply_sorted
 from offplan.runtime.model import attention
+from offplan.runtime.model import parts as model_parts
 from offplan.runtime.model.layers import DecoderLayers
 from offplan.runtime.model.parts import ExpertsInParts, Meeting
 from offplan.runtime.passes import runner
@@ -81,22 +83,33 @@ def test_other_families_equal_resident(folder: Path, name: str, plan: int) -> No
     assert_same(checkpoint, decision, plan % 2 == 0, *few)
 
 
-@pytest.mark.parametrize("chunk", [3, 7])
+@pytest.mark.parametrize(
+    ("name", "chunk"),
+    [("qwen3_moe_tied", 3), ("qwen3_moe_tied", 7), ("sinks", 3), ("linear_experts", 3)],
+)
 @pytest.mark.slow
 def test_chunks_that_meet_parts_together(
-    folder: Path, chunk: int, monkeypatch: pytest.MonkeyPatch
+    name: str, chunk: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As on a GPU; a part's pairs are then more than those of one chunk, and come in pieces."""
-    checkpoint = saved("qwen3_moe_tied", folder)
+    checkpoint = save_tiny(name, tmp_path)
     monkeypatch.setattr(
         ExpertsInParts,
         "meet",
-        lambda self, chunks: [Meeting(self._experts, chunks, self._parts)],
+        lambda self, chunks: [Meeting(self._experts, chunks, self._parts, is_joined=True)],
     )
+    sorted_pieces: list[int] = []
+
+    def see(*given: Any) -> torch.Tensor:
+        sorted_pieces.append(len(given[1]))
+        return multiply_sorted(*given)
+
+    monkeypatch.setattr(model_parts, "multiply_sorted", see)
     expected = run_resident(checkpoint, chunk)
     with open_session(checkpoint, offload(in_parts(2), prefill_chunk=chunk)) as session:
         for got, right in zip(run_hostile(session), expected, strict=True):
             torch.testing.assert_close(got, right, atol=1e-5, rtol=1e-5)
+    assert sorted_pieces
 
 
 class Repeated(TorchDispatchMode):

@@ -21,12 +21,22 @@ from offplan.runtime.forms.experts import (
     ReadElsewhere,
     forward_stored,
     holds_codes,
+    multiply_sorted,
 )
 from offplan.runtime.forms.stored import KERNEL_DTYPES
 from offplan.runtime.transformers_private import ExpertsInterface
 
-Way = Callable[..., torch.Tensor]
-"""Multiplies tokens, [tokens, hidden], by experts that they choose, weighted: the same shape."""
+
+class Way(NamedTuple):
+    """How a chunk's tokens are multiplied where all experts are there."""
+
+    multiply: Callable[..., torch.Tensor]
+    """Multiplies tokens, [tokens, hidden], by experts that they choose, weighted: the same shape.
+    """
+    is_batched: bool = False
+    """Whether it is ``batched_mm``, which copies the experts of each pair."""
+    is_grouped: bool = False
+    """Whether ``multiply_sorted`` gives the same but for the order of an expert's rows."""
 
 
 class Arrived(NamedTuple):
@@ -51,10 +61,13 @@ class Meeting:
         experts: nn.Module,
         chunks: Sequence[Arrived],
         parts: Sequence[Mapping[str, torch.Tensor]],
+        *,
+        is_joined: bool,
     ) -> None:
         """Sort the choices of all chunks together, by the experts of each part.
 
-        ``parts`` has the parts' parameters.
+        ``parts`` has the parts' parameters. ``is_joined`` says that each product is its own row's,
+        in whatever order an expert's rows come.
         """
         self._experts, num_parts = experts, len(parts)
         self._num_experts: int = vars(experts)["num_experts"] // num_parts
@@ -71,14 +84,16 @@ class Meeting:
         inside = largest // (self._num_experts * hidden)
         self._pair_width = parted_width(hidden, inside)
         """Elements that a pair takes while it is multiplied."""
-        self._way, self._is_batched = _find_way(experts, self._hidden)
+        self._way = _find_way(experts, self._hidden)
+        self._is_sorted = is_joined and self._way.is_grouped
         self._chosen = flat = chosen.reshape(-1)
         # the very sort of transformers: an expert's rows have its order, which shows in last bits
         self._expert_of, self._order = torch.sort(flat)
         self._made = self._hidden.new_empty(len(flat), self._hidden.shape[-1])
         """The product of each pair of a token and a choice, [tokens x choices, hidden]."""
-        firsts = torch.arange(num_parts + 1, device=flat.device) * self._num_experts
-        self._ends = torch.searchsorted(self._expert_of, firsts)
+        firsts = torch.arange(num_parts * self._num_experts + 1, device=flat.device)
+        self._starts = torch.searchsorted(self._expert_of, firsts, out_int32=True)
+        """Where each expert's pairs begin among the sorted ones, [experts + 1]."""
         self._bounds: list[int] = []
         """Where each part's pairs begin among the sorted ones, and where the last one's end."""
 
@@ -97,7 +112,7 @@ class Meeting:
 
     def count(self) -> None:
         """Wait for how many pairs each part has; before parts are added."""
-        self._bounds = self._ends.tolist()
+        self._bounds = self._starts[:: self._num_experts].tolist()
         if self._hidden.is_cuda:
             # For parts with ever more pairs the allocator would take ever larger pieces, and keep
             # them all. It cuts them from this block, which it has once the block is let go.
@@ -115,27 +130,32 @@ class Meeting:
 
     def _multiply(self, some: Any, first: int, found: slice) -> None:
         """Multiply sorted pairs, whose experts are ``some``, the ``first`` one among them."""
-        pairs = self._order[found]
-        if self._is_batched:  # whose products depend on how many there are
+        pairs, multiply = self._order[found], self._way.multiply
+        chosen = self._expert_of[found] - first
+        if self._is_sorted:
+            starts = self._starts[first : first + some.num_experts + 1] - found.start
+            rows = self._hidden[pairs // self._num_chosen]
+            made = multiply_sorted(some, rows, chosen, starts.clamp_(0, len(pairs)))
+        elif self._way.is_batched:  # whose products depend on how many there are
             chosen = (self._chosen - first).clamp(0, some.num_experts - 1)[:, None]
             rows = self._hidden.repeat_interleave(self._num_chosen, 0)
-            made = self._way(some, rows, chosen, self._weights.new_ones(chosen.shape))[pairs]
+            made = multiply(some, rows, chosen, self._weights.new_ones(chosen.shape))[pairs]
         else:
-            chosen = self._expert_of[found] - first
             again = torch.sort(chosen)[1]  # as each expert's rows will be put once more
             pairs = torch.empty_like(pairs).scatter_(0, again, pairs)
             rows, chosen = self._hidden[pairs // self._num_chosen], chosen[:, None]
-            made = self._way(some, rows, chosen, self._weights.new_ones(chosen.shape))
+            made = multiply(some, rows, chosen, self._weights.new_ones(chosen.shape))
         self._made.index_copy_(0, pairs, made)
 
     def finish(self) -> list[torch.Tensor]:
         """Return the weighted sum of each token's choices, [tokens, hidden] of each chunk."""
         made = self._made.view(*self._weights.shape, -1).split(self._sizes)
         weights = self._weights.unsqueeze(-1).split(self._sizes)
-        return [
-            (some * of_them).sum(1).to(self._hidden.dtype)
-            for some, of_them in zip(made, weights, strict=True)
-        ]
+        # tokens of several chunks are a copy, which nothing reads any more
+        sums = self._hidden if len(self._sizes) > 1 else torch.empty_like(self._hidden)
+        for some, of_them, into in zip(made, weights, sums.split(self._sizes), strict=True):
+            into.copy_((some * of_them).sum(1))
+        return list(sums.split(self._sizes))
 
 
 class _Borrowed:
@@ -193,11 +213,11 @@ class ExpertsInParts:
         are multiplied, a row's last bits depend on those beside it, and chunks come one by one.
         """
         is_joined = all(
-            chunk.hidden.is_cuda and not _find_way(self._experts, chunk.hidden)[1]
+            chunk.hidden.is_cuda and not _find_way(self._experts, chunk.hidden).is_batched
             for chunk in chunks
         )
         groups = [chunks] if is_joined else [[chunk] for chunk in chunks]
-        return [Meeting(self._experts, group, self._parts) for group in groups]
+        return [Meeting(self._experts, each, self._parts, is_joined=is_joined) for each in groups]
 
     def add(self, meeting: Meeting, part: int) -> None:
         """Have chunks meet a part, which must be in its slot."""
@@ -233,18 +253,15 @@ def _hand_over(experts: nn.Module, *given: torch.Tensor) -> Any:
     return vars(experts)["hand_over"](Arrived(*given))
 
 
-def _find_way(experts: Any, hidden: torch.Tensor) -> tuple[Way, bool]:
-    """Find how a chunk's tokens are multiplied where all experts are there.
-
-    Returns it, and whether it is ``batched_mm``, which copies the experts of each pair.
-    """
+def _find_way(experts: Any, hidden: torch.Tensor) -> Way:
+    """Find how a chunk's tokens, [tokens, hidden], are multiplied where all experts are there."""
     interface = ExpertsInterface()
+    batched, grouped = interface["batched_mm"], interface["grouped_mm"]
     if not holds_codes(experts):
-        plain: Way | None = vars(experts).get(PLAIN_WAY)
-        way: Way = plain or interface[experts.config._experts_implementation]
-        return way, way is interface["batched_mm"]
+        plain = vars(experts).get(PLAIN_WAY) or interface[experts.config._experts_implementation]
+        return Way(plain, is_batched=plain is batched, is_grouped=plain is grouped)
     if hidden.is_cuda and hidden.dtype in KERNEL_DTYPES:
-        return forward_stored, False
+        return Way(forward_stored, is_grouped=True)
     is_few = len(hidden) <= FEW_TOKENS
-    multiply = interface["batched_mm" if is_few else "grouped_mm"]
-    return lambda some, *given: multiply(Expanded(some, hidden.dtype), *given), is_few
+    multiply = batched if is_few else grouped
+    return Way(lambda some, *given: multiply(Expanded(some, hidden.dtype), *given), is_few)
