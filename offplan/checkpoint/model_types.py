@@ -16,6 +16,8 @@ CONV1D_TYPES = frozenset(_FACTS["conv1d"])
 """Model types whose layers store their matrices as [in, out]."""
 EXPERTS_IN_OUT = frozenset(_FACTS["experts_in_out"])
 """Model types whose fused experts are stored as [experts, in, out], not [experts, out, in]."""
+SHARED_BEHIND = frozenset(_FACTS["shared_behind"])
+"""Model types that multiply shared experts behind the routed ones, and return the sum of both."""
 SINK_TYPES = frozenset(_FACTS["sinks"])
 """Model types whose softmax has a learned sink for each head."""
 SOFT_CAPS: dict[str, float] = _FACTS["soft_caps"]

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from offplan.backends import Backend
+from offplan.checkpoint.model_types import SHARED_BEHIND
+from offplan.checkpoint.roles import Role, role_of
 from offplan.costs.compute import PassCompute
 from offplan.costs.cores import CoresUse, find_use
 from offplan.costs.link import UnitUse
@@ -68,7 +70,22 @@ class AtUse:
     def cores(self, served: Served) -> CoresUse:
         """Find what the host's cores do of one layer in a decode step."""
         units = [unit for unit, backend in served if backend.is_by_cores]
-        return find_use(units, self.machine, self.stage.experts, self.batch, self.reuse)
+        use = find_use(units, self.machine, self.stage.experts, self.batch, self.reuse)
+        # where the cores multiply shared experts, too, they do so once the routed ones are done
+        are_shared = any(role_of(each.parameters[0]) is Role.SHARED_EXPERTS for each in units)
+        if are_shared or not any(each.is_expert for each in units):
+            return use
+        return use._replace(shared_bytes=self._shared_bytes[units[0].layer])
+
+    @cached_property
+    def _shared_bytes(self) -> list[int]:
+        """Bytes of each layer's shared experts that its block multiplies behind routed ones."""
+        if self.stage.model.model_type not in SHARED_BEHIND:
+            return [0] * len(self.stage.layers)
+        return [
+            sum(each.nbytes for each in layer.parameters if role_of(each) is Role.SHARED_EXPERTS)
+            for layer in self.stage.layers
+        ]
 
     def _link_bytes(
         self, backend: Backend, unit: Unit, num_tokens: int, reuse: BatchReuse | None

@@ -1,6 +1,7 @@
 """What products take that the host's cores compute where the weights lie.
 
-A layer waits for each: the hand-over's round trip, and the bytes at the rate of the cores. Beside
+A layer waits for each: the hand-over's round trip, and the bytes at the rate of the cores, less
+what the device multiplies meanwhile, as long as its bytes at the rate of GPU memory. Beside
 copies to the GPU the cores read more slowly; offplan assumes that copies do not slow down.
 Source: 12 threads beside copies on an H200's host; the copies kept 52 to 55 of 55 GB/s. What a
 layer waits for the cores alone has not been timed.
@@ -34,12 +35,15 @@ class CoresUse(NamedTuple):
     """Products that are handed over: the experts of a layer are one."""
     slowness: float
     """Time of reading them, as a multiple of that where each weight meets one row: their mean."""
+    shared_bytes: int = 0
+    """Bytes of shared experts that the device multiplies while the cores read routed ones."""
 
     def seconds(self, machine: MachineProfile, *, beside: bool) -> float:
         """Seconds that the layer waits; ``beside`` is said where the step copies, too."""
         rate = machine.cores_rate_beside if beside else machine.cores_rate
         reading = self.num_bytes * self.slowness / rate.value
-        return self.num_products * machine.cores_trip.value + reading
+        meanwhile = self.shared_bytes / machine.hbm.value
+        return self.num_products * machine.cores_trip.value + max(0.0, reading - meanwhile)
 
 
 def find_use(

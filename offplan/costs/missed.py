@@ -2,7 +2,7 @@
 
 Of the experts that a step misses in a layer, the cores multiply a share where they lie, and the
 link brings the others into the slots. Both work at once with each other and with the GPU's products
-of the experts that it found, and the layer waits for the longest of the three.
+of the experts that it found and of shared ones, and the layer waits for the longest of the three.
 """
 
 from typing import NamedTuple
@@ -49,16 +49,18 @@ class Missed(NamedTuple):
         """Picoseconds that the layer takes beyond its compute and its reading over the link.
 
         It is the mean over the numbers of experts that the layer may miss. It is negative where
-        products of found experts hide more than the cores are late by. Such products take as long
-        as their bytes at the rate of GPU memory, at least; ``layer_ps`` is the compute of the whole
-        layer. ``copies`` says whether the step copies through the ring.
+        products of found and shared experts hide more than the cores are late by. Such products
+        take as long as their bytes at the rate of GPU memory, at least; ``layer_ps`` is the compute
+        of the whole layer. ``copies`` says whether the step copies through the ring.
         """
         if not self.slots.host_share:
             return 0
         found, expert_bytes, rate = self.found, self.slots.expert_bytes, Backend.UVA.rate(machine)
         link_ps = to_ps(brought_bytes(self.slots, found) / rate.value)
-        meanwhile_ps = min(layer_ps, to_ps(found.hits * expert_bytes / machine.hbm.value))
-        beside, one = copies or found.brought > 0, self.chosen._replace(num_products=1)
+        meanwhile = found.hits * expert_bytes + self.chosen.shared_bytes
+        meanwhile_ps = min(layer_ps, to_ps(meanwhile / machine.hbm.value))
+        one = self.chosen._replace(num_products=1, shared_bytes=0)
+        beside = copies or found.brought > 0
         trip_s = one._replace(num_bytes=0).seconds(machine, beside=beside)
         expert_s = one._replace(num_bytes=expert_bytes).seconds(machine, beside=beside) - trip_s
         longest_s = 0.0

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from offplan.backends import Backend
+from offplan.checkpoint.model_types import SHARED_BEHIND
 from offplan.costs.compute import MATMUL_EFFICIENCY, PassCompute
 from offplan.costs.kept_experts import KeptUse, list_use
 from offplan.costs.term import Input, Term, list_figures, list_sizes, show_figure
@@ -14,8 +15,7 @@ from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase
 
 MISSED = (
-    "mean of max(products of found experts, link, host's cores) - products of found experts - link"
-    " + DIVIDING_S"
+    "mean of max(products meanwhile, link, host's cores) - products meanwhile - link + DIVIDING_S"
 )
 """How a layer waits for missed experts that the host's cores and the link divide."""
 
@@ -86,6 +86,8 @@ def list_phase(
     if taken.times.cores_products:
         threads = machine.host_threads
         formula = "round trips x cores_round_trip + bytes / cores, beside copies where it copies"
+        if stage.model.model_type in SHARED_BEHIND:
+            formula += ", less shared experts / hbm where they are multiplied meanwhile"
         name, waiting = "host's cores", sum(taken.times.cores_ps)
         if taken.times.missed_ps:
             name += ", beyond what is hidden"

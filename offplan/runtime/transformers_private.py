@@ -210,6 +210,11 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "has_gate")
 
 
+def is_of_transformers(module: nn.Module) -> bool:
+    """Whether transformers wrote a module's class, not a checkpoint's own code."""
+    return type(module).__module__.startswith("transformers.models.")
+
+
 def name_first(experts: Any) -> str:
     """Return the name of the weight that routed experts multiply their inputs by."""
     return "gate_up_proj" if experts.has_gate else "up_proj"

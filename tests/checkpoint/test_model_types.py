@@ -147,6 +147,16 @@ def test_orientation_of_experts():
     assert transposed | own == set(model_types.EXPERTS_IN_OUT)
 
 
+def test_shared_experts_are_added_last():
+    ending = re.compile(
+        r"hidden_states = self\.experts\(.*\)\.view\(\*orig_shape\)\n"
+        r" +hidden_states = hidden_states \+ self\.shared_experts\(residuals\)\n"
+        r" +return hidden_states\n"
+    )
+    found = {name for name in CAUSAL if ending.search(source(name))}
+    assert found == set(known(model_types.SHARED_BEHIND))
+
+
 def test_llama4_experts_are_in_out():
     from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 

@@ -1,12 +1,15 @@
 """Plans that have the host's cores multiply: chosen where asked for, priced, explained, run."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from pydantic import ValidationError
 
+from offplan.backends import Backend
 from offplan.checkpoint.open import open_model
+from offplan.costs.at_use import AtUse
 from offplan.costs.cores import ROWS_AT_RATE, find_use
 from offplan.costs.crossovers import find_crossovers
 from offplan.costs.predict import derive_prediction
@@ -24,7 +27,7 @@ from offplan.report.plan import describe_crossovers, describe_offload
 from offplan.report.run import note_cores
 from offplan.runtime.generate import generate
 from tests.costs.builders import make_machine, moe_model
-from tests.held import hold_by
+from tests.held import hold, hold_by
 from tests.planner.cases import MODELS, ask, budget_for, with_cores
 from tests.runtime.quantise import save_stored
 
@@ -102,6 +105,25 @@ def test_rows_beyond_the_rate_take_longer() -> None:
     assert each[0].slowness != each[1].slowness
     taken = [use.seconds(MACHINE, beside=False) for use in (*each, both)]
     assert sum(taken[:2]) == pytest.approx(taken[2])
+
+
+def test_shared_experts_hide_what_the_cores_read() -> None:
+    """Where the block adds them last, and the cores do not multiply them as well."""
+    model = moe_model(2)
+    for model_type, hides in ((model.model_type, False), ("deepseek_v3", True)):
+        stage = hold(replace(model, model_type=model_type))
+        at_use = AtUse(stage, MACHINE, 1)
+        units = group_units(stage.layers[1])
+        routed = [(unit, Backend.HOST) for unit in units if unit.is_expert]
+        shared = [(unit, Backend.HOST) for unit in units if "shared" in unit.name]
+        plain = find_use([unit for unit, _ in routed], MACHINE, stage.experts, 1, None)
+        hidden_s = sum(unit.nbytes for unit, _ in shared) / MACHINE.hbm.value
+        assert hidden_s
+        taken_s = at_use.cores(routed).seconds(MACHINE, beside=False)
+        assert taken_s == pytest.approx(plain.seconds(MACHINE, beside=False) - hides * hidden_s)
+        for none in ([*routed, *shared], shared):
+            assert not at_use.cores(none).shared_bytes
+    assert plain._replace(num_bytes=0, shared_bytes=9**9).seconds(MACHINE, beside=True) > 0
 
 
 def test_engines_have_none() -> None:

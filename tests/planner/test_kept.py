@@ -228,10 +228,17 @@ def test_the_cores_and_the_link_divide_what_is_missed() -> None:
     assert divided.floor.objective_s <= divided.best_s * (1 + 1e-9)
 
 
-def test_a_step_waits_for_the_longest_of_three() -> None:
+@pytest.mark.parametrize("shared_behind", [False, True])
+def test_a_step_waits_for_the_longest_of_three(shared_behind: bool) -> None:
+    """Found and shared experts are one of them, where the block multiplies these last."""
     machine = with_cores(SLOW, cores=1e8, cores_round_trip=1e-5, hbm=1e9)
-    question = ask(make_model([MOE]), 0.5, machine=machine)
+    model = make_model([MOE])
+    if shared_behind:
+        model = replace(model, model_type="deepseek_v2")
+    question = ask(model, 0.5, machine=machine)
     stage, batch = question.held.stage, question.workload.batch
+    shared_s = sum(p.nbytes for p in stage.layers[0].parameters if "shared" in p.name) / 1e9
+    assert shared_s
     waiting = {}
     for share in (None, 0.0, 0.25, 0.5, 1.0):
         decode = Backend.UVA if share is None else Backend.HOST
@@ -250,7 +257,8 @@ def test_a_step_waits_for_the_longest_of_three() -> None:
         step = ModelCompute(stage, machine).price(decode_shape(question.workload))
         times = pass_times(placement, stage, machine, step)
         expert_bytes = placement.expert_slots[0].expert_bytes
-        found_s = min(PER_TOKEN * batch * expert_bytes / 2 / 1e9, step.layer_ps[0] / 1e12)
+        found_s = PER_TOKEN * batch * expert_bytes / 2 / 1e9 + shared_behind * shared_s
+        found_s = min(found_s, step.layer_ps[0] / 1e12)
         waits = {"link": 0.0, "cores": 0.0, "longest": 0.0}
         for missed in range(PER_TOKEN * batch + 1):  # half of the choices, by uniform routing
             likely = math.comb(PER_TOKEN * batch, missed) / 2 ** (PER_TOKEN * batch)

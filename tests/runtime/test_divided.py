@@ -23,7 +23,7 @@ from tests.runtime.cached import Abort, keeping, prompts, run_hostile
 from tests.runtime.divided import dividing, run_beside_lists, save
 from tests.runtime.families import MOST_ROUNDING
 from tests.runtime.fed import run_fed, run_in_float32, typical_error
-from tests.runtime.plans import offload, open_session
+from tests.runtime.plans import group, offload, open_session
 from tests.runtime.quantise import save_stored
 from tests.runtime.stream import AtOnce
 from tests.tiers import first_quick
@@ -116,28 +116,66 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[AtOnce]:
         handover.close()
 
 
+def note(stream: AtOnce, name: str, at: str, monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    """Have the stream see when a function is called."""
+    own = getattr(module, at)
+
+    def call(*arguments: Any) -> Any:
+        stream.seen.append(name)
+        return own(*arguments)
+
+    monkeypatch.setattr(module, at, call)
+
+
 def test_the_bell_rings_before_the_copies(
     folder: Path, stream: AtOnce, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the stream waits for the answer once the device has multiplied what is in slots."""
-
-    def note(name: str, at: Any, module: Any) -> None:
-        own = getattr(module, at)
-
-        def call(*arguments: Any) -> Any:
-            stream.seen.append(name)
-            return own(*arguments)
-
-        monkeypatch.setattr(module, at, call)
-
-    note("copy", "copy_missed", cached)
-    note("multiply", "forward_stored", cached)
+    note(stream, "copy", "copy_missed", monkeypatch, cached)
+    note(stream, "multiply", "forward_stored", monkeypatch, cached)
     with open_session(folder, offload(dividing(2, 0.5), prefill_chunk=7)) as session:
         logits = session.prefill(prompts(0)[0])
         stream.seen.clear()
         session.decode(logits.argmax(-1, keepdim=True))
         num_layers = len(session.loaded.cached._layers)
     assert stream.seen == ["write", "copy", "multiply", "wait"] * num_layers
+
+
+BY_CORES = ["write", "wait"]
+"""A product that the stream waits for before anything else."""
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (dividing(2, 0.5), ["write", "multiply", "shared", "wait"] * 3),
+        # the prompt leaves the last layer in the ring
+        (group(1, 1, "experts", decode="host"), [*["write", "shared", "wait"] * 2, "shared"]),
+        # the first layer is dense; products of the cores use the same memory, one after the other
+        (
+            group(1, 1, "mlp", decode="host"),
+            [*BY_CORES * 3, *[*BY_CORES, "shared", *BY_CORES * 3] * 2, "shared"],
+        ),
+    ],
+)
+@pytest.mark.slow
+def test_shared_experts_are_multiplied_before_the_wait(
+    rule: Rule,
+    expected: list[str],
+    stream: AtOnce,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    checkpoint, _ = save("deepseek_v3", "fp8_block", tmp_path)
+    note(stream, "multiply", "forward_stored", monkeypatch, cached)
+    with open_session(checkpoint, offload(rule, prefill_chunk=7, prefetch_step=1)) as session:
+        for each in session.loaded.module.modules():
+            if hasattr(each, "shared_experts"):
+                note(stream, "shared", "forward", monkeypatch, each.shared_experts)
+        logits = session.prefill(prompts(0)[0])
+        stream.seen.clear()
+        session.decode(logits.argmax(-1, keepdim=True))
+    assert stream.seen == expected
 
 
 @pytest.mark.slow
@@ -171,14 +209,18 @@ def abort(*_: object) -> torch.Tensor:
 
 @pytest.mark.no_cover  # tracing the compiler takes half as long again
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_compiled_layers_run_no_code_of_others(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Layers that are divided, that keep experts and that are resident share what was compiled."""
     decision = offload(dividing(2, 0.5, every=3), keeping(2, every=2), prefill_chunk=7)
+    config = {"n_routed_experts": 8, "num_hidden_layers": 4, "first_k_dense_replace": 0}
+    other = family == "deepseek_v3"
+    checkpoint = save(family, "values", tmp_path, **config)[0] if other else folder
 
     def run() -> tuple[list[torch.Tensor], dict[int, Any]]:
-        with open_session(folder, decision) as session:
+        with open_session(checkpoint, decision) as session:
             made = [session.prefill(prompts(0)[0]).clone()]
             made += [session.decode(torch.tensor([[token]])).clone() for token in range(20)]
             return made, session.count_experts()

@@ -47,6 +47,31 @@ def forget(given: torch.Tensor) -> None:
     _tasks.pop(int(given), None)
 
 
+def _begin(task: torch.Tensor, inputs: list[torch.Tensor]) -> torch.Tensor:
+    find(task).begin(*inputs)
+    return torch.zeros_like(inputs[0])
+
+
+_begin_operator = torch.library.custom_op(
+    "offplan::begin_by_cores",
+    _begin,
+    mutates_args=(),
+    schema="(Tensor task, Tensor[] inputs) -> Tensor",
+)
+_begin_operator.register_fake(lambda task, inputs: torch.empty_like(inputs[0]))
+
+
+def begin(task: torch.Tensor, inputs: list[torch.Tensor]) -> torch.Tensor:
+    """Begin a task of the cores, whose first input is [tokens, hidden]; returns zeros like it.
+
+    What is added to them ``end`` is given, so that torch.compile cannot end before it begins.
+    """
+    if torch.compiler.is_compiling():
+        made: torch.Tensor = _begin_operator(task, inputs)
+        return made
+    return _begin(task, inputs)
+
+
 def _end(task: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
     ended: torch.Tensor = find(task).end(made)
     return ended

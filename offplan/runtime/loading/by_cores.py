@@ -4,15 +4,17 @@ Their classes are exchanged once the weights are there, before layers are compil
 the cores do not serve they compute as they would have.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from offplan.backends import Backend
+from offplan.checkpoint.model_types import SHARED_BEHIND
 from offplan.errors import PlanError
 from offplan.expert_slots import count_by_cores
 from offplan.forms.form import RAW, Form, Part
@@ -24,7 +26,7 @@ from offplan.runtime.forms.stored import StoredLinear, StoredWeight, part_name
 from offplan.runtime.memory.servers import ByCores
 from offplan.runtime.memory.store import Offloaded, WeightStore
 from offplan.runtime.model.cached import divide, has_slots
-from offplan.runtime.transformers_private import is_experts, name_first
+from offplan.runtime.transformers_private import is_experts, is_of_transformers, name_first
 
 
 class Held(NamedTuple):
@@ -165,9 +167,29 @@ def give_to_cores(
             divide(part, torch.tensor(shares, dtype=torch.int32, device=store.device))
         else:
             part.__class__ = _class_by_cores(cast(Any, type(part)))
-        vars(part).update(cores=None, task=tasks.number(task))
+        ends_in_block = is_experts(part) and _end_in_block(module, path, names)
+        vars(part).update(cores=None, task=tasks.number(task), ends_in_block=ends_in_block)
         given.append(part)
     return given
+
+
+def _end_in_block(module: nn.Module, path: str, by_cores: Set[str]) -> bool:
+    """Have the block of routed experts wait for the cores, behind its shared experts.
+
+    Returns False, and changes nothing, where the cores multiply the shared experts, too, or the
+    block is not known to add them last.
+    """
+    outer = path.rpartition(".")[0]
+    block: Any = module.get_submodule(outer)
+    config = cast(PreTrainedModel, module).config.get_text_config()
+    if config.model_type not in SHARED_BEHIND or not is_of_transformers(block):
+        return False
+    if vars(block)["_modules"].get("shared_experts") is None:
+        return False
+    if any(name.startswith(f"{outer}.shared_experts.") for name in by_cores):
+        return False
+    block.__class__ = _class_of_block(cast(Any, type(block)))
+    return True
 
 
 def let_compute(given: Iterable[nn.Module], phase: Phase) -> None:
@@ -290,6 +312,8 @@ class ByCoresModule(nn.Module):
         inputs = [*arguments, *named.values()]
         is_linear = len(inputs) == 1
         own: Any = self
+        if own.ends_in_block:
+            return tasks.begin(task, inputs)
         num_out = own.out_features if is_linear else inputs[0].shape[-1]
         compute = _operator if torch.compiler.is_compiling() else _compute
         out: torch.Tensor = compute(task, inputs, num_out)
@@ -299,3 +323,22 @@ class ByCoresModule(nn.Module):
 @cache  # layers of two classes would be compiled twice
 def _class_by_cores(own: Any) -> Any:
     return type(own.__name__, (ByCoresModule, own), {})
+
+
+class EndsByCores(nn.Module):
+    """Stands before the class of a block whose routed experts the host's cores multiply, or some.
+
+    The device multiplies shared experts meanwhile: the block's sum takes what the cores made last.
+    """
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Compute as the block does, [..., hidden]."""
+        made: torch.Tensor = super().forward(hidden_states)
+        own: Any = self
+        task = own.experts.cores
+        return made if task is None else tasks.end(task, made.flatten(0, -2)).view_as(made)
+
+
+@cache
+def _class_of_block(own: Any) -> Any:
+    return type(own.__name__, (EndsByCores, own), {})

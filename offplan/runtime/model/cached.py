@@ -31,6 +31,7 @@ def keep_in_slots(
         slot_sources=sources,
         slot_shares=None,
         cores=None,
+        ends_in_block=False,
         reads_slots=False,
         noted=None,
         noted_place=None,
@@ -81,9 +82,9 @@ def forward_cached(
     ``top_k_index`` and ``top_k_weights`` are [tokens, k]. In a step the experts that are missing
     are copied into slots, over the link, and multiplied there; where there are more of them than
     slots, the others are read where they lie. Where experts are divided, the host's cores multiply
-    a share of those missed where they lie, meanwhile. A prompt reads all of them as it would
-    without slots, and its last choices are noted. Everything is on the current stream; on a GPU the
-    host waits for nothing.
+    a share of those missed where they lie, meanwhile: what they make is added here, or by the block
+    where ``ends_in_block``. A prompt reads all of them as it would without slots, and its last
+    choices are noted. Everything is on the current stream; on a GPU the host waits for nothing.
     """
     own = vars(experts)
     if not own["reads_slots"]:
@@ -107,7 +108,7 @@ def forward_cached(
     values = {name: _join(sources[name], slots[name], chosen, slot_of_pair) for name in slots}
     joined = ReadElsewhere(experts, values)
     made = forward_stored(joined, hidden_states, top_k_index, top_k_weights)
-    return made if task is None else tasks.end(task, made)
+    return made if task is None or own["ends_in_block"] else tasks.end(task, made)
 
 
 def _note(noted: torch.Tensor, place: torch.Tensor, chosen: torch.Tensor) -> None:

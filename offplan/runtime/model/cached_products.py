@@ -104,4 +104,5 @@ def forward_slots(
         made = by(name, x)
         return torch.where(is_here, made, 0) if name == "down_proj" else made
 
-    return tasks.end(task, send(experts, hidden_states, top_k_weights, multiply_here))
+    made = send(experts, hidden_states, top_k_weights, multiply_here)
+    return made if own["ends_in_block"] else tasks.end(task, made)
