@@ -208,7 +208,7 @@ def time_layers(
     model: Model, workload: Workload, goal: Goal, here: MachineProfile
 ) -> MachineProfile:
     """Add to this machine's profile how long the model's layers take on it at a workload."""
-    chunks = prefill_chunks(workload.prompt_tokens)
+    chunks = prefill_chunks(workload.prompt_tokens, workload.batch)
     if goal.stock:
         times = measure_stock_times(hold_stock(model), workload, chunks[:1])
         return here.model_copy(update={"layer_times": times})

@@ -154,7 +154,7 @@ def _add_model(
     from offplan.runtime.measuring.layer_times import measure_layer_times, measure_model_reads
     from offplan.runtime.measuring.stock_times import measure_stock_times
 
-    chunks = prefill_chunks(min(workload.prompt_tokens, MOST_TIMED))
+    chunks = prefill_chunks(min(workload.prompt_tokens, MOST_TIMED), workload.batch)
     is_stock = held[0].runner.is_stock
     chunks = chunks[:1] if is_stock else chunks  # plans have these passes read prompts whole
     measure = measure_stock_times if is_stock else measure_layer_times

@@ -12,7 +12,7 @@ from offplan.held.runner import Demand, Runner
 from offplan.plan import Offload, Packing, Plan, Prediction, Rule
 from offplan.planner.options import number_steps
 from offplan.planner.question import Question
-from offplan.planner.space import list_chunks
+from offplan.planner.space import prefill_chunks
 from offplan.units import format_bytes
 
 MAX_BYTES_STEP = 16
@@ -56,7 +56,8 @@ def _steps(question: Question, offload: Offload) -> Iterator[tuple[str, dict[str
     if any(any(rule.streams) for rule in offload.rules):
         for other in (slots - 1, slots + 1):
             yield f"prefetch_step {slots} -> {other}", {"prefetch_step": other}
-    chunks = sorted({*list_chunks(question), offload.prefill_chunk})
+    work = question.workload
+    chunks = sorted({*prefill_chunks(work.prompt_tokens, work.batch), offload.prefill_chunk})
     at = chunks.index(offload.prefill_chunk)
     for chunk in (*chunks[max(0, at - 1) : at], *chunks[at + 1 : at + 2]):
         yield f"prefill_chunk {offload.prefill_chunk} -> {chunk}", {"prefill_chunk": chunk}

@@ -49,29 +49,21 @@ from offplan.planner.question import Question
 PREFETCH_STEPS = (1, 2, 3, 4)
 """Ring sizes tried."""
 
-PREFILL_CHUNKS = (8192, 4096, 2048, 1024, 512)
+PREFILL_CHUNKS = (8192, 4096, 2048, 1024, 512, 256, 128)
 """Chunks tried beside the whole prompt; longer ones than the prompt are left out."""
-CHUNKS_IN_PARTS = (256, 128)
-"""Chunks tried besides where experts may stream in parts, if a chunk of all sequences has at least
-as many tokens as the shortest of PREFILL_CHUNKS of one: many at once then take less memory."""
+LEAST_TOKENS = 512
+"""Tokens of a chunk, over all sequences, that it has at least unless it is a whole prompt: products
+of fewer take hardly less time, and chunks of so many take little memory."""
 
 TIE_WEIGHT = 2.0**-32
 """Weight of a decode step that never runs: 23 picoseconds for a step of 0.1 s. A power of two, so
 that products are exact; not less, so that floats still tell values apart."""
 
 
-def prefill_chunks(prompt_tokens: int) -> tuple[int, ...]:
-    """Return the sizes of chunks to try for a prompt, the largest first."""
-    return (prompt_tokens, *(size for size in PREFILL_CHUNKS if size < prompt_tokens))
-
-
-def list_chunks(question: Question) -> tuple[int, ...]:
-    """Return the sizes of chunks to try for a question, the largest first."""
-    batch, sizes = question.workload.batch, prefill_chunks(question.workload.prompt_tokens)
-    if question.goal.parts == "off" or question.held.stage.experts is None:
-        return sizes
-    short = (size for size in CHUNKS_IN_PARTS if size * batch >= PREFILL_CHUNKS[-1])
-    return (*sizes, *(size for size in short if size < sizes[-1]))
+def prefill_chunks(prompt_tokens: int, batch: int) -> tuple[int, ...]:
+    """Return the sizes of chunks to try for prompts of so many sequences, the largest first."""
+    shorter = (size for size in PREFILL_CHUNKS if size < prompt_tokens)
+    return (prompt_tokens, *(size for size in shorter if size * batch >= LEAST_TOKENS))
 
 
 @dataclass(frozen=True)
@@ -222,10 +214,11 @@ class Space:
         places: tuple[TensorInfo | None, ...] = (None,)
         if stage.input_embedding is not None and self.runner.places_embedding:
             places = (None, stage.input_embedding)
-        sizes = list_chunks(self.question)
+        workload = self.question.workload
+        sizes = prefill_chunks(workload.prompt_tokens, workload.batch)
         if stage.passes is not None:  # each chunk would have the weights cross again
             sizes = sizes[:1]
-        prompts = [self.compute.price(*prefill_shapes(self.question.workload, n)) for n in sizes]
+        prompts = [self.compute.price(*prefill_shapes(workload, size)) for size in sizes]
         pairs = zip(sizes, prompts, strict=True)
         return tuple(self.setting(*pair, place) for pair in pairs for place in places)
 

@@ -15,6 +15,7 @@ from offplan.plan import Budget, Goal, Offload, Plan, Workload
 from offplan.planner.find import ALIKE, PlanResult
 from offplan.planner.make import make_plan
 from offplan.planner.question import Question
+from offplan.planner.space import prefill_chunks
 from tests.costs.builders import DENSE, MOE, Shapes, dense_model, make_model, moe_model
 from tests.held import hold_by
 
@@ -57,7 +58,7 @@ def budget_for(
 
 
 def _budget_for(held: Held, machine: MachineProfile, share: float, workload: Workload) -> Budget:
-    smallest = Offload(prefill_chunk=min(512, workload.prompt_tokens))
+    smallest = Offload(prefill_chunk=prefill_chunks(workload.prompt_tokens, workload.batch)[-1])
     terms = predict(held, machine, workload, UNLIMITED, smallest).gpu_memory
     fixed = terms.kv_cache_bytes + terms.activation_bytes + held.stage.outside_bytes
     layers = held.stage.loaded_bytes - held.stage.outside_bytes

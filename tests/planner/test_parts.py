@@ -60,10 +60,10 @@ def test_a_prompt_that_reads_again_and_again_reads_once() -> None:
 
 
 def test_chunks_wait_in_groups_where_all_of_them_do_not_fit() -> None:
-    """The parts cross twice, and the prompt is done in a fifth of the time all the same."""
+    """The parts cross twice, and the prompt is done in a third of the time all the same."""
     model = make_model([WIDE] * 6)
     several = Workload(batch=4, prompt_tokens=4096, output_tokens=20, context=4148)
-    budget = budget_for(model, MACHINE, 0.02, several)
+    budget = budget_for(model, MACHINE, 0.1, several)
     plans = []
     for parts in ("off", "auto"):
         goal = Goal.model_validate({"packing": False, "parts": parts})
@@ -72,7 +72,7 @@ def test_chunks_wait_in_groups_where_all_of_them_do_not_fit() -> None:
     (rule,) = (rule for rule in plans[1].offload.rules if rule.parts)
     assert rule.tokens_at_once is not None
     times = [plan.prediction.prefill.step_s for plan in plans]
-    assert times[1] < 0.25 * times[0]
+    assert times[1] < 0.3 * times[0]
     changes = [each.change for each in find_neighbours(question, plans[1])]
     assert any("without tokens_at_once" in change for change in changes)
     told = describe_kept(rule)

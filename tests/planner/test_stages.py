@@ -73,7 +73,7 @@ def list_plans(question: Question) -> Iterator[Offload]:
     if question.goal.engine == "vllm-worker":
         embeddings = ("device", "host")
     packings = [None, pack_everything(question.held.stages[-1])]
-    chunks = prefill_chunks(WORKLOAD.prompt_tokens)
+    chunks = prefill_chunks(WORKLOAD.prompt_tokens, WORKLOAD.batch)
     for chunk, where, packing in product(chunks, embeddings, packings[: 1 + question.may_pack]):
         setting = Offload(prefill_chunk=chunk, embeddings=where, packing=packing)
         yield setting

@@ -214,6 +214,7 @@ class Experts:
         from offplan.runtime.forms.table_kernels import address_parts
 
         self.slot_memory, self.num_slots, self.cores = table.memory, num_slots, None
+        self.ends_in_block = False
         self.slot_sources = address_parts(parts.values(), self.slots.values())
 
 

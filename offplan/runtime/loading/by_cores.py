@@ -302,6 +302,8 @@ class ByCoresModule(nn.Module):
 
     cores: torch.Tensor | None
     """The number of what computes them in this phase; None where the module does so itself."""
+    ends_in_block = False
+    """Whether they are routed experts, and an ``EndsByCores`` waits for what is begun here."""
 
     def forward(self, *arguments: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
         """Compute as the module does."""
