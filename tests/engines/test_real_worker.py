@@ -558,7 +558,7 @@ def test_vllm_reads_the_command_that_the_docs_have(seam: Any, tmp_path: Path) ->
     config = real_vllm.parse_command(["serve", str(tmp_path), *shlex.split(command)])
     assert config.parallel_config.worker_cls == "offplan.vllm.Worker"
     assert config.additional_config == {"offplan": "plan.yaml"}
-    assert f"vLLM {', '.join(WORKER_VERSIONS)}, on the CPU" in text
+    assert f"vLLM {', '.join(WORKER_VERSIONS)}'s classes on the CPU" in text
 
 
 def test_vllm_reads_the_command_that_is_exported(seam: Any, tmp_path: Path) -> None:
