@@ -1,7 +1,7 @@
 """What products take that the host's cores compute where the weights lie.
 
-A layer waits for each: the hand-over's round trip, and the bytes at the rate of the cores, less
-what the device multiplies meanwhile, as long as its bytes at the rate of GPU memory. Beside
+A layer waits for each: the hand-over's round trip, and the bytes at the rate of the cores. Shared
+experts that the device multiplies meanwhile hide as much as their bytes take of GPU memory. Beside
 copies to the GPU the cores read more slowly; offplan assumes that copies do not slow down.
 Source: 12 threads beside copies on an H200's host; the copies kept 52 to 55 of 55 GB/s. What a
 layer waits for the cores alone has not been timed.

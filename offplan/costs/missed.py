@@ -2,7 +2,7 @@
 
 Of the experts that a step misses in a layer, the cores multiply a share where they lie, and the
 link brings the others into the slots. Both work at once with each other and with the GPU's products
-of the experts that it found and of shared ones, and the layer waits for the longest of the three.
+of the experts that it found, and of shared ones. The layer waits for the longest of the three.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,10 @@ a layer beyond what ``Missed`` predicts besides.
 
 
 class Missed(NamedTuple):
-    """What a layer of a decode step misses, and what runs meanwhile."""
+    """What a layer of a decode step misses, and what runs meanwhile.
+
+    Shared experts count as the GPU's, also where another rule has the cores multiply them.
+    """
 
     slots: ExpertSlots
     found: ExpertsFound

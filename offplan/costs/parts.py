@@ -92,7 +92,7 @@ def divide_ps(priced: PassCompute, layer: int, num_parts: int, num_groups: int =
     """
     num_chunks, routed_ps = len(priced.shapes), priced.routed_ps[layer]
     num_parted, at_once = num_groups * num_parts, -(-num_chunks // num_groups)
-    launching_ps = to_ps((at_once / num_parts + REST_OF_PIECES) * PART_LAUNCH_S)
+    launching_ps = to_ps(max(1.0, at_once / num_parts + REST_OF_PIECES) * PART_LAUNCH_S)
     late_ps = 0
     if not is_captured(num_chunks, priced.shapes[0].num_tokens):
         rest_ps = priced.layer_ps[layer] - routed_ps

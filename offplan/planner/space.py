@@ -52,8 +52,11 @@ PREFETCH_STEPS = (1, 2, 3, 4)
 PREFILL_CHUNKS = (8192, 4096, 2048, 1024, 512, 256, 128)
 """Chunks tried beside the whole prompt; longer ones than the prompt are left out."""
 LEAST_TOKENS = 512
-"""Tokens of a chunk, over all sequences, that it has at least unless it is a whole prompt: products
-of fewer take hardly less time, and chunks of so many take little memory."""
+"""Tokens that a chunk of all sequences has at least, unless it is the whole prompt.
+
+Products of fewer tokens take hardly less time, and a chunk of so many takes little memory. Source:
+estimated.
+"""
 
 TIE_WEIGHT = 2.0**-32
 """Weight of a decode step that never runs: 23 picoseconds for a step of 0.1 s. A power of two, so

@@ -85,7 +85,7 @@ def test_parts_take_what_their_experts_take_and_a_launch() -> None:
     prompt = ModelCompute(stage, machine).price(*prefill_shapes(WORKLOAD, 200))
     times = pass_times(place_rules(stage.model, [in_parts(4)], 1), stage, machine, prompt)
     assert times.parts.keys() == {1, 2}
-    launching_ps = to_ps((len(prompt.shapes) / 4 + REST_OF_PIECES) * PART_LAUNCH_S)
+    launching_ps = to_ps(max(1.0, len(prompt.shapes) / 4 + REST_OF_PIECES) * PART_LAUNCH_S)
     for layer, each in times.parts.items():
         assert 0 < prompt.routed_ps[layer] < prompt.layer_ps[layer]
         assert each.part_ps == -(-prompt.routed_ps[layer] // 4) + launching_ps

@@ -18,6 +18,7 @@ from offplan.runtime.model import cached
 from offplan.runtime.model.layers import DecoderLayers
 from offplan.runtime.passes import runner
 from offplan.runtime.rows import Rows
+from offplan.runtime.session import Session
 from tests.hostcores.cores import require_cores
 from tests.runtime.cached import Abort, keeping, prompts, run_hostile
 from tests.runtime.divided import dividing, run_beside_lists, save
@@ -176,6 +177,27 @@ def test_shared_experts_are_multiplied_before_the_wait(
         stream.seen.clear()
         session.decode(logits.argmax(-1, keepdim=True))
     assert stream.seen == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_another_batch_begins_behind_a_step(family: str, tmp_path: Path) -> None:
+    """Its cache is allocated while the parameters are those of a step."""
+    checkpoint, _ = save(family, "fp8_block", tmp_path)
+    decision = offload(dividing(2, 0.5), prefill_chunk=7)
+
+    def run(session: Session, batch: int) -> list[torch.Tensor]:
+        session.loaded.cached.empty()
+        made = [session.prefill(torch.arange(6 * batch).view(batch, 6)).clone()]
+        made += [session.decode(torch.full((batch, 1), token)).clone() for token in (3, 9)]
+        return made
+
+    with open_session(checkpoint, decision) as session:
+        first, second, again = (run(session, batch) for batch in (1, 2, 1))
+    with open_session(checkpoint, decision) as session:
+        expected = run(session, 2)
+    assert all(map(torch.equal, second, expected))
+    assert all(map(torch.equal, first, again))
 
 
 @pytest.mark.slow

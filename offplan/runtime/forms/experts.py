@@ -92,8 +92,8 @@ def multiply_sorted(
     """Multiply rows, [pairs, hidden], each by its own expert; returns as many, unweighted.
 
     Rows are sorted by their experts, ``chosen``, [pairs]; ``starts``, int32 [experts + 1], says
-    where each expert's begin. Codes need a GPU, and none is read in place. In some ten launches:
-    transformers' own way sorts the rows, and puts them back, in more than forty.
+    where each expert's begin. Codes need a GPU, and none is read in place. This launches some ten
+    kernels; transformers' own way, which sorts the rows and puts them back, more than forty.
     """
     if not holds_codes(experts):
 

@@ -64,7 +64,7 @@ _begin_operator.register_fake(lambda task, inputs: torch.empty_like(inputs[0]))
 def begin(task: torch.Tensor, inputs: list[torch.Tensor]) -> torch.Tensor:
     """Begin a task of the cores, whose first input is [tokens, hidden]; returns zeros like it.
 
-    What is added to them ``end`` is given, so that torch.compile cannot end before it begins.
+    ``end`` takes a sum of these zeros, so that torch.compile cannot end a task before it begins.
     """
     if torch.compiler.is_compiling():
         made: torch.Tensor = _begin_operator(task, inputs)

@@ -328,9 +328,9 @@ def _class_by_cores(own: Any) -> Any:
 
 
 class EndsByCores(nn.Module):
-    """Stands before the class of a block whose routed experts the host's cores multiply, or some.
+    """Stands before the class of a block of which the host's cores multiply routed experts.
 
-    The device multiplies shared experts meanwhile: the block's sum takes what the cores made last.
+    The device multiplies shared experts meanwhile. What the cores made is added last.
     """
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

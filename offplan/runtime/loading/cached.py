@@ -219,6 +219,9 @@ class CachedExperts:
     def ignore(self) -> None:
         """Have passes note nothing and read no slots, until ``begin``."""
         self.enter(Phase.PREFILL)
+        for layer in self._layers.values():
+            # a step's share of what it misses; whoever enters its phase gives it back
+            vars(layer.experts)["cores"] = None
         self._note_into(None)
 
     def _note_into(self, noted: torch.Tensor | None) -> None:

@@ -82,8 +82,8 @@ def forward_cached(
     ``top_k_index`` and ``top_k_weights`` are [tokens, k]. In a step the experts that are missing
     are copied into slots, over the link, and multiplied there; where there are more of them than
     slots, the others are read where they lie. Where experts are divided, the host's cores multiply
-    a share of those missed where they lie, meanwhile: what they make is added here, or by the block
-    where ``ends_in_block``. A prompt reads all of them as it would without slots, and its last
+    a share of those missed where they lie, meanwhile. The sum of these is added here, or by the
+    block where ``ends_in_block``. A prompt reads all of them as it would without slots. Its last
     choices are noted. Everything is on the current stream; on a GPU the host waits for nothing.
     """
     own = vars(experts)

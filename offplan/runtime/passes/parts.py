@@ -82,7 +82,6 @@ class PartRunner:
             made = []
             for number in range(len(chunks)):
                 hidden = go_on(number, sums[number])
-                sums[number] = None  # type: ignore[call-overload]
                 if not isinstance(hidden, torch.Tensor):
                     raise refuse(f"layer {index} calls its experts twice, whose parts stream")
                 made.append(hidden)
