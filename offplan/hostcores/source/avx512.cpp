@@ -276,7 +276,8 @@ static void all_inputs(const Matrix& a, const uint8_t* const* x, float* const* y
 template <class Form>
 static void all_rows(const Matrix& a, const uint8_t* const* x, float* const* y, int64_t num,
                      int64_t first, int64_t stop) {
-  if (num == 1 && (row_order == OF_PROCESSOR ? Form::ONE_ROW : row_order == ONE_BY_ONE)) {
+  const bool of_processor = Form::ONE_ROW || takes_one_row();
+  if (num == 1 && (row_order == OF_PROCESSOR ? of_processor : row_order == ONE_BY_ONE)) {
     fetch_first(a, first, 0);
     return multiply<Form, 1, 1>(a, x, y, Rows::rest(first, stop), first);
   }
