@@ -276,10 +276,10 @@ static void all_inputs(const Matrix& a, const uint8_t* const* x, float* const* y
 template <class Form>
 static void all_rows(const Matrix& a, const uint8_t* const* x, float* const* y, int64_t num,
                      int64_t first, int64_t stop) {
-  const bool of_processor = Form::ONE_ROW || takes_one_row();
-  if (num == 1 && (row_order == OF_PROCESSOR ? of_processor : row_order == ONE_BY_ONE)) {
+  const bool of_processor = takes_one_row() || (Form::ONE_ROW && num == 1);
+  if (num <= 2 && (row_order == OF_PROCESSOR ? of_processor : row_order == ONE_BY_ONE)) {
     fetch_first(a, first, 0);
-    return multiply<Form, 1, 1>(a, x, y, Rows::rest(first, stop), first);
+    return all_inputs<Form, 1, 2>(a, x, y, num, Rows::rest(first, stop), first);
   }
   const Rows fours = Rows::fours(first, stop), rest = Rows::rest(first + fours.count * 4, stop);
   fetch_first(a, first, fours.between);

@@ -69,11 +69,11 @@ static inline bool takes_rows_apart() {
   return row_order == OF_PROCESSOR ? is_intel : row_order == APART;
 }
 
-// Whether loops of one input take one row at a time of every form: Zen 5 and later do. Source: two
-// Zen 5 cores that read 50 GB/s, ratios to a plain read by fours and by ones: MXFP4 0.74 and 0.91,
-// NVFP4 0.74 and 0.90, whole numbers of 4 bits 0.73 and 0.90, of 8 bits 0.74 and 0.93, bf16 0.92 and
-// 0.98. One core that reads 39 GB/s alone: 0.86 and 0.84, 0.84 and 0.79, 0.88 and 0.87, 0.91 and
-// 0.97, 0.85 and 0.97.
+// Whether loops of one input or two take one row at a time of every form: Zen 5 and later do. Source:
+// two Zen 5 cores that read 50 GB/s, one input, ratios to a plain read by fours and by ones: MXFP4
+// 0.74 and 0.91, NVFP4 0.74 and 0.90, whole numbers of 4 bits 0.73 and 0.90, of 8 bits 0.74 and 0.93,
+// bf16 0.92 and 0.98. Two inputs: FP8 0.74 and 0.85, bf16 0.85 and 0.92, packed 0.76 and 0.85; MXFP4
+// 0.79 and 0.88, but 0.68 and 0.62 where the cores read 74 GB/s.
 static inline bool takes_one_row() {
   static const bool found = [] {
     uint32_t a = 0, b, c, d;
