@@ -66,10 +66,9 @@ def begin(task: torch.Tensor, inputs: list[torch.Tensor]) -> torch.Tensor:
 
     ``end`` takes a sum of these zeros, so that torch.compile cannot end a task before it begins.
     """
-    if torch.compiler.is_compiling():
-        made: torch.Tensor = _begin_operator(task, inputs)
-        return made
-    return _begin(task, inputs)
+    compute = _begin_operator if torch.compiler.is_compiling() else _begin
+    made: torch.Tensor = compute(task, inputs)
+    return made
 
 
 def _end(task: torch.Tensor, made: torch.Tensor) -> torch.Tensor:

@@ -184,7 +184,7 @@ def _end_in_block(module: nn.Module, path: str, by_cores: Set[str]) -> bool:
     config = cast(PreTrainedModel, module).config.get_text_config()
     if config.model_type not in SHARED_BEHIND or not is_of_transformers(block):
         return False
-    if vars(block)["_modules"].get("shared_experts") is None:
+    if getattr(block, "shared_experts", None) is None:
         return False
     if any(name.startswith(f"{outer}.shared_experts.") for name in by_cores):
         return False

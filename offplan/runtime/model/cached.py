@@ -31,7 +31,6 @@ def keep_in_slots(
         slot_sources=sources,
         slot_shares=None,
         cores=None,
-        ends_in_block=False,
         reads_slots=False,
         noted=None,
         noted_place=None,
