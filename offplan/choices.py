@@ -19,7 +19,7 @@ DEFAULT_PARTS: PartsChoice = "auto"
 """Whether they may where nobody says.
 
 Source: ``benchmarks/results/parts-h100.json`` and ``parts-h200.json``: first tokens of two models
-within 4 % of their predictions, in three quarters of the time; of gpt-oss-20b 8 % sooner.
+within 4 % of their predictions, in three quarters of the time or less; of gpt-oss-20b 8 % sooner.
 """
 DeviceName = Literal["cuda", "cpu"]
 """What a machine is measured on: its current CUDA device, or the CPU as one that plays GPU."""
