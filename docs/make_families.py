@@ -27,7 +27,7 @@ INTRODUCTION = f"""\
 This page lists what `offplan run` does with each family of causal language models that transformers
 has. `python docs/make_families.py` made this page with transformers {transformers.__version__}. It
 builds tiny models of random float32 weights on the CPU, with every second layer offloaded and
-copies at the latest legal moment. Prompts in several chunks stream routed experts in parts.
+copies at the latest legal moment.
 
 offplan runs a model in one of two ways. The plan, the answer and `--json` name the way
 (`goal: {{stock: true}}` is the second one):
