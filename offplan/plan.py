@@ -287,8 +287,9 @@ class Rule(Record):
     """Parts in which prompts stream a layer's routed experts: some experts at a time, which meet
     the tokens of all chunks while the next ones come. Null streams what the rule takes whole."""
     tokens_at_once: Count | None = None
-    """Tokens of each sequence that meet a part while it is in its slot: whole chunks, one at least.
-    The parts cross again for the tokens behind them. Null has a part meet the whole prompt."""
+    """Tokens of each sequence that meet a part while it is in its slot, rounded up to whole chunks.
+    The parts cross again for the tokens behind them. Null has a part meet the whole prompt, however
+    long, and memory is counted for a prompt as long as the context."""
 
     @model_validator(mode="after")
     def _streams_in_parts(self) -> "Rule":
@@ -395,7 +396,7 @@ class Rule(Record):
     def chunks_at_once(self, prefill_chunk: int) -> int | None:
         """Count the chunks of so many tokens that meet a part at once; None for all."""
         at_once = self.tokens_at_once
-        return None if at_once is None else max(1, at_once // prefill_chunk)
+        return None if at_once is None else -(-at_once // prefill_chunk)
 
     def selects_layer(self, index: int) -> bool:
         """Whether the group pattern takes this layer (always true for ``max_bytes``)."""

@@ -233,7 +233,7 @@ def test_rules_that_cannot_say_parts(changes: dict[str, object], message: str) -
 
 @pytest.mark.parametrize(
     ("tokens", "at_once", "groups"),
-    [(None, None, 1), (3, 1, 9), (8, 1, 9), (20, 2, 5), (99, 12, 1)],
+    [(None, None, 1), (3, 1, 9), (8, 1, 9), (16, 2, 5), (20, 3, 3), (99, 13, 1)],
 )
 def test_whole_chunks_wait_at_once(tokens: int | None, at_once: int | None, groups: int) -> None:
     """Nine chunks of eight tokens each."""

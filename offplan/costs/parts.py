@@ -126,8 +126,11 @@ class PartsMemory(NamedTuple):
     prefill_chunk: int
 
     def of_group(self, chunks_at_once: int | None) -> int:
-        """Count the bytes of a group of so many chunks, None for all, beside all other passes."""
-        tokens = self.workload.prompt_tokens
+        """Count the bytes of a group of so many chunks, None for all, beside all other passes.
+
+        A prompt may be longer than planned: up to the context, its tokens wait, too.
+        """
+        tokens = self.workload.context
         if chunks_at_once is not None:
             tokens = min(tokens, chunks_at_once * self.prefill_chunk)
         tokens *= self.workload.batch

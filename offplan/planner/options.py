@@ -33,7 +33,7 @@ from offplan.forms.form import Part
 from offplan.forms.host_kernels import why_no_kernel
 from offplan.kernel_sizes import MAX_PAIRS
 from offplan.placement import PART_SLOTS, build_slab
-from offplan.plan import Rule
+from offplan.plan import Rule, Workload
 from offplan.planner.classes import SegmentClass, expert_class
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ NUM_PARTS = (2, 4, 8, 16, 32)
 """Values of ``parts`` tried: each part has launches of its own, and more parts spare little."""
 MOST_GROUPS = 16
 """Groups of chunks, at most, that values of ``tokens_at_once`` divide a prompt into: they are the
-powers of two below the prompt's tokens."""
+prompt's tokens, and powers of two below."""
 LEAST_AT_ONCE = 128
 """Fewer tokens at once are not tried: chunks of as many launch as often."""
 
@@ -325,12 +325,15 @@ def _list_parts(space: "Space", ways: Iterable[tuple[Backend, Backend]]) -> Iter
                 for layer, units in zip(space.layers, space.taken(experts), strict=True):
                     check_parts(stage, layer, 1, option.rule(1, 1), units)
                 yield option
-                for tokens in _list_at_once(workload.prompt_tokens):
+                for tokens in _list_at_once(workload):
                     yield replace(option, tokens_at_once=tokens)
 
 
-def _list_at_once(prompt_tokens: int) -> Iterator[int]:
+def _list_at_once(workload: Workload) -> Iterator[int]:
     """List the values of ``tokens_at_once`` that are tried, the largest first."""
+    prompt_tokens = workload.prompt_tokens
+    if prompt_tokens < workload.context:  # longer prompts than planned come in groups
+        yield prompt_tokens
     tokens = 1 << (prompt_tokens - 1).bit_length()
     while (tokens := tokens // 2) * MOST_GROUPS >= prompt_tokens and tokens >= LEAST_AT_ONCE:
         yield tokens

@@ -145,10 +145,27 @@ def test_groups_of_chunks_take_less_memory_and_the_link_again() -> None:
 
     memory = find_parts_memory(hold(model), WORKLOAD, 100)
     (held, moved), *groups = map(predicted, (None, 300, 250, 100, 1))
-    for (less, again), tokens in zip(groups, (300, 200, 100, 100), strict=True):
+    for (less, again), tokens in zip(groups, (300, 300, 100, 100), strict=True):
         assert held - less == memory.of_group(None) - memory.of_group(tokens // 100)
         assert held - less >= WORKLOAD.batch * (600 - tokens) * memory.token_bytes
         assert again == moved * (600 // tokens)
+
+
+def test_prompts_longer_than_planned_are_counted_where_all_their_tokens_wait() -> None:
+    model, machine, budget = moe_model(4), make_machine(), Budget(gpu_memory=2**30)
+
+    def chunks_bytes(tokens_at_once: int | None, prompt_tokens: int) -> int:
+        longer = WORKLOAD.model_copy(update={"prompt_tokens": prompt_tokens, "context": 1200})
+        parts = in_parts(4).model_copy(update={"tokens_at_once": tokens_at_once})
+        offload = Offload(prefill_chunk=100, rules=(parts,))
+        terms = derive_stage(hold(model), machine, longer, budget, offload).terms
+        (term,) = (term for term in terms if term.path == "gpu_memory.activations")
+        return next(int(e.value) for e in term.inputs if e.name == "chunks at experts in parts")
+
+    planned = chunks_bytes(600, 600)
+    assert chunks_bytes(600, 1200) <= planned
+    assert chunks_bytes(None, 600) > 1.5 * planned
+    assert chunks_bytes(None, 1200) <= chunks_bytes(None, 600)
 
 
 def test_terms_name_parts() -> None:

@@ -79,6 +79,18 @@ def test_chunks_wait_in_groups_where_all_of_them_do_not_fit() -> None:
     assert f"again for every {rule.tokens_at_once:,} tokens of a sequence" in told
 
 
+def test_longer_prompts_than_planned_stay_within_the_budget() -> None:
+    """Each meets the parts in groups of as many tokens as were planned, or fewer."""
+    model = make_model([WIDE] * 6)
+    longer = WORKLOAD.model_copy(update={"context": 16 * WORKLOAD.prompt_tokens})
+    budget = budget_for(model, MACHINE, 0.1, longer)
+    goal = Goal.model_validate({"packing": False, "parts": "auto"})
+    offload = make_plan(pose(model, MACHINE, longer, budget, goal)).plan.offload
+    (rule,) = (rule for rule in offload.rules if rule.parts)
+    assert rule.tokens_at_once is not None
+    assert rule.tokens_at_once <= WORKLOAD.prompt_tokens
+
+
 def test_neighbours_step_through_parts() -> None:
     question = ask(0.1, "auto")
     plan = make_plan(question).plan

@@ -105,10 +105,12 @@ def test_chunks_that_meet_parts_together(
         return multiply_sorted(*given)
 
     monkeypatch.setattr(model_parts, "multiply_sorted", see)
-    expected = run_resident(checkpoint, chunk)
+    expected, others = (run_resident(checkpoint, of) for of in (chunk, 64))
+    # on some processors sums of other chunks, in another order, lie further apart than that
+    apart = max((a - b).abs().max().item() for a, b in zip(expected, others, strict=True))
     with open_session(checkpoint, offload(in_parts(2), prefill_chunk=chunk)) as session:
         for got, right in zip(run_hostile(session), expected, strict=True):
-            torch.testing.assert_close(got, right, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(got, right, atol=max(1e-5, apart), rtol=1e-5)
     assert sorted_pieces
 
 
@@ -265,7 +267,7 @@ def test_parts_cross_once_for_each_group_of_chunks(
     monkeypatch.setattr(Meeting, "__init__", note)
     monkeypatch.setattr(Meeting, "add", count)
     checkpoint = saved("qwen3_moe_tied", folder)
-    decision = offload(in_parts(num_parts, tokens_at_once=5), prefill_chunk=2)
+    decision = offload(in_parts(num_parts, tokens_at_once=4), prefill_chunk=2)
     placement = place(open_model(str(checkpoint)), decision)
     with open_session(checkpoint, decision) as session:
         session.prefill(torch.arange(10)[None])
