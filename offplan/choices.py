@@ -15,10 +15,11 @@ uniform routing the search finds the same plans as without.
 """
 PartsChoice = Literal["off", "auto"]
 """Whether rules may have prompts stream a layer's routed experts in parts."""
-DEFAULT_PARTS: PartsChoice = "off"
-"""Whether they may where nobody says: ``auto`` once prompts in parts have been measured on a GPU.
+DEFAULT_PARTS: PartsChoice = "auto"
+"""Whether they may where nobody says.
 
-They then have to take what is predicted, within what other predictions are off by.
+Source: ``benchmarks/results/parts-h100.json`` and ``parts-h200.json``: first tokens of two models
+within 4 % of their predictions, in three quarters of the time or less; of gpt-oss-20b 8 % sooner.
 """
 DeviceName = Literal["cuda", "cpu"]
 """What a machine is measured on: its current CUDA device, or the CPU as one that plays GPU."""

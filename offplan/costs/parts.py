@@ -128,12 +128,12 @@ class PartsMemory(NamedTuple):
     def of_group(self, chunks_at_once: int | None) -> int:
         """Count the bytes of a group of so many chunks, None for all, beside all other passes.
 
-        A prompt may be longer than planned: up to the context, its tokens wait, too.
+        They are tokens of the planned prompts, or of one as long as the context: it may come, too.
         """
-        tokens = self.workload.context
+        tokens = max(self.workload.batch * self.workload.prompt_tokens, self.workload.context)
         if chunks_at_once is not None:
-            tokens = min(tokens, chunks_at_once * self.prefill_chunk)
-        tokens *= self.workload.batch
+            of_group = self.workload.batch * chunks_at_once * self.prefill_chunk
+            tokens = min(tokens, of_group)
         met = max(0, tokens * self.product_bytes - self.block_bytes)
         return tokens * self.token_bytes + met + self.pair_bytes
 

@@ -17,7 +17,7 @@ from offplan.library.planned import open_planned_model, open_planned_profile, re
 from offplan.library.runnable import needs_stock
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Goal, Plan, Workload, take_plan
-from offplan.planner.question import Question, why_not_keep
+from offplan.planner.question import Question, why_not_keep, why_not_part
 from offplan.progress import Progress
 from offplan.ranks import ONE_RANK, Ranks
 from offplan.records import explain
@@ -64,7 +64,8 @@ def ask(
     layer, or as many as suit (``auto``); left out, as DEFAULT_CACHED_EXPERTS says where experts can
     be kept. ``routing`` is the file of a routing profile, which says how soon experts are chosen
     again.
-    With ``parts`` ``auto`` rules may have prompts stream a layer's routed experts in parts.
+    With ``parts`` ``auto`` rules may have prompts stream a layer's routed experts in parts; left
+    out, as DEFAULT_PARTS says where they can.
     With ``host_cores`` rules may have the host's cores multiply what they take, by
     ``host_threads`` threads, or as many as the machine's figures are of.
 
@@ -74,12 +75,14 @@ def ask(
     not known.
     """
     workload = workload or Workload()
-    if cached_experts is None:
-        cached_experts = DEFAULT_CACHED_EXPERTS
-        by_others = engine is not None or stock
-        keeps = not by_others and why_not_keep(model, workload.batch, store) is None
-        if not keeps or needs_stock(model, workload.context):
-            cached_experts = "off"
+    if cached_experts is None or parts is None:
+        by_others = engine is not None or stock or needs_stock(model, workload.context)
+        if cached_experts is None:
+            keeps = not by_others and why_not_keep(model, workload.batch, store) is None
+            cached_experts = DEFAULT_CACHED_EXPERTS if keeps else "off"
+        if parts is None:
+            streams = not by_others and why_not_part(model, store) is None
+            parts = DEFAULT_PARTS if streams else "off"
     free = machine.free_gpu_bytes if gpu_memory is None else gpu_memory
     try:
         budget = Budget(gpu_memory=free, host_memory=host_memory)
@@ -92,7 +95,7 @@ def ask(
             packing=packing,
             leave_unpacked=tuple(leave_unpacked),
             cached_experts=cached_experts,
-            parts=DEFAULT_PARTS if parts is None else parts,
+            parts=parts,
             host_cores=host_cores,
             host_threads=host_threads,
             tensor_parallel=ranks.tensor,

@@ -39,7 +39,8 @@ _DISPLAY_BYTES = 2**30
 LinkRate = TypeAliasType("LinkRate", Annotated[Rate, Field(ge=1e6)])
 """Bytes per second. Bounds lie a thousand times past any machine, so that times stay numbers that
 can be added and compared."""
-ComputeRate = TypeAliasType("ComputeRate", Annotated[Flops, Field(ge=1e9)])
+ComputeRate = TypeAliasType("ComputeRate", Annotated[Flops, Field(ge=1e6)])
+"""Operations per second. Source: two cores without bfloat16 instructions give 0.9e9 by torch."""
 ShortTime = TypeAliasType("ShortTime", Annotated[Seconds, Field(le=60)])
 Memory = TypeAliasType("Memory", Annotated[Bytes, Field(ge=1)])
 Capacity = TypeAliasType("Capacity", Bytes)

@@ -153,15 +153,20 @@ def require_keeping(question: Question) -> None:
 def require_parts(question: Question) -> None:
     """Raise InputError for a question none of whose plans can stream experts in parts."""
     asked, source = f"--parts {question.goal.parts}", question.model.source
-    why = None
-    if question.model.experts is None:
-        why = f"{source} has no routed experts"
-    elif question.goal.stock:
+    why = why_not_part(question.model, question.store)
+    if why is None and question.goal.stock:
         why = f"transformers' own passes are to run {source}, and layers in parts need offplan's"
-    elif question.store != "host":
-        why = f"steps read the experts in host memory, and the store is {question.store}"
     if why is not None:
         raise InputError(f"{asked}: {why}: leave --parts out")
+
+
+def why_not_part(model: Model, store: Store) -> str | None:
+    """Say why no plan can stream a model's experts in parts; None where plans can."""
+    if model.experts is None:
+        return f"{model.source} has no routed experts"
+    if store != "host":
+        return f"steps read the experts in host memory, and the store is {store}"
+    return None
 
 
 def why_not_keep(model: Model, batch: int, store: Store) -> str | None:

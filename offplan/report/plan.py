@@ -73,8 +73,8 @@ def _describe_routing(plan: Plan) -> list[str]:
     kept, told = plan.goal.cached_experts, []
     if isinstance(kept, int):
         told.append(f"experts are kept on the GPU one by one, {kept} of each layer")
-    if plan.goal.parts != "off":
-        told.append("prompts may stream a layer's experts in parts")
+    if plan.goal.parts == "off" and kept != "off":  # of a model that has experts
+        told.append("prompts stream a layer's experts whole")
     if plan.routing is not None:
         told.append(f"experts are chosen again as {plan.routing.file} has it")
     return told

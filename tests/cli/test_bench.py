@@ -60,7 +60,8 @@ def test_predicted_and_measured_have_the_same_keys(cli: CLI) -> None:
 def test_a_plan_for_an_engine_is_predicted_as_it_runs_here(cli: CLI, tmp_path: Path) -> None:
     text = (ROOT / "plans" / "tiny-moe.yaml").read_text("utf-8").replace("tiny-moe", str(TINY_MOE))
     plan, found = tmp_path / "plan.yaml", tmp_path / "bench.json"
-    plan.write_text(text.replace("latency, cached_experts: auto}", "latency, engine: vllm}"))
+    own = "latency, cached_experts: auto, parts: auto}"
+    plan.write_text(text.replace(own, "latency, engine: vllm}"))
     assert cli("replan", plan, "-o", plan, "--force", "--accept-drift").code == 0
     for command in (("run", plan, "--max-new-tokens", 2), ("bench", plan, *QUICK, "--json")):
         code, out, err = cli(*command, "--device", "cpu")

@@ -91,10 +91,19 @@ def test_a_plan_names_its_profile_and_every_command_knows_it(
     assert (code, "routing.json" in err) == (2, True)
 
 
+def test_show_says_that_parts_are_left_out(cli: CLI, profile: Path, tmp_path: Path) -> None:
+    shown = []
+    for parts in ("auto", "off"):
+        assert cli(*ask(profile, "--parts", parts, "-o", tmp_path / f"{parts}.yaml")).code == 0
+        shown.append("prompts stream a layer's experts whole" in cli("show", tmp_path / f"{parts}.yaml").out)
+    assert shown == [False, True]
+
+
 def test_diff_says_what_is_kept(cli: CLI, profile: Path, tmp_path: Path) -> None:
     assert cli(*ask(profile, "-o", tmp_path / "a.yaml")).code == 0
     text = (tmp_path / "a.yaml").read_text("utf-8")
-    (tmp_path / "b.yaml").write_text(text.replace("experts: 3}", "experts: 2}"), "utf-8")
+    text = text.replace("cached_experts: 3", "cached_experts: 2")
+    (tmp_path / "b.yaml").write_text(text, "utf-8")
     found = json.loads(cli("diff", tmp_path / "a.yaml", tmp_path / "b.yaml", "--json").out)
     assert {each["key"] for each in found["asked"]} == {"goal.cached_experts"}
     assert {each["before"] for each in found["moves"]} == {"host (uva, uva, 3 experts kept)"}

@@ -162,7 +162,7 @@ def test_show_needs_the_file_alone(cli: CLI, folder: Path) -> None:
 def test_show_of_a_goal(cli: CLI, folder: Path) -> None:
     goal = "goal: {objective: throughput, max_tpot: 50 ms, engine: vllm}"
     write_plan(
-        ("goal: {objective: latency, cached_experts: auto}", goal),
+        ("goal: {objective: latency, cached_experts: auto, parts: auto}", goal),
         ("decode: {step: 2.426 ms", "decode: {step: 0"),
     )
     out = cli("show", "plan.yaml").out

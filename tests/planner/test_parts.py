@@ -1,10 +1,12 @@
 """Prompts in parts: chosen where a prompt would read weights again, and refused by name."""
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
+from offplan.checkpoint.model import Model
 from offplan.errors import ExportError, InputError
 from offplan.library.asking import ask as plan_ask
 from offplan.library.asking import pose
@@ -108,6 +110,18 @@ def test_questions_that_cannot_have_parts() -> None:
     machine = load_machine("rtx4090")
     with pytest.raises(InputError, match="--parts auto with --for vllm"):
         plan_ask(dense_model(2), machine, parts="auto", engine="vllm")
+
+
+def test_parts_are_allowed_wherever_they_can_be() -> None:
+    machine, experts = load_machine("rtx4090"), make_model([WIDE] * 2)
+
+    def is_allowed(model: Model, **asked: Any) -> bool:
+        return plan_ask(model, machine, WORKLOAD, **asked).goal.parts == "auto"
+
+    assert is_allowed(experts)
+    assert not is_allowed(experts, parts="off")
+    assert not is_allowed(experts, engine="vllm")
+    assert not is_allowed(dense_model(2))
 
 
 def test_engines_refuse_parts_by_name() -> None:

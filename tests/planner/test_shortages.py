@@ -18,7 +18,7 @@ from tests.cli import CLI, ROOT
 
 CONFIG = ROOT / "tests" / "models" / "deepseek-v2-lite" / "config.json"
 GIB = 2**30
-ASKED = ("--machine", "rtx3090", "--gpu-memory", "4GiB", "--no-packing")
+ASKED = ("--machine", "rtx3090", "--gpu-memory", "4GiB", "--no-packing", "--parts", "off")
 LONG = Workload(prompt_tokens=2048, context=2304)
 BATCHED = Workload(batch=12, prompt_tokens=2048, context=4096)
 
@@ -31,7 +31,8 @@ def model() -> Model:
 def ask_for(
     model: Model, workload: Workload, name: str = "rtx3090", memory: int = 4 * GIB
 ) -> Question:
-    return ask(model, load_machine(name), workload, gpu_memory=memory, packing=False)
+    machine = load_machine(name)
+    return ask(model, machine, workload, gpu_memory=memory, packing=False, parts="off")
 
 
 def count_reads(plan: Plan) -> float:

@@ -91,14 +91,14 @@ def test_rules_of_any_number_and_layout(rules: Sequence[dict[str, object]], layo
 
 def test_new_keys_are_lines_of_their_section() -> None:
     text = TEXT.replace("  revision: null\n", "").replace(
-        "goal: {objective: latency, cached_experts: auto}\n", ""
+        "goal: {objective: latency, cached_experts: auto, parts: auto}\n", ""
     )
     goal = PLAN.goal.model_copy(update={"max_tpot_s": 0.05})
     model = PLAN.model.model_copy(update={"revision": "abc"})
     written = rewrite_plan(text, PLAN.model_copy(update={"goal": goal, "model": model}))
     assert written is not None
     assert "  dtype: bfloat16\n  revision: abc\n" in written
-    told = "goal: {objective: latency, max_tpot: 50 ms, cached_experts: auto}"
+    told = "goal: {objective: latency, max_tpot: 50 ms, cached_experts: auto, parts: auto}"
     assert written.endswith(f"host_memory: 96 KiB\n{told}\n")
 
 

@@ -78,13 +78,13 @@ def prepare(
     placement = place(stage, offload)
     if stock and placement.expert_slots:
         raise PlanError(
-            "a rule has cached_experts, and transformers' own passes run this model: kept "
-            "experts need offplan's own passes, so leave cached_experts out"
+            "a rule has cached_experts, and transformers' own passes are to run the model: kept "
+            "experts need offplan's own passes, so make a plan with --stock"
         )
     if stock and placement.parts:
         raise PlanError(
             "a rule has parts, and transformers' own passes are to run the model, whose layers "
-            "take one chunk after the other: leave parts out"
+            "take one chunk after the other: make a plan with --stock"
         )
     offloaded = find_offloaded(placement, targets, wanted)
     check_parted(module, placement, offloaded)
