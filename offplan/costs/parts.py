@@ -108,8 +108,8 @@ def divide_ps(priced: PassCompute, layer: int, num_parts: int, num_groups: int =
 class PartsMemory(NamedTuple):
     """GPU memory that a prompt takes at a layer's experts in parts, in bytes.
 
-    Source: DeepSeek-V2-Lite in 4 GiB of an H100, a prompt of 8 chunks that met 8 parts, took 493 MB
-    for what was captured and 202 beside. These give 490 and 201.
+    Source: seven prompts of three models on an H100, in 2 to 16 chunks that met 8 parts, took 0.969
+    to 0.998 of their plans' memory (``benchmarks/results/parts-memory-h100.json``).
     """
 
     token_bytes: int
@@ -117,7 +117,8 @@ class PartsMemory(NamedTuple):
     product_bytes: int
     """Of each token of a group besides, while the group meets the parts."""
     block_bytes: int
-    """Of a chunk in attention or MLP, which is over by then."""
+    """Of a chunk in attention or MLP, which is over by then: half of the products, at most, lie in
+    its memory, and of several groups' none."""
     routed_bytes: int
     """Of ``activation_bytes``, what is not taken where no layer has its experts whole."""
     pair_bytes: int
@@ -130,12 +131,14 @@ class PartsMemory(NamedTuple):
 
         They are tokens of the planned prompts, or of one as long as the context: it may come, too.
         """
-        tokens = max(self.workload.batch * self.workload.prompt_tokens, self.workload.context)
+        most = max(self.workload.batch * self.workload.prompt_tokens, self.workload.context)
+        tokens = most
         if chunks_at_once is not None:
             of_group = self.workload.batch * chunks_at_once * self.prefill_chunk
-            tokens = min(tokens, of_group)
-        met = max(0, tokens * self.product_bytes - self.block_bytes)
-        return tokens * self.token_bytes + met + self.pair_bytes
+            tokens = min(most, of_group)
+        products = tokens * self.product_bytes
+        shared = min(self.block_bytes, products // 2) if tokens == most else 0
+        return tokens * self.token_bytes + products - shared + self.pair_bytes
 
 
 def find_parts_memory(stage: Stage, workload: Workload, prefill_chunk: int) -> PartsMemory:

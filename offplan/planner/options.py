@@ -50,7 +50,7 @@ LEAST_AT_ONCE = 1024
 """Fewer tokens at once, over all sequences, are not tried: each group has the parts cross again.
 
 Source: DeepSeek-V2-Lite in 4.5 GiB of an H200, planned for prompts of 512 tokens: one of 3,968 took
-4.4 s in groups of 512, and 1.1 s without parts.
+4.4 s in groups of 512, and 1.1 s without parts (``benchmarks/results/parts-h200.json``).
 """
 
 

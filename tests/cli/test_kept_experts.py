@@ -94,8 +94,9 @@ def test_a_plan_names_its_profile_and_every_command_knows_it(
 def test_show_says_that_parts_are_left_out(cli: CLI, profile: Path, tmp_path: Path) -> None:
     shown = []
     for parts in ("auto", "off"):
-        assert cli(*ask(profile, "--parts", parts, "-o", tmp_path / f"{parts}.yaml")).code == 0
-        shown.append("prompts stream a layer's experts whole" in cli("show", tmp_path / f"{parts}.yaml").out)
+        plan = tmp_path / f"{parts}.yaml"
+        assert cli(*ask(profile, "--parts", parts, "-o", plan)).code == 0
+        shown.append("prompts stream a layer's experts whole" in cli("show", plan).out)
     assert shown == [False, True]
 
 

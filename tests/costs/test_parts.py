@@ -132,6 +132,13 @@ def test_more_parts_take_less_memory_and_chunks_at_experts_some() -> None:
     assert memory.block_bytes == pass_bytes - waiting_bytes(stage, WORKLOAD, first)
     assert memory.pair_bytes == round(PIECES * parted_expert_bytes(stage, stage.layers[1], first))
     assert memory.routed_bytes > 0
+    tokens = WORKLOAD.batch * WORKLOAD.prompt_tokens
+    products = tokens * memory.product_bytes
+    shared = min(memory.block_bytes, products // 2)
+    assert shared > 0
+    others = tokens * memory.token_bytes + memory.pair_bytes
+    assert memory.of_group(None) == others + products - shared
+    assert memory.of_group(1) == (others - memory.pair_bytes + products) // 3 + memory.pair_bytes
 
 
 def test_groups_of_chunks_take_less_memory_and_the_link_again() -> None:
