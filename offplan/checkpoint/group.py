@@ -59,7 +59,12 @@ def group_parameters(
                 "stores experts of one layer in several forms"
             )
         whole_by_name[name] = tuple(found[index] for index in range(needed))
-    return _join_parts(whole_by_name, architecture)
+    parameters = _join_parts(whole_by_name, architecture)
+    # beside experts stored one by one, a number for each is the router's: Laguna names it so
+    return tuple(
+        replace(p, is_expert=False) if count and p.is_fused and len(p.shape) == 1 else p
+        for p in parameters
+    )
 
 
 def group_outside(tensors: Tensors, architecture: Architecture) -> tuple[Parameter, ...]:

@@ -173,6 +173,14 @@ def test_experts_one_by_one_are_one_parameter():
     assert moe.segments["mlp.shared_experts.up_proj"] == 96
 
 
+def test_a_number_for_each_expert_is_the_routers():
+    of_router = {"model.layers.1.mlp.experts.e_score_correction_bias": ("F32", (4,))}
+    got = model({**dense_shapes(), **routed(), **of_router}, MOE_CONFIG)
+    experts = [parameter for parameter in got.layers[1].parameters if parameter.is_expert]
+    assert names(experts) == ["mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight"]
+    assert got.experts == Experts(num_experts=4, num_experts_per_token=2, bytes_per_expert=2 * 96)
+
+
 def test_scales_count_under_their_weights_segment():
     prefix = "model.layers.1.mlp.experts"
     shapes = {

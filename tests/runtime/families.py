@@ -22,11 +22,14 @@ from transformers import (
 )
 
 from offplan.checkpoint import model_types
+from offplan.checkpoint.open import open_model
 from offplan.errors import OffplanError
-from offplan.plan import Offload
+from offplan.held.held import hold
+from offplan.plan import Offload, Rule
+from offplan.planner.classes import expert_class
 from offplan.runtime.model.frequencies import RENEWING
 from offplan.runtime.passes.stock import reads_chunks
-from tests.runtime.plans import group, offload, open_session
+from tests.runtime.plans import group, in_parts, offload, open_session
 
 TEXT_PARTS = [
     (family, text)
@@ -288,7 +291,7 @@ def compare(
             got = []
             chunks = [chunk for _, chunk in REQUESTS]
             for chunk, texts in groupby(zip(chunks, tokens, strict=True), itemgetter(0)):
-                decision = offload(group(2, 1), prefill_chunk=chunk)
+                decision = offload(*_rules_for(folder, chunk), prefill_chunk=chunk)
                 got += run_each_planned(folder, [text for _, text in texts], decision)
         except OffplanError as error:
             return Outcome("refused", str(error).replace(name, family))
@@ -298,6 +301,15 @@ def compare(
     ours, wanted = _join(got), _join(expected)
     difference = float((ours - wanted).abs().max() / wanted.abs().max())
     return Outcome("exact" if difference < TOLERANCE else "wrong", f"{difference:.1e}")
+
+
+def _rules_for(folder: Path, chunk: int) -> list[Rule]:
+    """Take every second layer; of prompts in several chunks all routed experts, in parts."""
+    stage, every_second = hold(open_model(str(folder))), group(2, 1)
+    if stage.experts is None or stage.experts.num_experts % 2 or chunk == REQUESTS[0][1]:
+        return [every_second]
+    segments = {"cpu_offload_params": expert_class(stage).segments}
+    return [in_parts(2).model_copy(update=segments), every_second]
 
 
 def compare_stock(
