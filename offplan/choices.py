@@ -18,8 +18,8 @@ PartsChoice = Literal["off", "auto"]
 DEFAULT_PARTS: PartsChoice = "auto"
 """Whether they may where nobody says.
 
-Source: ``benchmarks/results/parts-h100.json`` and ``parts-h200.json``: four prompts of two models
-took 0.97 to 1.01 of the predicted time to the first token, and one of gpt-oss-20b 0.92. Without
+Source: ``benchmarks/results/parts-h100.json`` and ``parts-h200.json``: five prompts of two models
+took 0.97 to 1.05 of the predicted time to the first token, and one of gpt-oss-20b 0.92. Without
 parts, Mixtral-8x22B took 0.97 s in place of 0.66, DeepSeek-V2-Lite 0.42 in place of 0.39.
 """
 DeviceName = Literal["cuda", "cpu"]

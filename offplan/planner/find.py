@@ -12,12 +12,17 @@ from offplan.planner.aims import NEVER, Soonest
 from offplan.planner.infeasible import explain_infeasible
 from offplan.planner.packed import find_best
 from offplan.planner.question import Question
-from offplan.planner.search import MAX_RULES, Searcher
+from offplan.planner.search import MAX_RULES, Found, Searcher
 from offplan.planner.space import find_room
 
 ALIKE = 1.01
 """Requests that take up to this multiple of the fastest are as good. Source: chosen, since
 predictions are off by more."""
+SOONER = 0.05
+"""Share of the time to the first token that parts have to spare where the request takes longer.
+
+Source: chosen; first tokens are predicted to that.
+"""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,10 @@ def find_plan(searcher: Searcher, question: Question, below_s: float = NEVER) ->
     if question.workload.num_steps:  # else the first token is all
         soonest = Soonest(aim, ALIKE * fastest.value)
         chosen = find_best(searcher, question.budget, soonest, rival=fastest).best or fastest
+        if _is_in_parts(chosen) and not _is_in_parts(fastest):
+            whole = find_best(searcher.without_parts, question.budget, soonest, rival=fastest).best
+            if whole is not None and chosen.times_ps[0] > (1 - SOONER) * whole.times_ps[0]:
+                chosen = whole
     return PlanResult(
         plan=write_plan(searcher, question, chosen.offload),
         best_s=fastest.value / PS_PER_S,
@@ -70,6 +79,10 @@ def find_plan(searcher: Searcher, question: Question, below_s: float = NEVER) ->
         max_rules=1 if space.runner.takes_one_rule else MAX_RULES,
         floor=find_floor_of(searcher, question.budget),
     )
+
+
+def _is_in_parts(found: Found) -> bool:
+    return any(rule.parts is not None for rule in found.offload.rules)
 
 
 def find_floor_of(searcher: Searcher, budget: Budget) -> Floor:

@@ -10,7 +10,7 @@ only add plans or make them faster, do not make the best plan found slower.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -101,6 +101,13 @@ class Searcher:
         head = not makes_values(question.workload.batch, question.model.element_bytes)
         packing = pack_everything(last, head=head, unpacked=question.unpacked)
         return Searcher(Space(question, packing))
+
+    @cached_property
+    def without_parts(self) -> "Searcher":
+        """Searches the same question with all experts streamed whole."""
+        question = self.space.question
+        goal = question.goal.model_copy(update={"parts": "off"})
+        return Searcher(Space(replace(question, goal=goal)))
 
     @property
     def spaces(self) -> list[Space]:

@@ -12,6 +12,7 @@ from offplan.library.asking import ask as plan_ask
 from offplan.library.asking import pose
 from offplan.library.machines import load_machine
 from offplan.plan import Budget, Goal, Workload
+from offplan.planner.find import SOONER
 from offplan.planner.make import make_plan
 from offplan.planner.neighbours import find_neighbours
 from offplan.planner.question import Question
@@ -46,6 +47,10 @@ def test_no_plan_is_slower_for_parts_and_small_budgets_are_far_sooner() -> None:
         assert plan.prediction.objective_s <= 1.0101 * without.prediction.objective_s
         assert not any(rule.parts for rule in without.offload.rules)
         assert plan.prediction.gpu_memory.total_bytes <= plan.budget.gpu_memory
+        if any(rule.parts for rule in plan.offload.rules):
+            is_faster = plan.prediction.objective_s <= without.prediction.objective_s
+            sooner = plan.prediction.prefill.step_s / without.prediction.prefill.step_s
+            assert is_faster or sooner <= 1 - SOONER
         if share < 0.2:  # not a slot for a whole layer
             assert any(rule.parts for rule in plan.offload.rules)
             assert plan.prediction.prefill.step_s < 0.6 * without.prediction.prefill.step_s
