@@ -108,8 +108,10 @@ def divide_ps(priced: PassCompute, layer: int, num_parts: int, num_groups: int =
 class PartsMemory(NamedTuple):
     """GPU memory that a prompt takes at a layer's experts in parts, in bytes.
 
-    Source: seven prompts of three models on an H100, in 2 to 16 chunks that met 8 parts, took 0.969
-    to 0.998 of their plans' memory (``benchmarks/results/parts-memory-h100.json``).
+    Source: on an H100 six prompts of three models, in 2 to 16 chunks that met 8 parts, took 0.968
+    to 0.997 of their plans' memory. With a context of twice the prompt's tokens another took 0.942,
+    and prompts of its context 0.954 and 1.01 (``benchmarks/results/parts-memory-h100.json`` and
+    ``parts-h100.json``).
     """
 
     token_bytes: int
@@ -123,6 +125,8 @@ class PartsMemory(NamedTuple):
     """Of ``activation_bytes``, what is not taken where no layer has its experts whole."""
     pair_bytes: int
     """Of the pairs that are multiplied at a time: nothing of it is captured."""
+    longer_bytes: int
+    """Of a prompt as long as the context, what waits in every layer beyond what planned ones do."""
     workload: Workload
     prefill_chunk: int
 
@@ -138,7 +142,8 @@ class PartsMemory(NamedTuple):
             tokens = min(most, of_group)
         products = tokens * self.product_bytes
         shared = min(self.block_bytes, products // 2) if tokens == most else 0
-        return tokens * self.token_bytes + products - shared + self.pair_bytes
+        waiting = tokens * self.token_bytes + self.longer_bytes
+        return waiting + products - shared + self.pair_bytes
 
 
 def find_parts_memory(stage: Stage, workload: Workload, prefill_chunk: int) -> PartsMemory:
@@ -153,15 +158,20 @@ def find_parts_memory(stage: Stage, workload: Workload, prefill_chunk: int) -> P
     state_bytes = stage.architecture.hidden_size * stage.element_bytes
     kept = (PART_COPIES * stage.architecture.num_streams + has_shared) * state_bytes
     chunk = prefill_shapes(workload, prefill_chunk)[0]
+    longest = workload.model_copy(update={"batch": 1, "prompt_tokens": workload.context})
+    waits = [
+        waiting_bytes(stage, of, prefill_shapes(of, prefill_chunk)[0]) for of in (workload, longest)
+    ]
     prompt, _ = phase_bytes(stage, workload, prefill_chunk, in_parts=True)
     live = max(parted_expert_bytes(stage, layer, chunk) for layer in stage.layers)
     sizes = (activation_bytes(stage, workload, prefill_chunk, in_parts=of) for of in (False, True))
     return PartsMemory(
         token_bytes=kept + CHOICE_BYTES * num_chosen + SCORE_BYTES * stage.experts.num_in_all,
         product_bytes=num_chosen * state_bytes,
-        block_bytes=prompt - waiting_bytes(stage, workload, chunk),
+        block_bytes=prompt - waits[0],
         routed_bytes=sub(*sizes),
         pair_bytes=round(PIECES * live),
+        longer_bytes=max(0, waits[1] - waits[0]),
         workload=workload,
         prefill_chunk=prefill_chunk,
     )
