@@ -15,6 +15,7 @@ from offplan.plan import Budget, Goal, Workload
 from offplan.planner.find import SOONER
 from offplan.planner.make import make_plan
 from offplan.planner.neighbours import find_neighbours
+from offplan.planner.options import MOST_LONGER
 from offplan.planner.question import Question
 from offplan.report.plan import describe_kept
 from tests.costs.builders import DENSE, dense_model, make_machine, make_model
@@ -86,16 +87,17 @@ def test_chunks_wait_in_groups_where_all_of_them_do_not_fit() -> None:
     assert f"again for every {rule.tokens_at_once:,} tokens of a sequence" in told
 
 
-def test_longer_prompts_than_planned_stay_within_the_budget() -> None:
-    """Each meets the parts in groups of as many tokens as were planned, or fewer."""
+@pytest.mark.parametrize("longer", [4, 5])
+def test_longer_prompts_than_planned_stay_within_the_budget(longer: int) -> None:
+    """Each meets the parts in groups of as many tokens as were planned; of few groups alone."""
     model = make_model([WIDE] * 6)
-    longer = WORKLOAD.model_copy(update={"context": 16 * WORKLOAD.prompt_tokens})
-    budget = budget_for(model, MACHINE, 0.1, longer)
+    workload = WORKLOAD.model_copy(update={"context": longer * WORKLOAD.prompt_tokens})
+    budget = budget_for(model, MACHINE, 0.08, workload)
     goal = Goal.model_validate({"packing": False, "parts": "auto"})
-    offload = make_plan(pose(model, MACHINE, longer, budget, goal)).plan.offload
-    (rule,) = (rule for rule in offload.rules if rule.parts)
-    assert rule.tokens_at_once is not None
-    assert rule.tokens_at_once <= WORKLOAD.prompt_tokens
+    offload = make_plan(pose(model, MACHINE, workload, budget, goal)).plan.offload
+    at_once = [rule.tokens_at_once for rule in offload.rules if rule.tokens_at_once is not None]
+    assert len(at_once) == (longer <= MOST_LONGER)
+    assert all(tokens <= WORKLOAD.prompt_tokens for tokens in at_once)
 
 
 def test_neighbours_step_through_parts() -> None:

@@ -20,6 +20,7 @@ from offplan.runtime.model import parts as model_parts
 from offplan.runtime.model.layers import DecoderLayers
 from offplan.runtime.model.parts import ExpertsInParts, Meeting
 from offplan.runtime.passes import runner
+from offplan.runtime.rows import Rows
 from tests.held import place
 from tests.runtime.cached import FEW, Abort, abort_in, run_hostile, run_resident
 from tests.runtime.conftest import save_tiny
@@ -273,6 +274,19 @@ def test_parts_cross_once_for_each_group_of_chunks(
         session.prefill(torch.arange(10)[None])
         assert session.link_bytes == crossings * placement.slab_bytes
     assert max(waiting) == 2
+
+
+def test_a_text_of_one_row_has_the_tokens_of_all_rows_meet_a_part(folder: Path) -> None:
+    """Seven chunks of one of three rows: six have as many tokens as two of all rows."""
+    checkpoint, tokens = saved("qwen3_moe_tied", folder), [*range(13)]
+    decision = offload(in_parts(4, tokens_at_once=4), prefill_chunk=2)
+    placement = place(open_model(str(checkpoint)), decision)
+    with open_session(checkpoint, decision) as session:
+        expected = session.prefill(torch.tensor([tokens])).clone()
+    with open_session(checkpoint, decision) as session:
+        (logits,) = (each.logits.clone() for each in Rows(session, 3).join_all([tokens]))
+        assert session.link_bytes == 2 * placement.slab_bytes
+    assert torch.equal(logits, expected[0])
 
 
 def test_texts_of_many_logits_and_nan(folder: Path) -> None:

@@ -29,6 +29,8 @@ class PartRunner:
     def __init__(self, layers: Mapping[int, ExpertsInParts], executor: Executor) -> None:
         """Ask ``executor`` for the copies and waits of each part."""
         self._layers, self._executor = layers, executor
+        self.chunks_as_one = 1
+        """Chunks of the pass at hand that have the tokens of one of all rows of the cache."""
 
     def is_parted(self, index: int) -> bool:
         """Whether the pass at hand runs a layer in parts."""
@@ -39,7 +41,8 @@ class PartRunner:
 
         Raises CheckpointError for a layer that does not come to its experts exactly once.
         """
-        at_once = self._layers[index].chunks_at_once or len(steps)
+        planned = self._layers[index].chunks_at_once
+        at_once = len(steps) if planned is None else planned * self.chunks_as_one
         firsts = range(0, len(steps), at_once)
         made = []
         for group, first in enumerate(firsts):

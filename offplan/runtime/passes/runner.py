@@ -166,9 +166,11 @@ class ModelRunner:
                 # each sequence's last one is read again, for the head
                 self.rows_read += sum(batch for batch, _ in shapes)
             largest = max(batch * min(new, self.chunk) for batch, new in shapes)
+            # a group has as many tokens as planned, be its chunks of one row or of all
+            self._parts.chunks_as_one = as_one = max(1, self._batch // len(readings[0].tokens))
             num_chunks = sum(-(-new // self.chunk) for _, new in shapes)
             return self._passes.run(
-                self._next_schedule(Phase.PREFILL, num_chunks),
+                self._next_schedule(Phase.PREFILL, -(-num_chunks // as_one)),
                 self._in_phase(Phase.PREFILL, largest, forward),
                 readings[0].tokens,
                 may_capture=may_capture,
