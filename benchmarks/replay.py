@@ -8,10 +8,10 @@ Weights are random; what routers choose is taken from a trace, within the captur
 first form plans for a machine and keeps as many experts of all layers in the same memory; the
 second keeps so many and compares with the same rule that keeps none; the third is given both plans.
 With ``--host-share 0.4 0.6`` more plans follow, in which the host's cores multiply these parts of
-the experts that steps miss. All run in turn, in one process, by traces of each ``--reuse``. Prints
-JSON: experts hit as a list of the trace says and as the kernels counted, by layer, the times of
-steps, and what the cost model predicts of each plan for the machine. Ends with an error where these
-counts differ.
+the experts that steps miss: by whole experts, and with one that is split. All run in turn, in one
+process, by traces of each ``--reuse``. Prints JSON: experts hit as a list of the trace says and as
+the kernels counted, by layer, the times of steps, and what the cost model predicts of each plan for
+the machine. Ends with an error where these counts differ.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from offplan.engines.runner import lower
 from offplan.library.asking import ask
 from offplan.library.held_memory import count_held
 from offplan.library.machines import load_machine
-from offplan.placement import place
+from offplan.placement import Placement, place
 from offplan.plan import Budget, Goal, Offload, Plan, Rule, Workload, load_plan
 from offplan.planner.make import make_plan
 from offplan.routing.divided import DividedSlots
@@ -253,6 +253,11 @@ def ask_for(options: argparse.Namespace) -> Workload:
     )
 
 
+def place_offload(model: Model, offload: Offload, options: argparse.Namespace) -> Placement:
+    """Place what a plan offloads."""
+    return place(lower(model, Goal(), ask_for(options)).pack(offload.packing).stage, offload)
+
+
 def predict_runs(
     options: argparse.Namespace, model: Model, offload: Offload, reuse: str
 ) -> dict[str, Any]:
@@ -265,9 +270,12 @@ def predict_runs(
     return {"step_s": made.decode.step_s, "hits": None if use is None else use.found.hits}
 
 
-def divide(offload: Offload, share: float) -> Offload:
-    """Have the host's cores multiply a share of the experts that steps of a plan miss."""
-    changes = {"decode": Backend.HOST, "host_share": share}
+def divide(offload: Offload, share: float, *, splits: bool) -> Offload:
+    """Have the host's cores multiply a share of the experts that steps of a plan miss.
+
+    ``splits`` has them multiply a part of one expert, where the share is not whole.
+    """
+    changes = {"decode": Backend.HOST, "host_share": share, "split_expert": splits or None}
     rules = tuple(
         rule if rule.cached_experts is None else rule.model_copy(update=changes)
         for rule in offload.rules
@@ -278,8 +286,11 @@ def divide(offload: Offload, share: float) -> Offload:
 def find_offloads(options: argparse.Namespace, model: Model) -> dict[str, Offload]:
     """Return what the plans offload, by name."""
     found = find_pair(options, model)
-    shares = {f"share {share:g}": divide(found["kept"], share) for share in options.host_share}
-    return found | shares
+    for way in options.division:
+        for share in options.host_share:
+            name = f"share {share:g}" + ", one split" * (way == "split")
+            found[name] = divide(found["kept"], share, splits=way == "split")
+    return found
 
 
 def find_pair(options: argparse.Namespace, model: Model) -> dict[str, Offload]:
@@ -378,7 +389,9 @@ def sum_up(
     return {
         "predicted": predicted,
         "listed": {
-            name: list_counts(name, offload.rules, listed, trace, options, found[name])
+            name: list_counts(
+                name, place_offload(model, offload, options), listed, trace, options, found[name]
+            )
             for name, offload in offloads.items()
             if found[name][0]["hits"]
         },
@@ -390,29 +403,28 @@ def sum_up(
 
 def list_counts(
     name: str,
-    rules: Sequence[Rule],
+    placement: Placement,
     listed: np.ndarray[Any, Any],
     trace: np.ndarray[Any, Any],
     options: argparse.Namespace,
     found: list[dict[str, Any]],
 ) -> Any:
     """Return what the trace's list says of a plan; SystemExit where kernels counted otherwise."""
-    rule = next(rule for rule in rules if rule.cached_experts is not None)
-    if len(found[0]["hits"]) != len(listed) or len(rules) > 1 or rule.group_size != 1:
+    layers = placement.expert_slots.values()
+    if len(layers) != len(listed):
         return "not listed: the plan keeps experts of some layers alone"
-    sizes = [
-        (rule.cached_experts or 0) + (at < (rule.cached_experts_more or 0))
-        for at in range(len(listed))
-    ]
-    choices, num_experts = listed[:, -1].tolist(), listed.shape[1] - 2
-    expected = {"hits": [int(row[size]) for row, size in zip(listed, sizes, strict=True)]}
-    expected["by_cores"] = [0] * len(sizes)
-    if share := rule.share_of_cores:
-        slots = [DividedSlots(num_experts, size, share) for size in sizes]
+    choices = listed[:, -1].tolist()
+    hits = [int(row[each.num_kept]) for row, each in zip(listed, layers, strict=True)]
+    expected: dict[str, list[Any]] = {"hits": hits, "by_cores": [0] * len(hits)}
+    if any(each.host_share for each in layers):
+        slots = [DividedSlots(each) for each in layers]
         count_divided(trace, options.prompt, options.steps, slots)
-        expected = {of: [each.counts[of] for each in slots] for of in expected}
-    hits = zip(choices, expected["hits"], strict=True)
-    expected["misses"] = [chosen - hit for chosen, hit in hits]
+        expected = {
+            "hits": [each.counts["hits"] for each in slots],
+            "by_cores": [each.by_cores for each in slots],
+        }
+    pairs = zip(choices, expected["hits"], strict=True)
+    expected["misses"] = [chosen - hit for chosen, hit in pairs]
     for number, each in enumerate(found, 1):
         for of, wanted in expected.items():
             if list(each[of].values()) != wanted:
@@ -446,6 +458,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--more", type=int)
     parser.add_argument("--host-share", type=float, nargs="+", default=[])
     parser.add_argument("--plans", type=Path, nargs=2)
+    parser.add_argument(
+        "--division", choices=["whole", "split"], nargs="+", default=["whole", "split"]
+    )
     parser.add_argument("--reuse", choices=REUSES, nargs="+", default=["published"])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--prompt", type=int, default=128)

@@ -7,9 +7,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from offplan.checkpoint.model import Layer, Model
 from offplan.errors import PlanError
+from offplan.forms.form import Kind, Part
+from offplan.forms.host_kernels import CHUNK_COLUMNS
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit
 from offplan.kernel_sizes import MAX_PAIRS
@@ -21,6 +24,17 @@ COUNTERS = 32
 """Numbers of a table beside those of its lists."""
 LISTS = 5
 """Numbers that a table has for each expert of its layer."""
+_DOWN = {"down_proj", "w2"}
+"""Names of the projection whose inputs are an expert's inner columns."""
+
+
+class Division(NamedTuple):
+    """What the host's cores multiply of the experts that a layer misses in a step."""
+
+    experts: int
+    """Whole experts."""
+    chunks: int
+    """Of one expert more, the first CHUNK_COLUMNS of its inner columns, so many times."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +49,39 @@ class ExpertSlots:
     """Everything that is stored of the layer's experts, in the slab's order."""
     host_share: float = 0.0
     """Part of the experts that a step misses which the host's cores multiply where they lie."""
+    inner: int = 0
+    """Inner columns of an expert that cores and link split; 0 where they split none."""
+
+    @property
+    def splits(self) -> bool:
+        """Whether cores and link each multiply a part of one missed expert.
+
+        The link brings its part into the last slot, where no expert is kept.
+        """
+        return self.num_slots > 1 and self.inner > 0
+
+    @property
+    def num_kept(self) -> int:
+        """Experts that are kept from step to step."""
+        return self.num_slots - self.splits
+
+    def divide(self, num_missed: int) -> Division:
+        """Divide so many experts that a layer misses in a step: the cores get ``host_share``.
+
+        Where one is split, it is so by whole chunks; where none is, the share is rounded.
+        """
+        wanted = self.host_share * num_missed
+        if not self.splits:
+            return Division(math.floor(wanted + 0.5), 0)
+        experts = math.floor(wanted)
+        chunks = round((wanted - experts) * self.inner / CHUNK_COLUMNS)
+        is_whole = chunks * CHUNK_COLUMNS >= self.inner
+        return Division(experts + is_whole, 0 if is_whole else chunks)
+
+    def count_by_cores(self, division: Division) -> float:
+        """Count the experts that the host's cores multiply, a part of one as that part."""
+        part = division.chunks * CHUNK_COLUMNS / self.inner if division.chunks else 0.0
+        return division.experts + part
 
     @cached_property
     def expert_bytes(self) -> int:
@@ -78,12 +125,6 @@ class ExpertsFound:
         return self.misses - self.by_cores
 
 
-def count_by_cores(host_share: float, num_missed: int) -> int:
-    """Count the experts that the host's cores multiply, of so many that a layer misses in a step:
-    floor(host_share x missed + 1/2)."""
-    return math.floor(host_share * num_missed + 0.5)
-
-
 def table_bytes(num_experts: int) -> int:
     """Bytes of a layer's table: numbers of 4 bytes."""
     return _align(4 * (LISTS * num_experts + COUNTERS))
@@ -112,7 +153,26 @@ def find_expert_slots(
             f"{stage.model.source} has {num_experts} experts: keep {num_experts} at most, or leave "
             "them resident"
         )
-    return ExpertSlots(num_slots, num_experts, tuple(units), rule.share_of_cores)
+    inner = find_inner(units) if rule.split_expert else 0
+    if rule.split_expert and not inner:
+        raise PlanError(
+            f"rule {number} has split_expert, and the experts of layer {layer.index} of "
+            f"{stage.model.source} are packed, or have {CHUNK_COLUMNS} inner columns or fewer: "
+            "leave split_expert out"
+        )
+    return ExpertSlots(num_slots, num_experts, tuple(units), rule.share_of_cores, inner)
+
+
+def find_inner(units: Sequence[Unit]) -> int:
+    """Find the inner columns of experts; 0 where a part of them cannot be multiplied alone.
+
+    Packed weights lie in halves of a row, and their patches by place.
+    """
+    weights = [unit for unit in units if unit.part is Part.WEIGHT]
+    if any(p.form.kind is Kind.PACKED for unit in weights for p in unit.parameters):
+        return 0
+    inner = next((u.shape[-1] for u in weights if _DOWN.intersection(u.name.split("."))), 0)
+    return inner if inner > CHUNK_COLUMNS else 0
 
 
 def check_parts(stage: Stage, layer: Layer, number: int, rule: Rule, units: Sequence[Unit]) -> None:

@@ -283,6 +283,9 @@ class Rule(Record):
     host_share: float | None = Field(default=None, ge=0, le=1)
     """Part of the experts that a layer misses in a step which the host's cores multiply where they
     lie; the link brings the others. Null is all of them, where ``decode: host`` keeps experts."""
+    split_expert: bool | None = None
+    """Whether cores and link each multiply some inner columns of one missed expert, so that
+    ``host_share`` is met more closely. Null and false have them divide whole experts."""
     parts: int | None = Field(default=None, ge=2, le=MOST)
     """Parts in which prompts stream a layer's routed experts: some experts at a time, which meet
     the tokens of all chunks while the next ones come. Null streams what the rule takes whole."""
@@ -332,6 +335,15 @@ class Rule(Record):
                 f"found host_share: {self.host_share:g} with decode: {self.decode.name} and {kept} "
                 "cached_experts: it divides the experts that a step misses between the host's "
                 "cores and the link, so write decode: host and cached_experts, or take it out"
+            )
+        if self.split_expert and not (
+            self.host_share and self.host_share < 1 and (self.cached_experts or 0) > 1
+        ):
+            raise ValueError(
+                f"found split_expert with host_share: {self.host_share} and cached_experts: "
+                f"{self.cached_experts}: cores and link each multiply a part of an expert, and its "
+                "part from the link takes the last slot, so write a host_share between 0 and 1 and "
+                "cached_experts of 2 or more, or take split_expert out"
             )
         if self.cached_experts is None:
             if self.cached_experts_more is not None:

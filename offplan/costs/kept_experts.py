@@ -2,12 +2,12 @@
 
 A decode step has the experts cross that it chooses and that no slot holds. Their share follows from
 a routing profile, or from uniform routing: of n experts in slots, n / E of the choices are served.
-Experts that the host's cores multiply enter no slot, and steps soon miss them again. Kernels of the
-step keep the order of use. A prompt leaves the experts of its last tokens in the slots: from the
-ring, if its layers stream, or else over the link.
+Experts that the host's cores multiply, all or a part, enter no slot, and steps soon miss them
+again. Kernels of the step keep the order of use. A prompt leaves the experts of its last tokens in
+the slots: from the ring, if its layers stream, or else over the link.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, comb
 
@@ -15,7 +15,7 @@ from offplan.checkpoint.model import Experts
 from offplan.costs.term import Input
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import PassShape
-from offplan.expert_slots import ExpertsFound, ExpertSlots, count_by_cores
+from offplan.expert_slots import Division, ExpertsFound, ExpertSlots
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Placement
@@ -49,22 +49,24 @@ def find_experts(
     again. Where some experts are popular with all tokens, a list has fewer, down to a half.
     """
     chosen = experts.touched(batch) if reuse is None else reuse.touched
-    static = slots.num_slots / experts.num_experts
-    rate = static if reuse is None else reuse.hit_rate(slots.num_slots)
+    kept = slots.num_kept
+    static = kept / experts.num_experts
+    rate = static if reuse is None else reuse.hit_rate(kept)
 
-    def by_cores() -> float:
+    def mean(count: Callable[[Division], float]) -> float:
         return sum(
-            weight * count_by_cores(slots.host_share, missed)
+            weight * count(slots.divide(missed))
             for weight, missed in spread(chosen, chosen * (1 - rate))
         )
 
     if slots.host_share and reuse is not None:
         for _ in range(_ROUNDS):
-            entering = 1 - by_cores() / chosen
-            reached = reuse.hit_rate(slots.num_slots / entering) if entering > 0 else 0.0
+            entering = 1 - mean(lambda of: of.experts + bool(of.chunks)) / chosen
+            reached = reuse.hit_rate(kept / entering) if entering > 0 else 0.0
             rate = max(entering * reached, min(rate, static))
     hits = chosen * rate
-    return ExpertsFound(hits, chosen - hits, by_cores() if slots.host_share else 0.0)
+    by_cores = mean(slots.count_by_cores) if slots.host_share else 0.0
+    return ExpertsFound(hits, chosen - hits, by_cores)
 
 
 def spread(chosen: float, missed: float) -> Iterator[tuple[float, int]]:
@@ -117,7 +119,7 @@ def predict_use(placement: Placement, stage: Stage, batch: int) -> KeptUse | Non
         source = f"routing profile {stage.routing.fingerprint[:12]}, batch {batch}"
     return KeptUse(
         num_layers=len(layers),
-        num_kept=sum(each.num_slots for each in layers),
+        num_kept=sum(each.num_kept for each in layers),
         found=ExpertsFound(
             sum(each.hits for each in found),
             sum(each.misses for each in found),
@@ -145,7 +147,7 @@ def list_use(use: KeptUse | None) -> tuple[Input, ...]:
 def left_bytes(slots: ExpertSlots, experts: Experts, shapes: Sequence[PassShape]) -> int:
     """Bytes of the experts that a prompt of these chunks leaves in a layer's slots."""
     tokens = min(LAST_TOKENS, sum(shape.tokens for shape in shapes))
-    filled = min(slots.num_slots, experts.touched(shapes[0].batch * tokens))
+    filled = min(slots.num_kept, experts.touched(shapes[0].batch * tokens))
     return round(filled * slots.expert_bytes)
 
 

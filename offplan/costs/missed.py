@@ -13,7 +13,7 @@ from offplan.costs.at_use import AtUse
 from offplan.costs.cores import CoresUse
 from offplan.costs.kept_experts import brought_bytes, find_experts, spread
 from offplan.costs.timeline import to_ps
-from offplan.expert_slots import ExpertsFound, ExpertSlots, count_by_cores
+from offplan.expert_slots import ExpertsFound, ExpertSlots
 from offplan.machine.profile import MachineProfile
 
 DIVIDING_S = 18e-6
@@ -68,7 +68,7 @@ class Missed(NamedTuple):
         expert_s = one._replace(num_bytes=expert_bytes).seconds(machine, beside=beside) - trip_s
         longest_s = 0.0
         for likely, missed in spread(found.hits + found.misses, found.misses):
-            by_cores = count_by_cores(self.slots.host_share, missed)
+            by_cores = self.slots.count_by_cores(self.slots.divide(missed))
             cores_s = trip_s + by_cores * expert_s if by_cores else 0.0
             link_s = (missed - by_cores) * expert_bytes / rate.value
             longest_s += likely * max(meanwhile_ps / 1e12, link_s, cores_s)

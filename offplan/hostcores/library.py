@@ -98,7 +98,7 @@ class Matrix(Structure):
             for name in (
                 *("num_out", "num_in", "kind", "scale_type", "zero_type", "scale_rows"),
                 *("scale_columns", "row_scales", "whole_rows", "whole_divides", "rows_ahead"),
-                "unsigned_codes",
+                *("unsigned_codes", "stored_in"),
             )
         ),
         ("factor", c_double),

@@ -28,7 +28,13 @@ from offplan.costs.missed import Missed
 from offplan.costs.parts import PartsMemory, divide_ps, find_parts_memory, span_seconds
 from offplan.costs.timeline import to_ps
 from offplan.errors import PlanError
-from offplan.expert_slots import BOUNDARY_BYTES, ExpertSlots, check_parts, find_expert_slots
+from offplan.expert_slots import (
+    BOUNDARY_BYTES,
+    ExpertSlots,
+    check_parts,
+    find_expert_slots,
+    find_inner,
+)
 from offplan.forms.form import Part
 from offplan.forms.host_kernels import why_no_kernel
 from offplan.kernel_sizes import MAX_PAIRS
@@ -202,11 +208,13 @@ class RoutedExperts:
 class KeepsExperts(Option):
     """Routed experts of which each layer keeps some on the GPU: ``cached_experts``.
 
-    With ``host_share`` the host's cores multiply that part of what a step misses.
+    With ``host_share`` the host's cores multiply that part of what a step misses; ``splits`` says
+    whether of one expert they multiply a part.
     """
 
     experts: RoutedExperts
     host_share: float | None = None
+    splits: bool = False
 
     @property
     def climbs(self) -> bool:
@@ -219,6 +227,7 @@ class KeepsExperts(Option):
             "cached_experts": rungs,
             "cached_experts_more": more or None,
             "host_share": self.host_share,
+            "split_expert": True if self.splits and rungs > 1 else None,
         }
 
     def ladder(self, space: "Space", kind: int) -> Ladder | None:
@@ -231,11 +240,12 @@ class KeepsExperts(Option):
         streams = self.prefill.streams
         times = np.zeros((5, self.experts.most + 1), dtype=np.int64)
         none_ps = self.experts.chosen[kind][0]
+        inner = find_inner(slots.units) if self.splits else 0
         if self.host_share:
             none = replace(slots, num_slots=0, host_share=self.host_share)
             none_ps = sum(self._step_ps(space, kind, none, experts)[:2])
         for kept in range(1, self.experts.most + 1):
-            of = replace(slots, num_slots=kept, host_share=self.host_share or 0.0)
+            of = replace(slots, num_slots=kept, host_share=self.host_share or 0.0, inner=inner)
             left = 0 if streams else left_bytes(of, experts, prompt)
             read, *waiting = self._step_ps(space, kind, of, experts)
             keeping = keeping_ps(of, experts, space.machine, step, streams=False)
@@ -414,8 +424,10 @@ def list_options(space: "Space") -> tuple[Option, ...]:
 
 def _best_shares(space: "Space", option: KeepsExperts) -> list[KeepsExperts]:
     """List an option with the shares that suit some number of kept experts best."""
-    shared = [replace(option, host_share=share) for share in SHARES]
     kind = next(number for number, slots in enumerate(option.experts.slots) if slots)
+    shared = [replace(option, host_share=share) for share in SHARES]
+    if all(each is None or find_inner(each.units) for each in option.experts.slots):
+        shared += [replace(each, splits=True) for each in shared if each.host_share != 1]
     ladders = [each.ladder(space, kind) for each in shared]
     steps = np.array([ladder.times_ps[2:4, 1:].sum(axis=0) for ladder in ladders if ladder])
     return [shared[number] for number in np.unique(steps.argmin(axis=0))]
@@ -437,6 +449,12 @@ def number_steps(rule: Rule) -> Iterator[tuple[str, dict[str, object]]]:
         yield f"cached_experts {kept} -> {number}", {"cached_experts": number}
     if (share := rule.host_share) is not None:
         for other in (share - SHARES[0], share + SHARES[0]):
-            yield f"host_share {share:g} -> {other:g}", {"host_share": other}
-    keys = "cached_experts", "cached_experts_more", "host_share"
+            splits = rule.split_expert if 0 < other < 1 else None
+            yield (
+                f"host_share {share:g} -> {other:g}",
+                {"host_share": other, "split_expert": splits},
+            )
+        how = "without" if rule.split_expert else "with"
+        yield f"{how} split_expert", {"split_expert": None if rule.split_expert else True}
+    keys = "cached_experts", "cached_experts_more", "host_share", "split_expert"
     yield "without cached_experts", dict.fromkeys(keys)

@@ -160,6 +160,7 @@ def describe_kept(rule: Rule) -> str:
     told = f", and one more of the first {more} of them" if more else ""
     if share := rule.share_of_cores:
         told += f"; the host's cores multiply {share:.0%} of those missed, the link brings the rest"
+        told += ", and a part of one" * bool(rule.split_expert)
     return f"; the {rule.cached_experts} experts of a layer used last are on the GPU, too{told}"
 
 

@@ -166,6 +166,7 @@ def _places(placement: Placement, store: str) -> dict[tuple[int, str], tuple[int
             ways += f", {slots.num_slots} experts kept"
             if slots.host_share:
                 ways += f", {slots.host_share:.0%} of those missed by the cores"
+                ways += ", one split" * slots.splits
         if entry.num_parts > 1:
             ways += f", in {entry.num_parts} parts"
             if (at_once := placement.chunks_at_once.get(entry.unit.layer)) is not None:

@@ -1,6 +1,7 @@
 """What steps find of slots whose missed experts are divided: predicted, and by a list."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -38,17 +39,20 @@ def test_they_are_those_of_a_list(repeat: float, num_slots: int) -> None:
     experts = replace(model.experts, num_experts=NUM_EXPERTS, num_experts_per_token=PER_TOKEN)
     ref = ModelRef.model_validate(model, from_attributes=True)
     reuse = make_routing(ref, [0], [steps], NUM_EXPERTS).of_batch(1)
-    for share in (0.0, 0.25, 0.5, 0.75):
-        slots = DividedSlots(NUM_EXPERTS, num_slots, share)
+    for share, inner in product((0.0, 0.25, 0.5, 0.75), (0, 768)):
+        of = ExpertSlots(num_slots, NUM_EXPERTS, (), share, inner)
+        slots = DividedSlots(of)
         for step in steps:
             slots.step(step.ravel().tolist())
-        found = find_experts(ExpertSlots(num_slots, NUM_EXPERTS, (), share), experts, reuse, 1)
+        found = find_experts(of, experts, reuse, 1)
         misses = PER_TOKEN * NUM_STEPS - slots.counts["hits"]
         assert found.hits + found.misses == pytest.approx(PER_TOKEN)
-        assert found.misses * NUM_STEPS == pytest.approx(misses, rel=0.2)
-        assert found.by_cores * NUM_STEPS == pytest.approx(slots.counts["by_cores"], rel=0.2)
-        uniform = find_experts(ExpertSlots(num_slots, NUM_EXPERTS, (), share), experts, None, 1)
-        assert uniform.hits == pytest.approx(PER_TOKEN * num_slots / NUM_EXPERTS)
+        # where one is split hardly any enters a slot of those missed: fewer are predicted
+        near = 0.25 if of.splits else 0.2
+        assert found.misses * NUM_STEPS == pytest.approx(misses, rel=near)
+        assert found.by_cores * NUM_STEPS == pytest.approx(slots.by_cores, rel=near)
+        uniform = find_experts(of, experts, None, 1)
+        assert uniform.hits == pytest.approx(PER_TOKEN * of.num_kept / NUM_EXPERTS)
         if not repeat:
             assert uniform.misses == pytest.approx(found.misses, rel=0.05)
 

@@ -12,9 +12,22 @@ from tests.runtime.cached import Trace, keeping, prompts
 from tests.runtime.quantise import save_stored
 
 
-def dividing(num: int, share: float | None, prefill: str = "prefetch", every: int = 1) -> Rule:
-    changed = {"decode": "host", "host_share": share}
+def dividing(
+    num: int,
+    share: float | None,
+    prefill: str = "prefetch",
+    every: int = 1,
+    *,
+    splits: bool = False,
+) -> Rule:
+    changed = {"decode": "host", "host_share": share, "split_expert": splits or None}
     return Rule.model_validate(keeping(num, None, prefill, every).model_dump(mode="json") | changed)
+
+
+def wide(family: str) -> dict[str, int]:
+    """Experts of three chunks of inner columns, which can be split."""
+    name = "intermediate_size" if family == "gpt_oss" else "moe_intermediate_size"
+    return {name: 384}
 
 
 def save(family: str, form: str, into: Path, **config: int) -> tuple[Path, Path]:
@@ -45,12 +58,9 @@ def check_layers(session: Session, lists: dict[int, DividedSlots]) -> None:
 def run_beside_lists(session: Session, share: float) -> None:
     """Hold tables, slots and counts of prompts and steps to lists of the trace."""
     layers = session.loaded.cached._layers
-    num_experts = next(iter(layers.values())).table.num_experts
     trace = Trace(session, 2)
-    lists = {
-        index: DividedSlots(num_experts, layer.table.num_slots, share)
-        for index, layer in layers.items()
-    }
+    lists = {index: DividedSlots(layer.of) for index, layer in layers.items()}
+    assert all(layer.of.host_share == share for layer in layers.values())
     for prompt in prompts(1):
         logits = session.prefill(prompt)
         trace.drop_allocating_pass(prompt.numel())
@@ -66,7 +76,9 @@ def run_beside_lists(session: Session, share: float) -> None:
                 lists[index].step(calls.pop().flatten().tolist())
             check_layers(session, lists)
     for index, found in session.count_experts().items():
-        counted = {of: getattr(found, of) for of in ("hits", "copied", "in_place", "by_cores")}
-        assert counted == dict(lists[index].counts)
-        assert found.copied_bytes == found.copied * layers[index].expert_bytes
-        assert found.misses == found.copied + found.in_place + found.by_cores
+        listed = dict(lists[index].counts)
+        del listed["chunks"]
+        assert {of: getattr(found, of) for of in listed} == listed
+        assert found.by_cores == lists[index].by_cores
+        rest = found.split - found.split_by_cores
+        assert found.copied_bytes == round((found.copied + rest) * layers[index].of.expert_bytes)

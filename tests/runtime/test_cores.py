@@ -120,7 +120,10 @@ def test_what_is_no_number_stays_none(team: Team, kernels: int) -> None:
 
 
 def describe_experts(name: str, gate: Gate, *, with_bias: bool) -> tuple[Experts, Any]:
-    """Describe 5 experts of 192 inner columns, and return with them what computes the same."""
+    """Describe 5 experts of 192 inner columns, and return with them what computes the same.
+
+    A choice of 5 and more is the first 128 inner columns of an expert.
+    """
     width = 384 if gate.is_gated else 192
     up, down = make_weight(name, width, 256, 5), make_weight(name, 256, 192, 5)
     up_bias, down_bias = (torch.randn(5, size).to(torch.bfloat16) for size in (width, 256))
@@ -135,11 +138,13 @@ def describe_experts(name: str, gate: Gate, *, with_bias: bool) -> tuple[Experts
     def compute(x: torch.Tensor, chosen: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         out = torch.zeros(len(x), 256, dtype=torch.float64)
         for token, experts in enumerate(chosen.tolist()):
-            for place, expert in enumerate(experts):
+            for place, choice in enumerate(experts):
+                is_part, expert = choice >= 5, choice % 5
                 hidden = values_of(*up)[expert] @ x[token].double()
                 hidden = gate.apply(hidden + up_bias[expert] * with_bias)
+                hidden[128 if is_part else 192 :] = 0
                 product = values_of(*down)[expert] @ hidden.to(torch.bfloat16).double()
-                product += down_bias[expert] * with_bias
+                product += down_bias[expert] * (with_bias and not is_part)
                 out[token] += factors[token, place] * product
         return out
 
@@ -162,6 +167,11 @@ def draw_choices(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return x, chosen, torch.rand(num_tokens, 3)
 
 
+def take_part(chosen: torch.Tensor, expert: int) -> torch.Tensor:
+    """Choose the first columns of an expert wherever it is chosen."""
+    return torch.where(chosen == expert, chosen + 5, chosen)
+
+
 @pytest.mark.parametrize("gate", first_quick(GATES.values()), ids=GATES)
 @pytest.mark.parametrize("with_bias", first_quick([False, True]))
 def test_experts(library: Library, team: Team, kernels: int, gate: Gate, with_bias: bool) -> None:
@@ -171,6 +181,9 @@ def test_experts(library: Library, team: Team, kernels: int, gate: Gate, with_bi
         made = cores.send(team, kernels, experts, x, chosen, factors, precise=True)
         # a value in between may round to the next bfloat16
         check(made, compute(x, chosen, factors), 2e-4)
+        some = take_part(chosen, 2)
+        part = cores.send(team, kernels, experts, x, some, factors, precise=True)
+        check(part, compute(x, some, factors), 2e-4)
         few = library.team(1)
         assert torch.equal(
             made, cores.send(few, kernels, experts, x, chosen, factors, precise=True)
@@ -190,6 +203,11 @@ def test_experts_of_each_form(team: Team, kernels: int, name: str) -> None:
     made = cores.send(team, kernels, experts, x, chosen, factors)
     assert made.dtype is torch.bfloat16
     check(made.double(), compute(x, chosen, factors), 2e-2)
+    if FORMS[name].kind is not Kind.PACKED:
+        some = take_part(chosen, int(chosen[0, 0]))
+        part = cores.send(team, kernels, experts, x, some, factors)
+        check(part.double(), compute(x, some, factors), 2e-2)
+        assert not torch.equal(part, made)
     assert kept
 
 

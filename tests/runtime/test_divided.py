@@ -21,7 +21,7 @@ from offplan.runtime.rows import Rows
 from offplan.runtime.session import Session
 from tests.hostcores.cores import require_cores
 from tests.runtime.cached import Abort, keeping, prompts, run_hostile
-from tests.runtime.divided import dividing, run_beside_lists, save
+from tests.runtime.divided import dividing, run_beside_lists, save, wide
 from tests.runtime.families import MOST_ROUNDING
 from tests.runtime.fed import run_fed, run_in_float32, typical_error
 from tests.runtime.plans import group, offload, open_session
@@ -46,10 +46,28 @@ def test_logits_are_as_near_to_float32(family: str, form: str, tmp_path: Path) -
         assert typical_error(made, exact) < MOST_ROUNDING * own, share
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "form"), CASES)
+def test_logits_of_a_split_expert_are_as_near(family: str, form: str, tmp_path: Path) -> None:
+    stored, plain = save(family, form, tmp_path, **wide(family))
+    exact = run_in_float32(plain)
+    own = typical_error(run_fed(stored, offload()), exact)
+    for num, share, prefill in ((2, 0.5, "uva"), (3, 0.3, "prefetch")):
+        rule = dividing(num, share, prefill, splits=True)
+        made = run_fed(stored, offload(rule, prefill_chunk=3))
+        assert typical_error(made, exact) < MOST_ROUNDING * own, share
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     into, config = tmp_path_factory.mktemp("divided"), {"num_experts": 8, "num_hidden_layers": 4}
     return save("qwen3_moe", "values", into, **config)[0]
+
+
+@pytest.fixture(scope="module")
+def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    into, config = tmp_path_factory.mktemp("wide"), {"num_experts": 8, "num_hidden_layers": 4}
+    return save("qwen3_moe", "values", into, **config, **wide("qwen3_moe"))[0]
 
 
 @pytest.mark.parametrize("prefill", ["prefetch", "uva"])
@@ -68,6 +86,19 @@ def test_counts_are_those_of_a_list(
         assert found is not None
         assert 0 < found.by_cores <= found.misses
         assert share is not None or found.by_cores == found.misses
+
+
+@pytest.mark.parametrize(("num", "share"), first_quick([(2, 0.5), (2, 0.34), (3, 0.25)]))
+@pytest.mark.slow
+def test_counts_of_split_experts_are_those_of_a_list(
+    wide_folder: Path, num: int, share: float
+) -> None:
+    decision = offload(dividing(num, share, splits=True), prefill_chunk=7)
+    with open_session(wide_folder, decision) as session:
+        session.warm_up(1, 7)
+        session.loaded.cached.empty()
+        run_beside_lists(session, share)
+        assert all(found.split for found in session.count_experts().values())
 
 
 @pytest.mark.slow

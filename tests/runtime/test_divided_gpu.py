@@ -11,7 +11,7 @@ from offplan.runtime.memory.handover import Handover
 from offplan.runtime.session import Session
 from tests.hostcores.cores import require_cores
 from tests.runtime.cached import Abort, abort_in, keeping, prompts
-from tests.runtime.divided import dividing, run_beside_lists, save
+from tests.runtime.divided import dividing, run_beside_lists, save, wide
 from tests.runtime.plans import offload, open_session
 
 pytestmark = [
@@ -35,10 +35,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @functools.cache
-def saved(folder: Path, family: str, form: str) -> Path:
-    into = folder / f"{family}-{form}"
+def saved(folder: Path, family: str, form: str, *, is_wide: bool = False) -> Path:
+    into = folder / f"{family}-{form}-{is_wide}"
     into.mkdir()
-    return save(family, form, into, **({"num_experts": 8} if family == "qwen3_moe" else {}))[0]
+    config = {"num_experts": 8} if family == "qwen3_moe" else {}
+    return save(family, form, into, **config, **(wide(family) if is_wide else {}))[0]
 
 
 def run_history(session: Session) -> torch.Tensor:
@@ -88,6 +89,20 @@ def test_logits_are_near_resident_ones(folder: Path, family: str, form: str, rul
     require_near(made, run_resident(checkpoint))
 
 
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize(("family", "form"), [*CASES, ("qwen3_moe", "int4")])
+def test_logits_of_a_split_expert_are_near(
+    folder: Path, family: str, form: str, capture: bool
+) -> None:
+    """The rest of it is read from the last slot, beside what an older one has left there."""
+    checkpoint = saved(folder, family, form, is_wide=True)
+    rule = dividing(2, 0.5, splits=True)
+    with open_session(checkpoint, decide(rule), "cuda", capture=capture) as session:
+        made = run_history(session)
+        assert any(found.split for found in session.count_experts().values())
+    require_near(made, run_resident(checkpoint))
+
+
 def test_the_same_bits_and_counts_for_the_same_history(folder: Path) -> None:
     """Three times: of two sessions the first goes on after a pass that was aborted."""
     checkpoint = saved(folder, "qwen3_moe", "values")
@@ -107,10 +122,12 @@ def test_the_same_bits_and_counts_for_the_same_history(folder: Path) -> None:
     assert counts[0] == counts[1] == counts[2]
 
 
-@pytest.mark.parametrize("share", [0.3, 0.5, 1.0])
-def test_counts_are_those_of_a_list(folder: Path, share: float) -> None:
-    decision = decide(dividing(2, share))
-    checkpoint = saved(folder, "qwen3_moe", "fp8_block")
+@pytest.mark.parametrize(
+    ("share", "splits"), [(0.3, False), (0.5, False), (1.0, False), (0.5, True)]
+)
+def test_counts_are_those_of_a_list(folder: Path, share: float, splits: bool) -> None:
+    decision = decide(dividing(2, share, splits=splits))
+    checkpoint = saved(folder, "qwen3_moe", "fp8_block", is_wide=splits)
     with open_session(checkpoint, decision, "cuda", capture=False) as session, session.stream():
         session.warm_up(1, 7)
         session.loaded.cached.empty()

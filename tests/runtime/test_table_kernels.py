@@ -9,16 +9,20 @@ import torch
 from torch.nn.functional import silu
 from torch.utils._pytree import tree_leaves
 
-from offplan.expert_slots import count_by_cores, table_bytes
+from offplan.expert_slots import ExpertSlots, table_bytes
 from offplan.forms.form import Form, Kind
+from offplan.forms.host_kernels import CHUNK_COLUMNS
 from offplan.runtime.forms import tasks
 from offplan.runtime.forms.expert_table import (
     NOBODY,
     NUM_MISSED,
     ORDER,
     SLOTS,
+    SPLIT,
+    Runs,
     Table,
     copy_missed,
+    list_shares,
     use,
 )
 from offplan.runtime.forms.packing import pack
@@ -64,34 +68,41 @@ def make_table(num_slots: int, num_experts: int, device: str) -> Table:
 
 def make_parts(num_experts: int, device: str) -> dict[str, torch.Tensor]:
     """Parts of all sizes: whole words of 16 bytes, others, and less than one."""
-    sizes = {"codes": (24, 64), "scale": (5,), "half": (1,), "large": (1500,)}
-    types = (torch.uint8, torch.float32, torch.bfloat16, torch.int32)
+    sizes = {"codes": (24, 64), "scale": (5,), "half": (1,), "large": (1500,), "odd": (30,)}
+    types = (torch.uint8, torch.float32, torch.bfloat16, torch.int32, torch.uint8)
     return {
         name: torch.randint(0, 100, (num_experts, *size), device=device).to(dtype)
         for (name, size), dtype in zip(sizes.items(), types, strict=True)
     }
 
 
+RUNS = {"codes": Runs(2, 128), "large": Runs(10, 100), "odd": Runs(1, 5)}
+"""How parts lie that are divided by 768 inner columns."""
 CASES = [(1, 8, 2, 1), (3, 8, 2, 1), (8, 8, 2, 2), (5, 12, 3, 4), (2, 12, 3, 4), (7, 20, 4, 30)]
 """Slots, experts, those that a token chooses, and the batch."""
 
 
 @pytest.mark.gpu
 @runs_kernels
-@pytest.mark.parametrize(("sizes", "share"), each_value_once(product(CASES, (None, 0.4))))
+@pytest.mark.parametrize(
+    ("sizes", "share", "inner"),
+    each_value_once((*case, inner) for case in product(CASES, (None, 0.4)) for inner in (0, 768)),
+)
 def test_the_table_is_that_of_plain_torch(
-    sizes: tuple[int, int, int, int], share: float | None
+    sizes: tuple[int, int, int, int], share: float | None, inner: int
 ) -> None:
     from offplan.runtime.forms.pairs import sort_pairs
     from offplan.runtime.forms.table_kernels import address_parts, read_slots, settle
 
     num_slots, num_experts, num_chosen, batch = sizes
     torch.manual_seed(num_slots)
-    ours = make_table(num_slots, num_experts, DEVICE)
-    expected = make_table(num_slots, num_experts, "cpu")
+    of = ExpertSlots(num_slots, num_experts, (), share or 0.0, inner)
+    num_kept = of.num_kept
+    ours = make_table(num_kept, num_experts, DEVICE)
+    expected = make_table(num_kept, num_experts, "cpu")
     task, divided = Cores(), []
     if share is not None:
-        shares = list_shares(share, num_experts)
+        shares = list_shares(of)
         expected = expected._replace(shares=shares)
         tokens = torch.randn(batch, 64, device=DEVICE).to(DTYPE)
         weights = torch.rand(batch, num_chosen, device=DEVICE)
@@ -101,6 +112,8 @@ def test_the_table_is_that_of_plain_torch(
     slots = {name: torch.zeros_like(value[:num_slots]) for name, value in sources.items()}
     slots_on_cpu = {name: value.cpu() for name, value in slots.items()}
     addresses = address_parts(sources.values(), slots.values())
+    of_steps = address_parts(sources.values(), slots.values())
+    of_steps[:, 3:] = torch.tensor([RUNS.get(name, Runs()) for name in slots])
 
     def choose(num_tokens: int) -> torch.Tensor:
         drawn = torch.rand(num_tokens, num_experts) + 2 * torch.rand(num_experts)
@@ -116,16 +129,17 @@ def test_the_table_is_that_of_plain_torch(
             copy_missed(expected, on_cpu, slots_on_cpu)
         else:
             chosen = choose(batch).flatten()
-            place, by_cores = use(expected, chosen[None], is_step=True)
-            copy_missed(expected, on_cpu, slots_on_cpu)
-            got, order, starts, rest = read_slots(
-                chosen.to(DEVICE), ours.memory, addresses, num_slots, num_experts, divided
+            place, by_cores, first = use(expected, chosen[None], is_step=True)
+            copy_missed(expected, on_cpu, slots_on_cpu, RUNS)
+            got, order, starts, rest, first_column = read_slots(
+                chosen.to(DEVICE), ours.memory, of_steps, num_kept, num_experts, divided
             )
             assert got.tolist() == place.tolist()
             left = chosen.where((place == num_experts) & (by_cores == NOBODY), num_experts)
             assert rest.tolist() == left.tolist()
             if share is not None:
                 assert task.chosen.flatten().tolist() == by_cores.tolist()
+                assert first_column.tolist() == first.tolist()
                 assert torch.equal(task.tokens, tokens)
                 assert torch.equal(task.weights, weights)
             _, by_slot, begins = sort_pairs(got, num_experts)
@@ -138,6 +152,7 @@ def test_the_table_is_that_of_plain_torch(
         assert int(ours.number(NUM_MISSED)) == int(expected.number(NUM_MISSED))
         for name, value in slots.items():
             assert torch.equal(value.cpu(), slots_on_cpu[name])
+    assert bool(ours.counts[SPLIT]) == of.splits
     ours.empty()
     expected.empty()
     assert ours.list_of(0).tolist() == expected.list_of(0).tolist()
@@ -145,11 +160,6 @@ def test_the_table_is_that_of_plain_torch(
 
 def spoil(memory: torch.Tensor) -> torch.Tensor:
     return memory.fill_(float("nan")) if memory.is_floating_point() else memory
-
-
-def list_shares(share: float, num_experts: int) -> torch.Tensor:
-    shares = [count_by_cores(share, number) for number in range(num_experts + 1)]
-    return torch.tensor(shares, dtype=torch.int32)
 
 
 class Cores:
@@ -163,7 +173,7 @@ class Cores:
 
     def __init__(self) -> None:
         self.bell = make_bell(DEVICE)
-        self.num_rung = 0
+        self.num_rung = self.num_parts = 0
 
     def begin_by(self, sizes: Any, launch: Any) -> None:
         self.tokens = torch.full((sizes[0], 64), torch.nan, device=DEVICE).to(DTYPE)
@@ -175,9 +185,17 @@ class Cores:
         if self.experts is not None:
             is_its = self.chosen != NOBODY
             factors = self.weights.masked_fill(~is_its, 0).to(DTYPE)
-            self.made = forward_resident(
-                self.experts, self.tokens, self.chosen.masked_fill(~is_its, 0), factors
-            )
+            chosen = self.chosen.masked_fill(~is_its, 0)
+            chunks, whole = chosen // self.experts.num_experts, chosen % self.experts.num_experts
+            self.num_parts += int((chunks > 0).sum())
+            of_whole = factors.masked_fill(chunks > 0, 0)
+            self.made = forward_resident(self.experts, self.tokens, whole, of_whole)
+            for token, place in chunks.nonzero().tolist():
+                choice, columns = whole[token, place], int(chunks[token, place]) * CHUNK_COLUMNS
+                made = self.experts.gate_up_proj[choice] @ self.tokens[token]
+                inner = self.experts._apply_gate(made)[:columns]
+                product = self.experts.down_proj[choice][:, :columns] @ inner
+                self.made[token] += factors[token, place] * product
 
     def end(self, made: torch.Tensor) -> torch.Tensor:
         return made + self.made
@@ -186,8 +204,10 @@ class Cores:
 class Experts:
     """Routed experts of a layer, held by values or by packed codes."""
 
-    def __init__(self, num_experts: int, num_slots: int, *, packed: bool, bias: bool) -> None:
-        hidden, width = 64, (32 if INTERPRETED else 64) if packed else 48
+    def __init__(
+        self, num_experts: int, num_slots: int, *, packed: bool, bias: bool, width: int = 48
+    ) -> None:
+        hidden, width = 64, (32 if INTERPRETED else 64) if packed else width
         shapes = {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}
         self.num_experts, self.has_gate, self.has_bias = num_experts, True, bias
         self._apply_gate = lambda both: silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1]
@@ -214,7 +234,7 @@ class Experts:
         from offplan.runtime.forms.table_kernels import address_parts
 
         self.slot_memory, self.num_slots, self.cores = table.memory, num_slots, None
-        self.ends_in_block = False
+        self.ends_in_block, self.slot_runs = False, None
         self.slot_sources = address_parts(parts.values(), self.slots.values())
 
 
@@ -307,7 +327,8 @@ def test_what_the_cores_multiply_is_added(
     experts: Any = Experts(8, num_slots, packed="packed" in kind, bias="biased" in kind)
     task = Cores()
     task.experts = experts
-    experts.cores, experts.slot_shares = tasks.number(task), list_shares(0.5, 8).to(DEVICE)
+    shares = list_shares(ExpertSlots(num_slots, 8, (), 0.5))
+    experts.cores, experts.slot_shares = tasks.number(task), shares.to(DEVICE)
     num_by_cores = 0
     own = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: spoil(own(*a, **k)))
@@ -316,6 +337,32 @@ def test_what_the_cores_multiply_is_added(
         torch.testing.assert_close(got, expected, rtol=2e-2, atol=4e-3)
         num_by_cores += int((task.chosen != NOBODY).sum())
     assert num_by_cores
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_a_part_of_an_expert_is_the_cores(num_tokens: int) -> None:
+    """The rest is read from the last slot, whatever lies beside it there."""
+    from offplan.runtime.model.cached_products import forward_slots
+
+    torch.manual_seed(0)
+    experts: Any = Experts(8, 4, packed=False, bias=False, width=256)
+    of, task = ExpertSlots(4, 8, (), 0.3, 256), Cores()
+    task.experts, experts.num_slots = experts, of.num_kept
+    experts.cores, experts.slot_shares = tasks.number(task), list_shares(of).to(DEVICE)
+    experts.slot_runs = {"gate_up_proj": Runs(2, 128 * 128), "down_proj": Runs(64, 256)}
+    lie = [experts.slot_runs[name] for name in experts.slots]
+    experts.slot_sources[:, 3:] = torch.tensor(lie)
+    for memory in experts.slots.values():
+        memory[-1] = torch.randn_like(memory[-1])
+    for _ in range(NUM_STEPS):
+        tokens = torch.randn(num_tokens, 64, device=DEVICE).to(DTYPE)
+        routed = torch.rand(num_tokens, 8, device=DEVICE).topk(2, -1)
+        given = tokens, routed.indices, routed.values.to(DTYPE)
+        got, expected = forward_slots(experts, *given), forward_resident(experts, *given)
+        torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+    assert task.num_parts
 
 
 TARGETS = [80, 89, 90, 120]
@@ -360,7 +407,7 @@ def test_kernels_compile_to_whole_lines_of_the_link(target: int) -> None:
 
 POINTERS = (
     *("chosen", "addresses", "table", "shares", "order", "starts"),
-    *("slot_of_pair", "rest_of_pair", "cores_of_pair", "words", "arrived"),
+    *("slot_of_pair", "rest_of_pair", "cores_of_pair", "first_of_pair", "words", "arrived"),
 )
 
 
@@ -425,7 +472,8 @@ def test_a_step_is_compiled_whole(
     layer = Layer()
     vars(layer).update(vars(Experts(8, num_slots, packed=packed, bias=packed)))
     if is_divided:
-        vars(layer).update(cores=tasks.number(Cores()), slot_shares=list_shares(0.5, 8))
+        shares = list_shares(ExpertSlots(num_slots, 8, (), 0.5))
+        vars(layer).update(cores=tasks.number(Cores()), slot_shares=shares)
     for way in (forward_slots, forward_resident):
         vars(layer)["way"] = way
         torch._dynamo.reset()

@@ -263,11 +263,11 @@ template <bool ZERO, int INPUTS>
 static void multiply_bytes(const Matrix& a, const uint8_t* const* x, float* const* y, Range of,
                            int64_t out) {
   const int64_t chunks = a.chunks(), whole = a.num_in / CHUNK;
-  const Ahead ahead = look_ahead(a.num_in, chunks, CHUNK, 1);
+  const Ahead ahead = look_ahead(a.row_bytes(), chunks, CHUNK, 1);
   const Bits flip = _mm256_set1_epi8(a.unsigned_codes ? -128 : 0);
   float scales[MOST_COLUMNS / CHUNK], zeros[ZERO ? MOST_COLUMNS / CHUNK : 1];
   for (int64_t r = of.first; r < of.stop; r++) {
-    const uint8_t* row = a.part[CODES] + r * a.num_in;
+    const uint8_t* row = a.part[CODES] + r * a.row_bytes();
     Floats sums[INPUTS];
     row_scales(a, r, scales);
     if (ZERO) row_zeros(a, r, zeros);
@@ -457,7 +457,7 @@ static void multiply_halves(const Matrix& a, const uint8_t* const* x, float* con
     }
     if (whole < chunks) {
       uint8_t rest[CHUNK / 2] = {}, rest_scales[8] = {};
-      memcpy(rest, row + whole * (CHUNK / 2), row_bytes - whole * (CHUNK / 2));
+      memcpy(rest, row + whole * (CHUNK / 2), a.num_in / 2 - whole * (CHUNK / 2));
       if (IS_FLOAT) memcpy(rest_scales, row_stored + whole * G, a.row_scales - whole * G);
       step(rest, rest_scales, whole);
     }

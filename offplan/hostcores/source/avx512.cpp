@@ -41,7 +41,7 @@ struct Raw {
     int64_t bytes;
   };
   INLINE Row row(const Matrix& a, int64_t r, int) {
-    return {a.part[CODES] + r * 2 * a.num_in, 2 * a.num_in};
+    return {a.part[CODES] + r * a.row_bytes(), 2 * a.num_in};
   }
   template <bool TAIL>
   INLINE void decode(const Row& r, int64_t c, Bits v[4], int64_t ahead) {
@@ -61,7 +61,8 @@ struct Bytes {
     Bits flip;
   };
   INLINE Row row(const Matrix& a, int64_t r, int) {
-    return {a.part[CODES] + r * a.num_in, a.num_in, _mm512_set1_epi8(a.unsigned_codes ? -128 : 0)};
+    return {a.part[CODES] + r * a.stored_in, a.num_in,
+            _mm512_set1_epi8(a.unsigned_codes ? -128 : 0)};
   }
 };
 
@@ -121,7 +122,7 @@ struct Halves {
     int64_t bytes;
   };
   INLINE Row row(const Matrix& a, int64_t r, int) {
-    return {a.part[CODES] + r * (a.num_in / 2), a.num_in / 2};
+    return {a.part[CODES] + r * (a.stored_in / 2), a.num_in / 2};
   }
   template <bool TAIL>
   INLINE void decode(const Row& r, int64_t c, Bits v[4], int64_t ahead) {

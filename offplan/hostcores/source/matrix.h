@@ -35,6 +35,7 @@ struct Matrix {
   int64_t whole_divides;              // whether these divide
   int64_t rows_ahead;                 // rows that loops are to read ahead of themselves
   int64_t unsigned_codes;             // whether the codes of whole numbers are moved up by half
+  int64_t stored_in;                  // columns that a row has in memory: num_in, or more
   double factor;                      // what all values are multiplied by
 
   // inlined, since others are compiled for other processors
@@ -45,9 +46,15 @@ struct Matrix {
     return one;
   }
   __attribute__((always_inline)) inline int64_t chunks() const { return (num_in + CHUNK - 1) / CHUNK; }
-  // Bytes of a row of codes.
+  // The first columns of the same rows: a multiple of CHUNK, and not of packed weights.
+  __attribute__((always_inline)) inline Matrix first_columns(int64_t columns) const {
+    Matrix some = *this;
+    some.num_in = columns;
+    return some;
+  }
+  // Bytes from a row of codes to the next one.
   __attribute__((always_inline)) inline int64_t row_bytes() const {
-    return kind == RAW ? 2 * num_in : kind == FP4 || kind == INT4 ? num_in / 2 : num_in;
+    return kind == RAW ? 2 * stored_in : kind == FP4 || kind == INT4 ? stored_in / 2 : stored_in;
   }
   // Bytes of a chunk that lie in a run.
   __attribute__((always_inline)) inline int64_t run_bytes() const {

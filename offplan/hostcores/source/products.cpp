@@ -174,6 +174,7 @@ static void gate_values(const Experts& e, const float* made, const uint16_t* bia
 struct Pair {
   int64_t number;  // token * num_chosen + which
   int64_t expert;
+  int64_t inner;  // of its inner columns, those that are multiplied
 };
 
 struct ExpertsJob {
@@ -198,11 +199,12 @@ struct ExpertsJob {
 // whose gate may take one worker longer than that, are not timed.
 static void gate(const ExpertsJob& job, int64_t used) {
   const Experts& e = job.e;
-  const int64_t wide = e.up.num_out, inner = e.down.num_in;
+  const int64_t wide = e.up.num_out, inner = job.pairs[job.starts[used]].inner;
+  const Matrix down = e.down.first_columns(inner);
   for (int64_t i = job.starts[used]; i < job.starts[used + 1]; i++) {
     const uint16_t* bias = e.up_bias ? e.up_bias + job.pairs[i].expert * wide : nullptr;
     const float* made = job.made + i * wide;
-    uint16_t* to = job.gated + i * inner;
+    uint16_t* to = job.gated + i * e.down.num_in;
     for (int64_t begin = 0; begin < inner; begin += GATED) {
       const int64_t num = std::min(GATED, inner - begin);
       switch (e.activation) {
@@ -213,7 +215,7 @@ static void gate(const ExpertsJob& job, int64_t used) {
         default: gate_values<RELU_SQUARED>(e, made, bias, begin, num, to); break;
       }
     }
-    e.kernels->prepare(e.down, to, job.hidden + i * job.hidden_stride);
+    e.kernels->prepare(down, to, job.hidden + i * job.hidden_stride);
   }
 }
 
@@ -226,7 +228,8 @@ static void add_parts(const ExpertsJob& job, int64_t begin, int64_t end) {
     for (int64_t i = t * e.num_chosen; i < (t + 1) * e.num_chosen; i++) {
       if (job.places[i] < 0) continue;
       const float* part = job.parts + job.places[i] * hidden;
-      const uint16_t* bias = e.down_bias ? e.down_bias + e.chosen[i] * hidden : nullptr;
+      const bool has_bias = e.down_bias && e.chosen[i] < e.num_experts;
+      const uint16_t* bias = has_bias ? e.down_bias + e.chosen[i] * hidden : nullptr;
       for (int64_t r = begin; r < end; r++)
         sums[r - begin] += e.factors[i] * (part[r] + (bias ? from_bf16(bias[r]) : 0.f));
     }
@@ -235,10 +238,26 @@ static void add_parts(const ExpertsJob& job, int64_t begin, int64_t end) {
   }
 }
 
+// Multiply rows `begin` to `end` of up, or those of them that `inner` columns are made of.
+static void multiply_up(const Experts& e, const Pair& pair, const uint8_t* const* x,
+                        float* const* y, int64_t num, int64_t begin, int64_t end) {
+  const Matrix up = e.up.of(pair.expert);
+  const int64_t inner = e.down.num_in, of_column = e.is_gated && e.is_interleaved ? 2 : 1;
+  if (pair.inner == inner) return e.kernels->rows(up, x, y, num, begin, end);
+  float* here[MOST_INPUTS];
+  for (int64_t first = 0; first < up.num_out; first += of_column * inner) {
+    const int64_t from = std::max(begin, first);
+    const int64_t to = std::min(end, first + of_column * pair.inner);
+    if (from >= to) continue;
+    for (int64_t i = 0; i < num; i++) here[i] = y[i] + (from - begin);
+    e.kernels->rows(up, x, here, num, from, to);
+  }
+}
+
 static void experts_body(void* arguments, int worker, int num_workers) {
   ExpertsJob& job = *(ExpertsJob*)arguments;
   const Experts& e = job.e;
-  const int64_t wide = e.up.num_out, inner = e.down.num_in, hidden = e.down.num_out;
+  const int64_t wide = e.up.num_out, hidden = e.down.num_out;
   int64_t first, stop;
   if (e.num_tokens > 1) {
     while (job.tokens.take(e.num_tokens, num_workers, first, stop))
@@ -260,8 +279,8 @@ static void experts_body(void* arguments, int worker, int num_workers) {
         x[i] = job.inputs + pair / e.num_chosen * job.input_stride;
         y[i] = job.made + (from + i) * wide + begin;
       }
-      e.kernels->rows(e.up.of(job.pairs[from].expert), x, y, num, begin,
-                      std::min(begin + (end - unit) * up.rows, wide));
+      multiply_up(e, job.pairs[from], x, y, num, begin,
+                  std::min(begin + (end - unit) * up.rows, wide));
       if (job.num_up[used].value.fetch_add(end - unit, std::memory_order_acq_rel) + end - unit ==
           up.units) {  // whoever is last
         gate(job, used);
@@ -280,7 +299,8 @@ static void experts_body(void* arguments, int worker, int num_workers) {
         x[i] = job.hidden + (from + i) * job.hidden_stride;
         y[i] = job.parts + (from + i) * hidden + begin * down.rows;
       }
-      e.kernels->rows(e.down.of(job.pairs[from].expert), x, y, num, begin * down.rows,
+      const Pair& pair = job.pairs[from];
+      e.kernels->rows(e.down.of(pair.expert).first_columns(pair.inner), x, y, num, begin * down.rows,
                       std::min((begin + end - unit) * down.rows, hidden));
       for (int64_t u = begin; u < begin + end - unit; u++)  // whoever is last adds them up
         if (job.num_done[u].fetch_add(1, std::memory_order_acq_rel) == job.num_used - 1)
@@ -291,7 +311,9 @@ static void experts_body(void* arguments, int worker, int num_workers) {
 // Send up to MOST_INPUTS tokens through their experts.
 static int multiply_some(Team& team, const Experts& e) {
   const int64_t most = e.num_tokens * e.num_chosen, inner = e.down.num_in;
-  auto is_valid = [&](int64_t p) { return e.chosen[p] >= 0 && e.chosen[p] < e.num_experts; };
+  auto columns = [&](int64_t p) { return e.chosen[p] / e.num_experts * CHUNK; };
+  auto is_valid = [&](int64_t p) { return e.chosen[p] >= 0 && columns(p) < inner; };
+  auto expert_of = [&](int64_t p) { return e.chosen[p] % e.num_experts; };
   int64_t first = 0;
   while (first < most && !is_valid(first)) first++;
   if (first == most) {  // nobody is woken where nothing is chosen
@@ -314,7 +336,7 @@ static int multiply_some(Team& team, const Experts& e) {
   int64_t* places = room.take<int64_t>(most);
   memset(counts, 0, (e.num_experts + 1) * 8);
   for (int64_t p = 0; p < most; p++)
-    if (is_valid(p)) counts[e.chosen[p] + 1]++;
+    if (is_valid(p)) counts[expert_of(p) + 1]++;
   int64_t num_used = 0;
   starts[0] = 0;
   for (int64_t i = 0; i < e.num_experts; i++) {
@@ -322,8 +344,8 @@ static int multiply_some(Team& team, const Experts& e) {
     counts[i + 1] += counts[i];
   }
   for (int64_t p = 0; p < most; p++) {
-    places[p] = is_valid(p) ? counts[e.chosen[p]]++ : -1;
-    if (is_valid(p)) pairs[places[p]] = {p, e.chosen[p]};
+    places[p] = is_valid(p) ? counts[expert_of(p)]++ : -1;
+    if (is_valid(p)) pairs[places[p]] = {p, expert_of(p), columns(p) ? columns(p) : inner};
   }
   ExpertsJob job{e, num_used, starts, pairs, places,
                  room.take<uint8_t>(input_stride * e.num_tokens),

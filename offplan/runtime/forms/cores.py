@@ -94,6 +94,7 @@ def describe(form: Form, parts: Parts) -> Matrix:
     matrix.rows_ahead = 4 + _AHEAD_BYTES // max(1, codes.shape[-1])
     halves = 2 if form.kind in FP4_GROUPS or BITS.get(form.kind) == 4 else 1
     matrix.num_out, matrix.num_in = codes.shape[-2], codes.shape[-1] * halves
+    matrix.stored_in = matrix.num_in
     if form.kind not in (Kind.RAW, Kind.PACKED):
         _describe_scales(matrix, form, parts)
     return matrix

@@ -3,21 +3,25 @@
 Here in plain torch, for the CPU; ``table_kernels`` does the same on a GPU.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
-from offplan.expert_slots import COUNTERS, LISTS
+from offplan.expert_slots import COUNTERS, LISTS, ExpertSlots
+from offplan.forms.host_kernels import CHUNK_COLUMNS
 
 NOTED_TOKENS = 64
 """Tokens of a prompt, the last ones of each sequence, that count as if they had been steps."""
 NOBODY = -1
 """Stands for an expert where a prompt has no token."""
-HITS, COPIED, IN_PLACE, FROM_PROMPT, BY_CORES = range(5)
+HITS, COPIED, IN_PLACE, FROM_PROMPT, BY_CORES, SPLIT, SPLIT_CHUNKS = range(7)
 """Counters of 8 bytes: of steps the experts that were there, that were copied over the link and
-that were read there in place; those that prompts copied; those that the host's cores multiplied."""
-NUM_MISSED = 10
-"""A number of 4 bytes: experts to be copied."""
+that were read there in place; those that prompts copied; those that the host's cores multiplied;
+those of which the cores multiplied a part, and its chunks of inner columns."""
+NUM_MISSED, SPLIT_EXPERT, NUM_CHUNKS = 16, 17, 18
+"""Numbers of 4 bytes: experts to be copied; the expert of which the cores multiply a part, and its
+chunks of inner columns, 0 for none."""
 ORDER, SLOTS, MISSED, MISSED_SLOTS, FREED = range(LISTS)
 """Lists of a number for each expert: experts by their last use, the latest first; the slots that
 these have, or NOBODY; experts to be copied and their slots; and room for a kernel."""
@@ -32,11 +36,11 @@ class Table(NamedTuple):
     num_experts: int
     shares: torch.Tensor | None = None
     """Of so many experts that a step misses, how many the host's cores multiply, int32 of
-    [experts + 1]; None where they multiply none."""
+    [experts + 1], as ``list_shares`` has it; None where they multiply none."""
 
     @property
     def counts(self) -> torch.Tensor:
-        """The counters, int64 of [5]."""
+        """The counters, int64 of [8]."""
         return self.memory[:NUM_MISSED].view(torch.int64)
 
     def number(self, which: int) -> torch.Tensor:
@@ -56,18 +60,48 @@ class Table(NamedTuple):
         self.list_of(SLOTS).fill_(NOBODY)
 
 
-def use(table: Table, chosen: torch.Tensor, *, is_step: bool) -> tuple[torch.Tensor, torch.Tensor]:
+class Runs(NamedTuple):
+    """How a part of an expert lies by inner columns: the same of each in one run or several."""
+
+    number: int = 0
+    """Runs of an expert; 0 where the part does not lie so, and is copied whole."""
+    chunk_bytes: int = 0
+    """Bytes of CHUNK_COLUMNS inner columns in each run."""
+
+
+def list_shares(slots: ExpertSlots) -> torch.Tensor:
+    """List what the host's cores multiply of each number of missed experts, int32 of [experts + 1].
+
+    Whole experts in 16 bits, and above them the chunks of one more.
+    """
+    divided = [slots.divide(number) for number in range(slots.num_experts + 1)]
+    return torch.tensor([of.experts + (of.chunks << 16) for of in divided], dtype=torch.int32)
+
+
+class Used(NamedTuple):
+    """What the pairs of a step find, each [pairs]."""
+
+    slot: torch.Tensor
+    """The slot of each, int32; ``num_experts`` where its expert has none."""
+    by_cores: torch.Tensor
+    """What the host's cores multiply of each, int64: its expert, and ``num_experts`` more for each
+    chunk where they multiply a part; NOBODY where they multiply nothing."""
+    first_column: torch.Tensor
+    """The first of its inner columns that the cores do not multiply, int32; 0 for all but parts."""
+
+
+def use(table: Table, chosen: torch.Tensor, *, is_step: bool) -> Used:
     """Take the experts that steps chose, [steps, pairs], one step after another; NOBODY is none.
 
     The experts of a step move to the front together and keep the order that they had. Of those that
     a step misses the host's cores multiply as many as ``shares`` says, the last ones in the order
-    that was; these take no slot. The others are brought, in the order, while there are slots that
-    no expert of the step has: in place of those used longest ago. A prompt's last steps leave the
-    first experts in the order there, of those that it used or that were there. Lists those to be
-    copied, and their slots. ``is_step`` counts what the step, the only one, found; else a prompt's
-    are counted. Returns the slot of each pair of the last step, int32 of [pairs], ``num_experts``
-    for experts that have none; and the expert of each pair that the cores multiply, int64, NOBODY
-    for others. CPU only: it waits for what it finds.
+    that was; these take no slot. Of the one before them they may multiply a part: the rest of it is
+    to be copied behind the slots, for this step alone. The others are brought, in the order, while
+    there are slots that no expert of the step has: in place of those used longest ago. A prompt's
+    last steps leave the first experts in the order there, of those that it used or that were there.
+    Lists those to be copied, and their slots. ``is_step`` counts what the step, the only one,
+    found; else a prompt's are counted. Returns what the pairs of the last step find. CPU only: it
+    waits for what it finds.
 
     Source: an expert's uses, the last step's first, are its place in the order: the steps' own
     stable partitions, one after another, sort by them.
@@ -86,9 +120,12 @@ def use(table: Table, chosen: torch.Tensor, *, is_step: bool) -> tuple[torch.Ten
     was_there, is_used = slots >= 0, used.any(0)
     missed = is_used & ~was_there
     num_missed, nth_missed = int(missed.sum()), missed.cumsum(0) - 1
-    num_by_cores = 0 if table.shares is None or not is_step else int(table.shares[num_missed])
-    by_cores = missed & (nth_missed >= num_missed - num_by_cores)
-    is_read = is_used & ~by_cores
+    share = 0 if table.shares is None or not is_step else int(table.shares[num_missed])
+    num_by_cores, num_chunks = share & 0xFFFF, share >> 16
+    first_by_cores = num_missed - num_by_cores
+    by_cores = missed & (nth_missed >= first_by_cores)
+    is_split = missed & (nth_missed == first_by_cores - 1) & (num_chunks > 0)
+    is_read = is_used & ~by_cores & ~is_split
     idle = was_there & ~is_used
     if is_step:  # what is there is not given up by the step that uses it
         ranks_read = torch.where(was_there, 0, (is_used & was_there).sum() + nth_missed)
@@ -104,6 +141,8 @@ def use(table: Table, chosen: torch.Tensor, *, is_step: bool) -> tuple[torch.Ten
     table.list_of(MISSED)[:num_come] = order[comes].int()
     table.list_of(MISSED_SLOTS)[:num_come] = slots[comes]
     table.number(NUM_MISSED).fill_(num_come)
+    table.number(NUM_CHUNKS).fill_(num_chunks)
+    table.number(SPLIT_EXPERT)[:] = order[is_split].sum()
     table.list_of(ORDER)[ranks] = order.int()
     table.list_of(SLOTS)[ranks] = slots
     if is_step:
@@ -111,25 +150,42 @@ def use(table: Table, chosen: torch.Tensor, *, is_step: bool) -> tuple[torch.Ten
         table.counts[COPIED] += num_come
         table.counts[IN_PLACE] += (is_read & ~has_slot).sum()
         table.counts[BY_CORES] += num_by_cores
+        table.counts[SPLIT] += num_chunks > 0
+        table.counts[SPLIT_CHUNKS] += num_chunks
     else:
         table.counts[FROM_PROMPT] += num_come
     slot_of = torch.full((num_experts,), num_experts, dtype=torch.int32)
     slot_of[order[has_slot]] = slots[has_slot]
+    slot_of[order[is_split]] = num_slots
     expert_of = torch.full((num_experts,), NOBODY, dtype=torch.int64)
     expert_of[order[by_cores]] = order[by_cores]
+    expert_of[order[is_split]] = order[is_split] + num_chunks * num_experts
+    first_column = torch.zeros(num_experts, dtype=torch.int32)
+    first_column[order[is_split]] = num_chunks * CHUNK_COLUMNS
     last = chosen[-1].long()
-    return slot_of[last], expert_of[last]
+    return Used(slot_of[last], expert_of[last], first_column[last])
 
 
 def copy_missed(
-    table: Table, sources: dict[str, torch.Tensor], slots: dict[str, torch.Tensor]
+    table: Table,
+    sources: dict[str, torch.Tensor],
+    slots: dict[str, torch.Tensor],
+    runs: Mapping[str, Runs] | None = None,
 ) -> None:
     """Copy the experts that ``use`` listed into their slots, part by part. CPU only.
 
-    ``sources`` are [experts, ...], ``slots`` [slots, ...].
+    ``sources`` are [experts, ...], ``slots`` [slots, ...]. Of an expert that is divided what the
+    cores do not multiply is copied, as its ``runs`` lie.
     """
     num_missed = int(table.number(NUM_MISSED))
     experts = table.list_of(MISSED)[:num_missed].long()
     into = table.list_of(MISSED_SLOTS)[:num_missed].long()
     for name, slot in slots.items():
         slot[into] = sources[name][experts]
+    if num_chunks := int(table.number(NUM_CHUNKS)):
+        expert = int(table.number(SPLIT_EXPERT))
+        for name, slot in slots.items():
+            of = (runs or {}).get(name, Runs())
+            views = (part.view(-1).view(torch.uint8) for part in (sources[name][expert], slot[-1]))
+            whole, own = (view.view(max(1, of.number), -1) for view in views)
+            own[:, num_chunks * of.chunk_bytes :] = whole[:, num_chunks * of.chunk_bytes :]

@@ -63,9 +63,8 @@ def forward_stored(
         )
         return made
     if not hidden_states.is_cuda or hidden_states.dtype not in KERNEL_DTYPES:
-        name = "batched_mm" if len(hidden_states) <= FEW_TOKENS else "grouped_mm"
         expanded = Expanded(experts, hidden_states.dtype)
-        return ExpertsInterface()[name](expanded, hidden_states, top_k_index, top_k_weights)
+        return forward_values(expanded, hidden_states, top_k_index, top_k_weights)
     from offplan.runtime.forms import operators  # needs triton
     from offplan.runtime.forms.gather import gather
     from offplan.runtime.forms.pairs import sort_pairs
@@ -84,6 +83,13 @@ def forward_stored(
         return _add_bias(experts, name, made, expert_of_pair)
 
     return send(experts, hidden_states, top_k_weights, multiply)
+
+
+def forward_values(experts: Any, hidden_states: torch.Tensor, *pairs: torch.Tensor) -> torch.Tensor:
+    """Do what ``forward_stored`` does by values of weights, as transformers does: few and many."""
+    name = "batched_mm" if len(hidden_states) <= FEW_TOKENS else "grouped_mm"
+    made: torch.Tensor = ExpertsInterface()[name](experts, hidden_states, *pairs)
+    return made
 
 
 def multiply_sorted(

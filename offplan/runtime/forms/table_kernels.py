@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from offplan.expert_slots import COUNTERS
+from offplan.forms.host_kernels import CHUNK_COLUMNS
 from offplan.runtime.forms import expert_table, tasks
-from offplan.runtime.forms.expert_table import Table
+from offplan.runtime.forms.expert_table import Runs, Table
 from offplan.runtime.forms.handover_kernels import BLOCK as COPIED
 from offplan.runtime.forms.handover_kernels import copy_share, count_programs, ring
 from offplan.runtime.forms.pairs import list_pairs
@@ -29,8 +30,15 @@ Source: estimated; a link of 64 GB/s whose reads take 2 us needs 128 KiB.
 
 _COUNTERS = tl.constexpr(COUNTERS)
 _BY_CORES = tl.constexpr(expert_table.BY_CORES)
+_SPLIT = tl.constexpr(expert_table.SPLIT)
+_SPLIT_CHUNKS = tl.constexpr(expert_table.SPLIT_CHUNKS)
 _NUM_MISSED = tl.constexpr(expert_table.NUM_MISSED)
+_SPLIT_EXPERT = tl.constexpr(expert_table.SPLIT_EXPERT)
+_NUM_CHUNKS = tl.constexpr(expert_table.NUM_CHUNKS)
 _NOBODY = tl.constexpr(expert_table.NOBODY)
+_CHUNK_COLUMNS = tl.constexpr(CHUNK_COLUMNS)
+_COLUMNS = tl.constexpr(3 + len(Runs._fields))
+"""Numbers of a row of ``address_parts``."""
 
 
 @triton.jit
@@ -54,7 +62,7 @@ def _count_both(a, b):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _use(  # type: ignore[no-untyped-def]
-    chosen, table, shares, slot_of_pair, rest_of_pair, cores_of_pair,
+    chosen, table, shares, slot_of_pair, rest_of_pair, cores_of_pair, first_of_pair,
     num_steps, num_pairs, num_slots, num_experts,
     EXPERTS: tl.constexpr, PAIRS: tl.constexpr, IS_STEP: tl.constexpr, IS_DIVIDED: tl.constexpr,
 ):  # fmt: skip
@@ -110,13 +118,24 @@ def _use(  # type: ignore[no-untyped-def]
     nth_missed, nth_idle = _count_both(missed, idle)
     num_read, num_there = tl.sum(used, 0), tl.sum(was_there, 0)
     by_cores = missed < 0
+    is_split = by_cores
+    num_chunks = 0
     if IS_DIVIDED:
         num_missed = tl.sum(missed, 0)
-        num_by_cores = tl.load(shares + num_missed)
-        by_cores = (missed > 0) & (nth_missed >= num_missed - num_by_cores)
-        num_read -= num_by_cores
+        share = tl.load(shares + num_missed)
+        num_by_cores = share & 0xFFFF
+        num_chunks = share >> 16
+        has_split = (num_chunks > 0).to(tl.int32)
+        first_by_cores = num_missed - num_by_cores
+        by_cores = (missed > 0) & (nth_missed >= first_by_cores)
+        is_split = (missed > 0) & (nth_missed == first_by_cores - 1) & (num_chunks > 0)
+        num_read -= num_by_cores + has_split
         tl.store(counts + _BY_CORES, tl.load(counts + _BY_CORES) + num_by_cores)
-    is_read = (used > 0) & (by_cores == 0)
+        tl.store(counts + _SPLIT, tl.load(counts + _SPLIT) + has_split)
+        tl.store(counts + _SPLIT_CHUNKS, tl.load(counts + _SPLIT_CHUNKS) + num_chunks)
+        tl.store(table + _SPLIT_EXPERT, tl.sum(tl.where(is_split, order, 0), 0))
+    tl.store(table + _NUM_CHUNKS, num_chunks)
+    is_read = (used > 0) & (by_cores == 0) & (is_split == 0)
     num_idle = num_slots - tl.minimum(num_read, num_slots)
     stays = (idle > 0) & (nth_idle < num_idle)
     if IS_STEP:
@@ -151,7 +170,7 @@ def _use(  # type: ignore[no-untyped-def]
         tl.store(counts, num_hits + num_here)
         tl.store(counts + 1, num_copied + num_come)
         tl.store(counts + 2, num_in_place + num_read - num_here - num_come)
-        place = tl.where(has_slot, slots, num_experts)
+        place = tl.where(is_split, num_slots, tl.where(has_slot, slots, num_experts))
         for first in range(0, num_pairs, PAIRS):
             p = first + tl.arange(0, PAIRS)
             is_pair = p < num_pairs
@@ -163,8 +182,11 @@ def _use(  # type: ignore[no-untyped-def]
             if IS_DIVIDED:
                 is_its = tl.max((is_same & by_cores[:, None]).to(tl.int32), 0) > 0
                 rest = tl.where(is_its, num_experts, rest)
-                of_cores = tl.where(is_its, pair, _NOBODY).to(tl.int64)
+                chunks = tl.max((is_same & is_split[:, None]).to(tl.int32), 0) * num_chunks
+                of_cores = pair.to(tl.int64) + chunks.to(tl.int64) * num_experts
+                of_cores = tl.where(is_its | (chunks > 0), of_cores, _NOBODY)
                 tl.store(cores_of_pair + p, of_cores, mask=is_pair)
+                tl.store(first_of_pair + p, chunks * _CHUNK_COLUMNS, mask=is_pair)
             tl.store(rest_of_pair + p, rest, mask=is_pair)
     else:
         tl.store(counts + 3, num_settled + num_come)
@@ -172,7 +194,7 @@ def _use(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["job"])
 def _use_and_hand_over(  # type: ignore[no-untyped-def]
-    chosen, table, shares, slot_of_pair, rest_of_pair,
+    chosen, table, shares, slot_of_pair, rest_of_pair, first_of_pair,
     tokens, factors, tokens_there, cores_of_pair, factors_there, words, arrived, job,
     num_values, num_pairs, num_slots, num_experts,
     EXPERTS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
@@ -184,7 +206,7 @@ def _use_and_hand_over(  # type: ignore[no-untyped-def]
     copier = tl.program_id(0) - 1
     if copier < 0:
         _use(
-            chosen, table, shares, slot_of_pair, rest_of_pair, cores_of_pair,
+            chosen, table, shares, slot_of_pair, rest_of_pair, cores_of_pair, first_of_pair,
             1, num_pairs, num_slots, num_experts, EXPERTS, PAIRS, True, True,
         )  # fmt: skip
     else:
@@ -214,46 +236,83 @@ def _copy(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _copy_rest(  # type: ignore[no-untyped-def]
+    source, target, num_runs, run_bytes, first, WORD: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy what lies behind ``first`` bytes of each run, by words, a share by each program."""
+    run_words = (run_bytes // SIZE).to(tl.int32)
+    words = ((run_bytes - first) // SIZE).to(tl.int32)
+    for block in range(tl.program_id(0), tl.cdiv(num_runs * words, BLOCK), tl.num_programs(0)):
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        run = at // words
+        place = run * run_words + (first // SIZE).to(tl.int32) + (at - run * words)
+        is_inside = run < num_runs
+        found = tl.load(source.to(tl.pointer_type(WORD)) + place, mask=is_inside)
+        tl.store(target.to(tl.pointer_type(WORD)) + place, found, mask=is_inside)
+
+
+@triton.jit
 def _copy_missed(  # type: ignore[no-untyped-def]
-    table, addresses, num_parts, slot_of_pair, order, starts, num_pairs, num_experts,
+    table, addresses, num_parts, slot_of_pair, order, starts, num_pairs, num_slots, num_experts,
     PAIRS: tl.constexpr, BLOCK: tl.constexpr, IS_STEP: tl.constexpr,
 ):  # fmt: skip
     """Copy the experts that the table lists into their slots, a share of them by each program.
 
-    In a step, one program a slot lists its pairs besides, as ``pairs.sort_pairs`` does.
+    Of an expert that is divided, the rest that the cores do not multiply goes behind the slots. In
+    a step, one program a slot lists its pairs besides, as ``pairs.sort_pairs`` does.
     """
     program = tl.program_id(0)
     if IS_STEP:  # noqa: SIM102 (a constant, apart from what is computed)
         if program < num_experts:
             list_pairs(slot_of_pair, order, starts, program, num_pairs, num_experts, PAIRS)
     num_missed = tl.load(table + _NUM_MISSED)
-    if num_missed == 0:
+    num_chunks = 0
+    if IS_STEP:
+        num_chunks = tl.load(table + _NUM_CHUNKS)
+    if num_missed + num_chunks == 0:
         return
     missed_list = table + _COUNTERS + 2 * num_experts
     slot_list = missed_list + num_experts
     for part in range(0, num_parts):
-        source = tl.load(addresses + 3 * part)
-        target = tl.load(addresses + 3 * part + 1)
-        num_bytes = tl.load(addresses + 3 * part + 2)
+        source = tl.load(addresses + _COLUMNS * part)
+        target = tl.load(addresses + _COLUMNS * part + 1)
+        num_bytes = tl.load(addresses + _COLUMNS * part + 2)
         if num_bytes % 16 == 0:  # 16 bytes a thread: parts begin on boundaries
             _copy(source, target, num_bytes, missed_list, slot_list, num_missed, tl.int32, 4, BLOCK)
         else:
             _copy(source, target, num_bytes, missed_list, slot_list, num_missed, tl.int8, 1, BLOCK)
+        if num_chunks > 0:
+            num_runs = tl.load(addresses + _COLUMNS * part + 3)
+            first = num_chunks * tl.load(addresses + _COLUMNS * part + 4)
+            num_runs = tl.maximum(num_runs, 1).to(tl.int32)
+            run_bytes = num_bytes // num_runs
+            expert = tl.load(table + _SPLIT_EXPERT).to(tl.int64)
+            whole, rest = (
+                source + expert * num_bytes,
+                target + tl.cast(num_slots, tl.int64) * num_bytes,
+            )
+            if (num_bytes | run_bytes | first) % 4 == 0:
+                _copy_rest(whole, rest, num_runs, run_bytes, first, tl.int32, 4, BLOCK)
+            else:
+                _copy_rest(whole, rest, num_runs, run_bytes, first, tl.int8, 1, BLOCK)
 
 
 def address_parts(sources: Iterable[torch.Tensor], slots: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Say where the parts of experts and of slots lie: int64 of [parts, 3] on the slots' device.
+    """Say where the parts of experts and of slots lie: int64 of [parts, 5] on the slots' device.
 
-    ``sources`` are [experts, ...], ``slots`` [slots, ...]; addresses, and bytes of one expert.
+    ``sources`` are [experts, ...], ``slots`` [slots, ...]; addresses, and bytes of one expert. The
+    ``Runs`` behind them say that none lies by inner columns.
     """
     pairs = list(zip(sources, slots, strict=True))
-    rows = [[of.data_ptr(), to.data_ptr(), to[0].nbytes] for of, to in pairs]
+    rows = [[of.data_ptr(), to.data_ptr(), to[0].nbytes, *Runs()] for of, to in pairs]
     return torch.tensor(rows, dtype=torch.int64, device=pairs[0][1].device)
 
 
-SlotPairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""The slot of each pair, the pairs by slot, where each slot's begin among them, and the expert of
-each pair that has no slot."""
+SlotPairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""The slot of each pair, the pairs by slot, where each slot's begin among them, the expert of each
+pair that has no slot, and the first inner column of each that the cores do not multiply, which is
+set where experts are divided."""
 
 
 def _launch_use(
@@ -290,7 +349,7 @@ def _read(
 ) -> SlotPairs:
     num_pairs = chosen.numel()
     made = _describe(chosen, table, addresses, num_slots, num_experts, divided)
-    slot_of_pair, order, starts, rest = made
+    slot_of_pair, order, starts, rest, first = made
     chosen = chosen.contiguous()
     if divided:
         task, shares, tokens, factors = divided
@@ -298,7 +357,7 @@ def _read(
         def launch(memory: Sequence[torch.Tensor], bell: tasks.Bell) -> None:
             num_values = tokens.numel()
             _use_and_hand_over[(1 + count_programs(num_values),)](
-                chosen, table, shares, slot_of_pair, rest,
+                chosen, table, shares, slot_of_pair, rest, first,
                 tokens.contiguous(), factors.contiguous(), *memory, *bell,
                 num_values, num_pairs, num_slots, num_experts,
                 **_sizes(num_experts, num_pairs), BLOCK=COPIED, num_warps=4,
@@ -306,10 +365,11 @@ def _read(
 
         tasks.find(task).begin_by(factors.shape, launch)
     else:
-        outputs = slot_of_pair, rest, table
+        outputs = slot_of_pair, rest, table, table
         _launch_use(table, chosen[None], num_slots, num_experts, outputs, is_step=True)
     _copy_missed[(max(COPY_PROGRAMS, num_experts),)](
-        table, addresses, len(addresses), slot_of_pair, order, starts, num_pairs, num_experts,
+        table, addresses, len(addresses), slot_of_pair, order, starts,
+        num_pairs, num_slots, num_experts,
         PAIRS=triton.next_power_of_2(num_pairs),
         BLOCK=BLOCK,
         IS_STEP=True,
@@ -326,9 +386,9 @@ def _describe(
     num_experts: int,
     divided: Sequence[torch.Tensor],
 ) -> SlotPairs:
-    of_pairs = (chosen.new_empty(chosen.numel(), dtype=torch.int32) for _ in range(3))
-    slot_of_pair, order, rest = of_pairs
-    return slot_of_pair, order, chosen.new_empty(num_experts + 1, dtype=torch.int32), rest
+    of_pairs = (chosen.new_empty(chosen.numel(), dtype=torch.int32) for _ in range(4))
+    slot_of_pair, order, rest, first = of_pairs
+    return slot_of_pair, order, chosen.new_empty(num_experts + 1, dtype=torch.int32), rest, first
 
 
 # That it changes table and slots is not declared: torch would copy them around the operator. What
@@ -338,7 +398,7 @@ _operator = torch.library.custom_op(
     _read,
     mutates_args=(),
     schema="(Tensor chosen, Tensor table, Tensor addresses, int num_slots, int num_experts, "
-    "Tensor[] divided) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor[] divided) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 _operator.register_fake(_describe)
 
@@ -353,10 +413,11 @@ def read_slots(
 ) -> SlotPairs:
     """Take the experts that a step's pairs chose, [pairs], into slots; copy those missed.
 
-    ``table`` is the memory of a ``Table``. Pairs whose expert has no slot have ``num_experts`` as
-    their slot; in the last of what is returned, those that have one have it as their expert.
+    ``table`` is the memory of a ``Table`` of so many slots. Pairs whose expert has no slot have
+    ``num_experts`` as their slot; among the experts of pairs without, those that have one have it.
     ``divided`` has the host's cores begin to multiply some of those missed, which then have neither
     slot nor expert: the task's number, the table's shares, tokens and the weights of their pairs.
+    Where they multiply a part of an expert, the slot behind the table's has the rest of it.
     """
     arguments = chosen, table, addresses, num_slots, num_experts, list(divided)
     if not torch.compiler.is_compiling():
@@ -368,10 +429,11 @@ def read_slots(
 def settle(table: Table, chosen: torch.Tensor, addresses: torch.Tensor) -> None:
     """Take the experts that a prompt's last tokens chose, [tokens, pairs], and copy them."""
     memory = table.memory
-    outputs = memory, memory, memory
+    outputs = memory, memory, memory, memory
     _launch_use(memory, chosen, table.num_slots, table.num_experts, outputs, is_step=False)
     _copy_missed[(COPY_PROGRAMS,)](
-        memory, addresses, len(addresses), memory, memory, memory, 0, table.num_experts,
+        memory, addresses, len(addresses), memory, memory, memory, 0, table.num_slots,
+        table.num_experts,
         PAIRS=16,
         BLOCK=BLOCK,
         IS_STEP=False,

@@ -16,10 +16,12 @@ from transformers import PreTrainedModel
 from offplan.backends import Backend
 from offplan.checkpoint.model_types import SHARED_BEHIND
 from offplan.errors import PlanError
-from offplan.expert_slots import count_by_cores
+from offplan.expert_slots import ExpertSlots
 from offplan.forms.form import RAW, Form, Part
+from offplan.forms.host_kernels import CHUNK_COLUMNS
 from offplan.placement import Phase, Placement
 from offplan.runtime.forms import cores, tasks
+from offplan.runtime.forms.expert_table import Runs, list_shares
 from offplan.runtime.forms.reference import Parts
 from offplan.runtime.forms.runnable import is_transposed
 from offplan.runtime.forms.stored import StoredLinear, StoredWeight, part_name
@@ -162,15 +164,32 @@ def give_to_cores(
             slots = store.placement.expert_slots[store.layer_of(parameters[0])]
             if slots.host_share == 0:
                 continue
-            numbers = range(slots.num_experts + 1)
-            shares = [count_by_cores(slots.host_share, each) for each in numbers]
-            divide(part, torch.tensor(shares, dtype=torch.int32, device=store.device))
+            assert isinstance(task, ExpertsTask)
+            runs = _find_runs(task.experts, weights, store, slots) if slots.splits else None
+            divide(part, list_shares(slots).to(store.device), runs)
         else:
             part.__class__ = _class_by_cores(cast(Any, type(part)))
         ends_in_block = is_experts(part) and _end_in_block(module, path, names)
         vars(part).update(cores=None, task=tasks.number(task), ends_in_block=ends_in_block)
         given.append(part)
     return given
+
+
+def _find_runs(
+    experts: cores.Experts, weights: Sequence[Held], store: WeightStore, slots: ExpertSlots
+) -> dict[str, Runs]:
+    """Find how values or codes of experts lie by inner columns, by the parameters' own names."""
+    matrices = experts.up, experts.down
+    numbers = 2 if experts.is_gated and not experts.is_interleaved else 1, experts.down.num_out
+    found = {}
+    for matrix, weight, number in zip(matrices, weights, numbers, strict=True):
+        name = weight.parts[Part.WEIGHT]
+        codes = store.offloaded[name]
+        if codes.shape[1] == matrix.num_out:
+            run_bytes = codes[0].nbytes // number
+            chunk_bytes = run_bytes * CHUNK_COLUMNS // slots.inner
+            found[name.rpartition(".")[2]] = Runs(number, chunk_bytes)
+    return found
 
 
 def _end_in_block(module: nn.Module, path: str, by_cores: Set[str]) -> bool:

@@ -1,6 +1,6 @@
 """The experts that lie in GPU memory one by one, all layers together: their slots and counters."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from offplan.checkpoint.model import Model
 from offplan.errors import PlanError
+from offplan.expert_slots import Division, ExpertSlots
 from offplan.forms.form import Part
 from offplan.kernel_sizes import KERNEL_TYPES, MAX_PAIRS
 from offplan.placement import Phase, Placement, align
@@ -21,6 +22,8 @@ from offplan.runtime.forms.expert_table import (
     IN_PLACE,
     NOBODY,
     NOTED_TOKENS,
+    SPLIT,
+    SPLIT_CHUNKS,
     Table,
     copy_missed,
     use,
@@ -43,17 +46,26 @@ class ExpertCounts:
     """Experts that a step copied over the link, into the place of those unused longest."""
     in_place: int
     """Experts that a step read over the link where they lie, for want of slots."""
-    by_cores: int
+    whole_by_cores: int
     """Experts that the host's cores multiplied where they lie."""
+    split: int
+    """Experts of which the cores multiplied a part, and the device the rest, from the last slot."""
+    split_by_cores: float
+    """What the cores multiplied of these, in experts."""
     from_prompts: int
     """Experts that prompts copied into slots, from the ring or over the link."""
     copied_bytes: int
-    """Bytes of the experts that steps copied over the link."""
+    """Bytes of the experts, or of their parts, that steps copied over the link."""
+
+    @property
+    def by_cores(self) -> float:
+        """Experts that the cores multiplied, a part of one as that part."""
+        return self.whole_by_cores + self.split_by_cores
 
     @property
     def misses(self) -> int:
         """Experts that were not in GPU memory."""
-        return self.copied + self.in_place + self.by_cores
+        return self.copied + self.in_place + self.whole_by_cores + self.split
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,7 @@ class _Layer:
     table: Table
     slots: dict[str, torch.Tensor]
     """Slots of each parameter of the experts, by its name: [slots, ...]."""
-    expert_bytes: int
+    of: ExpertSlots
     addresses: torch.Tensor | None
     """Where prompts copy from and to, on a GPU: see ``address_parts``."""
 
@@ -180,8 +192,8 @@ class CachedExperts:
     ) -> _Layer:
         experts, of = _experts_of(module, layer), placement.expert_slots[layer]
         memory = store.expert_slots[layer]
-        memory[: of.table_bytes].zero_()
-        table = Table(memory[: of.table_bytes].view(torch.int32), of.num_slots, of.num_experts)
+        memory.zero_()  # what a slot holds of no expert is to be no NaN
+        table = Table(memory[: of.table_bytes].view(torch.int32), of.num_kept, of.num_experts)
         offset, slots = of.table_bytes, {}
         for name in names:
             like = store.offloaded[name]
@@ -197,7 +209,7 @@ class CachedExperts:
             sources = [[store.by_phase[phase][name] for name in names] for phase in Phase]
             addresses, own = (address_parts(of_phase, slots.values()) for of_phase in sources)
         keep_in_slots(experts, table, slots, own)
-        return _Layer(experts, table, slots, of.expert_bytes, addresses)
+        return _Layer(experts, table, slots, of, addresses)
 
     def enter(self, phase: Phase) -> None:
         """Have passes of a phase read experts as they do: steps from slots."""
@@ -291,13 +303,21 @@ class CachedExperts:
             return {}
         counts = torch.stack([layer.table.counts for layer in self._layers.values()]).tolist()
         return {
-            index: ExpertCounts(
-                of[HITS],
-                of[COPIED],
-                of[IN_PLACE],
-                of[BY_CORES],
-                of[FROM_PROMPT],
-                of[COPIED] * self._layers[index].expert_bytes,
-            )
+            index: _count(self._layers[index].of, of)
             for index, of in zip(self._layers, counts, strict=True)
         }
+
+
+def _count(slots: ExpertSlots, counts: Sequence[int]) -> ExpertCounts:
+    split_by_cores = slots.count_by_cores(Division(0, counts[SPLIT_CHUNKS]))
+    copied = counts[COPIED] + counts[SPLIT] - split_by_cores
+    return ExpertCounts(
+        counts[HITS],
+        counts[COPIED],
+        counts[IN_PLACE],
+        counts[BY_CORES],
+        counts[SPLIT],
+        split_by_cores,
+        counts[FROM_PROMPT],
+        round(copied * slots.expert_bytes),
+    )

@@ -1,13 +1,20 @@
 """Routed experts, those used last in GPU memory, for transformers' experts interface."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from offplan.runtime.forms import tasks
-from offplan.runtime.forms.expert_table import NOBODY, Table, copy_missed, use
-from offplan.runtime.forms.experts import ReadElsewhere, forward_stored
+from offplan.runtime.forms.expert_table import NOBODY, Runs, Table, copy_missed, use
+from offplan.runtime.forms.experts import (
+    Expanded,
+    ReadElsewhere,
+    forward_stored,
+    forward_values,
+    holds_codes,
+)
 from offplan.runtime.transformers_private import ExpertsInterface
 
 CACHED_NAME = "offplan_cached"
@@ -30,6 +37,7 @@ def keep_in_slots(
         slots=slots,
         slot_sources=sources,
         slot_shares=None,
+        slot_runs=None,
         cores=None,
         reads_slots=False,
         noted=None,
@@ -37,14 +45,20 @@ def keep_in_slots(
     )
 
 
-def divide(experts: nn.Module, shares: torch.Tensor) -> None:
+def divide(experts: nn.Module, shares: torch.Tensor, runs: Mapping[str, Runs] | None) -> None:
     """Have the host's cores multiply some of the experts in slots that a step misses.
 
     ``shares`` says how many, as ``Table.shares`` does; ``cores`` of the module, where it is not
-    None, is the number of the task by which they do.
+    None, is the number of the task by which they do. ``runs`` says of the parameters how they lie
+    by inner columns, where the cores multiply a part of an expert: its rest is copied to the last
+    slot.
     """
-    table: Table = vars(experts)["slot_table"]
-    vars(experts).update(slot_shares=shares, slot_table=table._replace(shares=shares))
+    own = vars(experts)
+    table: Table = own["slot_table"]
+    own.update(slot_shares=shares, slot_table=table._replace(shares=shares), slot_runs=runs)
+    if runs is not None and own["slot_sources"] is not None:
+        lie = [runs.get(name, Runs()) for name in own["slots"]]
+        own["slot_sources"][:, 3:] = torch.tensor(lie, dtype=torch.int64)
 
 
 def keep_elsewhere(experts: nn.Module) -> None:
@@ -58,7 +72,7 @@ def keep_elsewhere(experts: nn.Module) -> None:
 
 def leave_slots(experts: nn.Module) -> None:
     """Undo ``keep_in_slots``, so that the memory can be given back."""
-    for name in ("table", "memory", "sources", "shares"):
+    for name in ("table", "memory", "sources", "shares", "runs"):
         vars(experts).pop(f"slot_{name}", None)
     for name in ("slots", "num_slots", "noted_place"):
         vars(experts).pop(name, None)
@@ -81,9 +95,10 @@ def forward_cached(
     ``top_k_index`` and ``top_k_weights`` are [tokens, k]. In a step the experts that are missing
     are copied into slots, over the link, and multiplied there; where there are more of them than
     slots, the others are read where they lie. Where experts are divided, the host's cores multiply
-    a share of those missed where they lie, meanwhile. The sum of these is added here, or by the
-    block where ``ends_in_block``. A prompt reads all of them as it would without slots. Its last
-    choices are noted. Everything is on the current stream; on a GPU the host waits for nothing.
+    a share of those missed where they lie, meanwhile, and of one of them a part. The sum of these
+    is added here, or by the block where ``ends_in_block``. A prompt reads all of them as it would
+    without slots. Its last choices are noted. Everything is on the current stream; on a GPU the
+    host waits for nothing.
     """
     own = vars(experts)
     if not own["reads_slots"]:
@@ -98,16 +113,37 @@ def forward_cached(
     table: Table = own["slot_table"]
     slots: dict[str, torch.Tensor] = own["slots"]
     sources = {name: getattr(experts, name) for name in slots}
-    slot_of_pair, by_cores = use(table, chosen[None], is_step=True)
-    by_cores = by_cores.view(top_k_index.shape)
+    used = use(table, chosen[None], is_step=True)
+    by_cores = used.by_cores.view(top_k_index.shape)
     if task is not None:
         tasks.find(task).begin(hidden_states, by_cores, top_k_weights)
-        top_k_weights = top_k_weights.masked_fill(by_cores != NOBODY, 0)
-    copy_missed(table, sources, slots)
-    values = {name: _join(sources[name], slots[name], chosen, slot_of_pair) for name in slots}
-    joined = ReadElsewhere(experts, values)
-    made = forward_stored(joined, hidden_states, top_k_index, top_k_weights)
+        is_whole = (by_cores != NOBODY) & (by_cores < experts.num_experts)
+        top_k_weights = top_k_weights.masked_fill(is_whole, 0)
+    copy_missed(table, sources, slots, own["slot_runs"])
+    values = {name: _join(sources[name], slots[name], chosen, used.slot) for name in slots}
+    joined: Any = ReadElsewhere(experts, values)
+    forward = forward_stored
+    if used.first_column.any():
+        joined, forward = _cut(joined, hidden_states.dtype, chosen, used.first_column)
+    made = forward(joined, hidden_states, top_k_index, top_k_weights)
     return made if task is None or own["ends_in_block"] else tasks.end(task, made)
+
+
+def _cut(
+    experts: Any, dtype: torch.dtype, chosen: torch.Tensor, first_column: torch.Tensor
+) -> tuple[Any, Callable[..., torch.Tensor]]:
+    """Return experts by their values, without the inner columns that the cores multiply.
+
+    With what sends tokens through them.
+    """
+    is_coded = holds_codes(experts)
+    values: Any = Expanded(experts, dtype) if is_coded else experts
+    down = values.down_proj.clone()
+    by_row = down.mT if values.is_transposed else down  # [experts, out, inner]
+    for expert, first in zip(chosen.tolist(), first_column.tolist(), strict=True):
+        by_row[expert, :, :first] = 0
+    cut = ReadElsewhere(values, {"down_proj": down})
+    return cut, forward_values if is_coded else forward_stored
 
 
 def _note(noted: torch.Tensor, place: torch.Tensor, chosen: torch.Tensor) -> None:

@@ -54,7 +54,8 @@ def forward_slots(
 
     Only a step of more pairs than slots may choose experts that have none: it multiplies twice,
     what is in slots and what is read in place, each pair once. Pairs that the host's cores multiply
-    are left out of both, and what lies in their rows is cut before the sum.
+    are left out of both, and what lies in their rows is cut before the sum. So are the inner
+    columns that the cores multiply of an expert: what the last slot has there is an older one's.
     """
     own = vars(experts)
     slots, table, num_slots = own["slots"], own["slot_memory"], own["num_slots"]
@@ -62,7 +63,7 @@ def forward_slots(
     num_pairs, num_experts = chosen.numel(), experts.num_experts
     task = own["cores"]
     divided = [] if task is None else [task, own["slot_shares"], hidden_states, top_k_weights]
-    slot_of_pair, order, starts, rest = read_slots(
+    slot_of_pair, order, starts, rest, first_column = read_slots(
         chosen, table, own["slot_sources"], num_slots, num_experts, divided
     )
     all_fit = num_pairs <= num_slots
@@ -70,7 +71,8 @@ def forward_slots(
 
     def add_bias(name: str, made: torch.Tensor) -> torch.Tensor:
         if all_fit:
-            places = slot_of_pair if task is None else slot_of_pair.clamp(max=num_slots - 1)
+            most = len(slots[name]) - 1
+            places = slot_of_pair if task is None else slot_of_pair.clamp(max=most)
             return add_rows(made, slots[name], places)
         return add_rows(made, *_pick(slots[name], getattr(experts, name), slot_of_pair, chosen))
 
@@ -99,10 +101,15 @@ def forward_slots(
     if task is None:
         return send(experts, hidden_states, top_k_weights, by)
     is_here = ((slot_of_pair < num_experts) | (rest < num_experts)).unsqueeze(-1)
+    splits = own["slot_runs"] is not None
 
     def multiply_here(name: str, x: torch.Tensor) -> torch.Tensor:
-        made = by(name, x)
-        return torch.where(is_here, made, 0) if name == "down_proj" else made
+        if name != "down_proj":
+            return by(name, x)
+        if splits:
+            columns = torch.arange(x.shape[-1], device=x.device)
+            x = torch.where(columns >= first_column.unsqueeze(-1), x, 0)
+        return torch.where(is_here, by(name, x), 0)
 
     made = send(experts, hidden_states, top_k_weights, multiply_here)
     return made if own["ends_in_block"] else tasks.end(task, made)
