@@ -410,7 +410,7 @@ def list_counts(
     found: list[dict[str, Any]],
 ) -> Any:
     """Return what the trace's list says of a plan; SystemExit where kernels counted otherwise."""
-    layers = placement.expert_slots.values()
+    layers = [slots for _, slots in sorted(placement.expert_slots.items())]
     if len(layers) != len(listed):
         return "not listed: the plan keeps experts of some layers alone"
     choices = listed[:, -1].tolist()

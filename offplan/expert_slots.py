@@ -24,7 +24,7 @@ COUNTERS = 32
 """Numbers of a table beside those of its lists."""
 LISTS = 5
 """Numbers that a table has for each expert of its layer."""
-_DOWN = {"down_proj", "w2"}
+_DOWN = {"down_proj", "output_linear", "w2"}
 """Names of the projection whose inputs are an expert's inner columns."""
 
 
@@ -157,8 +157,9 @@ def find_expert_slots(
     if rule.split_expert and not inner:
         raise PlanError(
             f"rule {number} has split_expert, and the experts of layer {layer.index} of "
-            f"{stage.model.source} are packed, or have {CHUNK_COLUMNS} inner columns or fewer: "
-            "leave split_expert out"
+            f"{stage.model.source} cannot be split: they are packed, have {CHUNK_COLUMNS} inner "
+            f"columns or fewer, or no projection named {' or '.join(sorted(_DOWN))}: leave "
+            "split_expert out"
         )
     return ExpertSlots(num_slots, num_experts, tuple(units), rule.share_of_cores, inner)
 
@@ -168,7 +169,7 @@ def find_inner(units: Sequence[Unit]) -> int:
 
     Packed weights lie in halves of a row, and their patches by place.
     """
-    weights = [unit for unit in units if unit.part is Part.WEIGHT]
+    weights = [u for u in units if u.part is Part.WEIGHT and not u.name.endswith("bias")]
     if any(p.form.kind is Kind.PACKED for unit in weights for p in unit.parameters):
         return 0
     inner = next((u.shape[-1] for u in weights if _DOWN.intersection(u.name.split("."))), 0)

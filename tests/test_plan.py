@@ -328,6 +328,16 @@ GROUP = {"group_size": 1, "num_in_group": 1}
             {**GROUP, "cached_experts": None, "decode": "host", "host_share": 1},
             "found host_share: 1 with decode: host and no cached_experts: it divides",
         ),
+        ({**GROUP, "split_expert": True}, "found split_expert with host_share: None"),
+        (
+            {**GROUP, "decode": "host", "host_share": 1, "split_expert": True},
+            "found split_expert with host_share: 1.0 and cached_experts: 2: .* between 0 and 1",
+        ),
+        (
+            {**GROUP, "decode": "host", "host_share": 0.5, "split_expert": True}
+            | {"cached_experts": 1},
+            "cached_experts: 1: .* write a host_share between 0 and 1 and cached_experts of 2",
+        ),
     ],
 )
 def test_rules_that_cannot_keep_experts(fields: dict[str, object], message: str) -> None:
@@ -357,12 +367,14 @@ def test_what_a_rule_keeps_is_in_the_file() -> None:
 def test_what_is_missed_is_divided(host_share: float | None, share: float) -> None:
     keeps = rule("mlp", group=(1, 1), prefill=Backend.PREFETCH, decode=Backend.HOST)
     assert keeps.share_of_cores == 0
-    fields = {"cached_experts": 4, "host_share": host_share}
+    splits = True if host_share == 0.6 else None
+    fields = {"cached_experts": 4, "host_share": host_share, "split_expert": splits}
     divided = Rule.model_validate(keeps.model_dump(mode="json") | fields)
     assert divided.share_of_cores == share
     offload = example_plan.offload.model_copy(update={"rules": (divided,)})
     text = dump_plan(example_plan.model_copy(update={"offload": offload}))
     assert ("host_share" in text) == (host_share is not None)
+    assert ("split_expert: true" in text) == bool(splits)
     assert parse_plan(yaml.safe_load(text), "a plan").offload == offload
 
 

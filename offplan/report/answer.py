@@ -223,8 +223,8 @@ def _describe_rule_plainly(rule: Rule, held: Held, where: str) -> str:
     told = f"all {total}" if len(taken) == total else f"{len(taken)} of {total}"
     kept = ""
     if rule.cached_experts is not None:
-        most = rule.cached_experts + bool(rule.cached_experts_more)
-        number = f"{rule.cached_experts}" + f" or {most}" * (most > rule.cached_experts)
+        least = rule.cached_experts - bool(rule.split_expert)
+        number = f"{least}" + f" or {least + 1}" * bool(rule.cached_experts_more)
         kept = f"; the {number} of a layer that were used last are on the GPU as well"
     if rule.parts is not None:
         kept = f"; a prompt brings the experts of a layer in {rule.parts} parts"

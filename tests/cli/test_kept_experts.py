@@ -220,6 +220,11 @@ def test_a_plan_by_hand_divides_what_is_missed(cli: CLI, profile: Path, tmp_path
     moves = json.loads(cli("diff", plain, path, "--json").out)["moves"]
     after = "host (uva, host, 3 experts kept, 60% of those missed by the cores)"
     assert {each["after"] for each in moves} == {after}
+    split = tmp_path / "split.yaml"
+    split.write_text(written.replace("share: 0.6}", "share: 0.6, split_expert: true}"), "utf-8")
+    code, out, err = cli("run", split, "--prompt", "Weights", "--device", "cpu")
+    assert code == 2
+    assert "cannot be split: they are packed, have 128 inner columns or fewer" in err
     code, _, err = cli("export", path, "--engine", "vllm")
     assert (code, "(cached_experts), which vLLM does not do" in err) == (2, True)
     code, out, err = cli("run", path, "--prompt", "Weights", "--device", "cpu")

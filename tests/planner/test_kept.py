@@ -228,6 +228,24 @@ def test_the_cores_and_the_link_divide_what_is_missed() -> None:
     assert divided.floor.objective_s <= divided.best_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
+def test_an_expert_is_split_where_that_is_sooner() -> None:
+    """gpt-oss misses few experts a layer, which whole ones divide unevenly."""
+    model = open_model(str(ROOT / "benchmarks" / "models" / "gpt-oss-120b" / "config.json"))
+    machine = load_machine("rtx4090-pcie4,ram=96GiB")
+    question = plan_ask(model, machine, Workload(), host_cores=True)
+    plan = make_plan(question).plan
+    (rule,) = (rule for rule in plan.offload.rules if rule.host_share)
+    assert rule.split_expert
+    assert plan.prediction.gpu_memory.total_bytes <= plan.budget.gpu_memory
+    (whole,) = (
+        each
+        for each in find_neighbours(question, plan)
+        if each.change.endswith("without split_expert")
+    )
+    assert whole.prediction.objective_s > plan.prediction.objective_s
+
+
 @pytest.mark.parametrize("shared_behind", [False, True])
 def test_a_step_waits_for_the_longest_of_three(shared_behind: bool) -> None:
     """Found and shared experts are one of them, where the block multiplies these last."""

@@ -152,7 +152,7 @@ def test_the_table_is_that_of_plain_torch(
         assert int(ours.number(NUM_MISSED)) == int(expected.number(NUM_MISSED))
         for name, value in slots.items():
             assert torch.equal(value.cpu(), slots_on_cpu[name])
-    assert bool(ours.counts[SPLIT]) == of.splits
+    assert bool(ours.counts[SPLIT]) == (of.splits and share is not None)
     ours.empty()
     expected.empty()
     assert ours.list_of(0).tolist() == expected.list_of(0).tolist()
@@ -186,7 +186,8 @@ class Cores:
             is_its = self.chosen != NOBODY
             factors = self.weights.masked_fill(~is_its, 0).to(DTYPE)
             chosen = self.chosen.masked_fill(~is_its, 0)
-            chunks, whole = chosen // self.experts.num_experts, chosen % self.experts.num_experts
+            num_experts = self.experts.num_experts
+            whole, chunks = chosen % num_experts, (chosen // num_experts - 1).clamp(min=0)
             self.num_parts += int((chunks > 0).sum())
             of_whole = factors.masked_fill(chunks > 0, 0)
             self.made = forward_resident(self.experts, self.tokens, whole, of_whole)

@@ -126,8 +126,8 @@ struct Kernels {
   int64_t (*prepared_bytes)(const Matrix&);
   // Lay a row of inputs out, bfloat16 of [num_in].
   void (*prepare)(const Matrix&, const uint16_t* x, uint8_t* prepared);
-  // Multiply rows `first` to `stop` by so many inputs: y[i][row - first], float32. Both are
-  // multiples of BLOCK, or `stop` is the last row.
+  // Multiply rows `first` to `stop` by so many inputs: y[i][row - first], float32. Of packed weights
+  // both are multiples of BLOCK, or `stop` is the last row.
   void (*rows)(const Matrix&, const uint8_t* const* x, float* const* y, int64_t num_inputs,
                int64_t first, int64_t stop);
 };

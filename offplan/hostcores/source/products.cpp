@@ -311,8 +311,9 @@ static void experts_body(void* arguments, int worker, int num_workers) {
 // Send up to MOST_INPUTS tokens through their experts.
 static int multiply_some(Team& team, const Experts& e) {
   const int64_t most = e.num_tokens * e.num_chosen, inner = e.down.num_in;
-  auto columns = [&](int64_t p) { return e.chosen[p] / e.num_experts * CHUNK; };
-  auto is_valid = [&](int64_t p) { return e.chosen[p] >= 0 && columns(p) < inner; };
+  // of a part, what is multiplied; of an expert, -CHUNK; num_experts itself is none
+  auto columns = [&](int64_t p) { return (e.chosen[p] / e.num_experts - 1) * CHUNK; };
+  auto is_valid = [&](int64_t p) { return e.chosen[p] >= 0 && columns(p) && columns(p) < inner; };
   auto expert_of = [&](int64_t p) { return e.chosen[p] % e.num_experts; };
   int64_t first = 0;
   while (first < most && !is_valid(first)) first++;
@@ -345,7 +346,7 @@ static int multiply_some(Team& team, const Experts& e) {
   }
   for (int64_t p = 0; p < most; p++) {
     places[p] = is_valid(p) ? counts[expert_of(p)]++ : -1;
-    if (is_valid(p)) pairs[places[p]] = {p, expert_of(p), columns(p) ? columns(p) : inner};
+    if (is_valid(p)) pairs[places[p]] = {p, expert_of(p), columns(p) > 0 ? columns(p) : inner};
   }
   ExpertsJob job{e, num_used, starts, pairs, places,
                  room.take<uint8_t>(input_stride * e.num_tokens),

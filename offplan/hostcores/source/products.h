@@ -24,9 +24,9 @@ struct Experts {
   double alpha, limit, offset;  // silu's factor, the largest input, and what is added to up
   int64_t num_tokens, num_chosen;
   const uint16_t* inputs;  // [num_tokens, hidden]
-  // [num_tokens, num_chosen]: an expert, or else none; num_experts more for each CHUNK of its inner
-  // columns, the first ones, that alone are multiplied: then without down_bias. Pairs that choose an
-  // expert in one call choose the same of it.
+  // [num_tokens, num_chosen]: an expert, or none; or, of an expert that others multiply the rest of,
+  // num_experts x (1 + CHUNKs of its inner columns, the first ones) more, without down_bias. Pairs
+  // that choose an expert in one call choose the same of it.
   const int64_t* chosen;
   const float* factors;    // [num_tokens, num_chosen]
   void* outputs;           // [num_tokens, hidden]

@@ -84,8 +84,8 @@ class Used(NamedTuple):
     slot: torch.Tensor
     """The slot of each, int32; ``num_experts`` where its expert has none."""
     by_cores: torch.Tensor
-    """What the host's cores multiply of each, int64: its expert, and ``num_experts`` more for each
-    chunk where they multiply a part; NOBODY where they multiply nothing."""
+    """What the host's cores multiply of each, int64: its expert, or NOBODY where they multiply
+    nothing; where they multiply a part, ``num_experts`` x (1 + its chunks) more."""
     first_column: torch.Tensor
     """The first of its inner columns that the cores do not multiply, int32; 0 for all but parts."""
 
@@ -159,7 +159,7 @@ def use(table: Table, chosen: torch.Tensor, *, is_step: bool) -> Used:
     slot_of[order[is_split]] = num_slots
     expert_of = torch.full((num_experts,), NOBODY, dtype=torch.int64)
     expert_of[order[by_cores]] = order[by_cores]
-    expert_of[order[is_split]] = order[is_split] + num_chunks * num_experts
+    expert_of[order[is_split]] = order[is_split] + (1 + num_chunks) * num_experts
     first_column = torch.zeros(num_experts, dtype=torch.int32)
     first_column[order[is_split]] = num_chunks * CHUNK_COLUMNS
     last = chosen[-1].long()

@@ -183,8 +183,9 @@ def _use(  # type: ignore[no-untyped-def]
                 is_its = tl.max((is_same & by_cores[:, None]).to(tl.int32), 0) > 0
                 rest = tl.where(is_its, num_experts, rest)
                 chunks = tl.max((is_same & is_split[:, None]).to(tl.int32), 0) * num_chunks
-                of_cores = pair.to(tl.int64) + chunks.to(tl.int64) * num_experts
-                of_cores = tl.where(is_its | (chunks > 0), of_cores, _NOBODY)
+                of_part = pair.to(tl.int64) + (1 + chunks.to(tl.int64)) * num_experts
+                of_cores = tl.where(is_its, pair.to(tl.int64), _NOBODY)
+                of_cores = tl.where(chunks > 0, of_part, of_cores)
                 tl.store(cores_of_pair + p, of_cores, mask=is_pair)
                 tl.store(first_of_pair + p, chunks * _CHUNK_COLUMNS, mask=is_pair)
             tl.store(rest_of_pair + p, rest, mask=is_pair)

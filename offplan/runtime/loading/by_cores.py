@@ -180,6 +180,7 @@ def _find_runs(
 ) -> dict[str, Runs]:
     """Find how values or codes of experts lie by inner columns, by the parameters' own names."""
     matrices = experts.up, experts.down
+    assert slots.inner == experts.down.num_in
     numbers = 2 if experts.is_gated and not experts.is_interleaved else 1, experts.down.num_out
     found = {}
     for matrix, weight, number in zip(matrices, weights, numbers, strict=True):

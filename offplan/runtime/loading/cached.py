@@ -55,7 +55,8 @@ class ExpertCounts:
     from_prompts: int
     """Experts that prompts copied into slots, from the ring or over the link."""
     copied_bytes: int
-    """Bytes of the experts, or of their parts, that steps copied over the link."""
+    """Bytes of the experts that steps copied over the link; of split ones the link's part of all,
+    although their scales are copied whole."""
 
     @property
     def by_cores(self) -> float:
