@@ -25,7 +25,7 @@ class Timing(NamedTuple):
 def summarise(samples: Sequence[float]) -> Timing:
     """Reduce samples, in seconds, to their median and spread."""
     median = statistics.median(samples)
-    return Timing(median, round((max(samples) - min(samples)) / median, 4))
+    return Timing(median, round((max(samples) - min(samples)) / median, 4), len(samples))
 
 
 def average(samples: Sequence[float]) -> Timing:
@@ -64,21 +64,27 @@ def time_once(work: Callable[[], object], repeats: int = 1) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def time_on_host(work: Callable[[], object], repeats: int = 1) -> Timing:
+def time_on_host(
+    work: Callable[[], object], repeats: int = 1, num_samples: int = NUM_SAMPLES
+) -> Timing:
     """Time one call that is done when it returns, after a call that warms up."""
     work()
-    return summarise([time_once(work, repeats) for _ in range(NUM_SAMPLES)])
+    return summarise([time_once(work, repeats) for _ in range(num_samples)])
 
 
 def figure(
-    value: object, how: str, spread: float | None = None, basis: str = "measured"
+    value: object,
+    how: str,
+    spread: float | None = None,
+    basis: str = "measured",
+    samples: int = NUM_SAMPLES,
 ) -> dict[str, object]:
-    """Say a figure of the profile; ``spread`` is that of NUM_SAMPLES, if it was timed."""
+    """Say a figure of the profile; ``spread`` is that of ``samples``, if it was timed."""
     return {
         "value": value,
         "basis": basis,
         "source": f"{how}, torch {torch.__version__}",
-        "samples": None if spread is None else NUM_SAMPLES,
+        "samples": None if spread is None else samples,
         "spread": spread,
     }
 

@@ -43,7 +43,7 @@ def with_keys(figures: dict[str, object]) -> MachineProfile:
 
 
 def test_samples_are_reduced_to_median_and_spread() -> None:
-    assert summarise([1.0, 1.1, 0.9, 4.0, 1.0]) == Timing(1.0, 3.1)
+    assert summarise([1.0, 1.1, 0.9, 4.0, 1.0]) == Timing(1.0, 3.1, 5)
 
 
 def test_dma_is_the_rate_of_the_largest_copy_and_a_fitted_latency(

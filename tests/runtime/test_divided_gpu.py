@@ -35,11 +35,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @functools.cache
-def saved(folder: Path, family: str, form: str, *, is_wide: bool = False) -> Path:
-    into = folder / f"{family}-{form}-{is_wide}"
+def saved(folder: Path, family: str, form: str) -> Path:
+    into = folder / f"{family}-{form}"
+    into.mkdir()
+    return save(family, form, into, **({"num_experts": 8} if family == "qwen3_moe" else {}))[0]
+
+
+@functools.cache
+def saved_wide(folder: Path, family: str, form: str) -> Path:
+    into = folder / f"wide-{family}-{form}"
     into.mkdir()
     config = {"num_experts": 8} if family == "qwen3_moe" else {}
-    return save(family, form, into, **config, **(wide(family) if is_wide else {}))[0]
+    return save(family, form, into, **config, **wide(family))[0]
 
 
 def run_history(session: Session) -> torch.Tensor:
@@ -95,7 +102,7 @@ def test_logits_of_a_split_expert_are_near(
     folder: Path, family: str, form: str, capture: bool
 ) -> None:
     """The rest of it is read from the last slot, beside what an older one has left there."""
-    checkpoint = saved(folder, family, form, is_wide=True)
+    checkpoint = saved_wide(folder, family, form)
     rule = dividing(2, 0.5, splits=True)
     with open_session(checkpoint, decide(rule), "cuda", capture=capture) as session:
         made = run_history(session)
@@ -127,7 +134,7 @@ def test_the_same_bits_and_counts_for_the_same_history(folder: Path) -> None:
 )
 def test_counts_are_those_of_a_list(folder: Path, share: float, splits: bool) -> None:
     decision = decide(dividing(2, share, splits=splits))
-    checkpoint = saved(folder, "qwen3_moe", "fp8_block", is_wide=splits)
+    checkpoint = (saved_wide if splits else saved)(folder, "qwen3_moe", "fp8_block")
     with open_session(checkpoint, decision, "cuda", capture=False) as session, session.stream():
         session.warm_up(1, 7)
         session.loaded.cached.empty()
