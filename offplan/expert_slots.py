@@ -153,7 +153,7 @@ def find_expert_slots(
             f"{stage.model.source} has {num_experts} experts: keep {num_experts} at most, or leave "
             "them resident"
         )
-    inner = find_inner(units) if rule.split_expert else 0
+    inner = find_inner(stage, units) if rule.split_expert else 0
     if rule.split_expert and not inner:
         raise PlanError(
             f"rule {number} has split_expert, and the experts of layer {layer.index} of "
@@ -164,7 +164,7 @@ def find_expert_slots(
     return ExpertSlots(num_slots, num_experts, tuple(units), rule.share_of_cores, inner)
 
 
-def find_inner(units: Sequence[Unit]) -> int:
+def find_inner(stage: Stage, units: Sequence[Unit]) -> int:
     """Find the inner columns of experts; 0 where a part of them cannot be multiplied alone.
 
     Packed weights lie in halves of a row, and their patches by place.
@@ -172,8 +172,18 @@ def find_inner(units: Sequence[Unit]) -> int:
     weights = [u for u in units if u.part is Part.WEIGHT and not u.name.endswith("bias")]
     if any(p.form.kind is Kind.PACKED for unit in weights for p in unit.parameters):
         return 0
-    inner = next((u.shape[-1] for u in weights if _DOWN.intersection(u.name.split("."))), 0)
+    down = next((u for u in weights if _DOWN.intersection(u.name.split("."))), None)
+    if down is None:
+        return 0
+    inner = down.shape[-2 if is_in_out(stage, down) else -1]
     return inner if inner > CHUNK_COLUMNS else 0
+
+
+def is_in_out(stage: Stage, unit: Unit) -> bool:
+    """Whether a unit holds the values of a matrix of all experts as [experts, in, out]."""
+    of = unit.parameters[0]
+    is_matrix = of.is_fused and len(of.shape) == 3
+    return is_matrix and of.form.is_raw and stage.architecture.routing.in_out
 
 
 def check_parts(stage: Stage, layer: Layer, number: int, rule: Rule, units: Sequence[Unit]) -> None:

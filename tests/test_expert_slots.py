@@ -55,7 +55,7 @@ def test_parts_are_nearer_to_the_share() -> None:
 def test_inner_columns_are_those_of_the_second_product(name: str, inner: int) -> None:
     stage = hold(open_model(str(CONFIGS / name / "config.json")))
     units = next(of for of in stage.units if any(unit.is_expert for unit in of))
-    assert find_inner([unit for unit in units if unit.is_expert]) == inner
+    assert find_inner(stage, [unit for unit in units if unit.is_expert]) == inner
 
 
 def test_packed_experts_are_not_split() -> None:

@@ -34,6 +34,7 @@ from offplan.expert_slots import (
     check_parts,
     find_expert_slots,
     find_inner,
+    is_in_out,
 )
 from offplan.forms.form import Part
 from offplan.forms.host_kernels import why_no_kernel
@@ -240,7 +241,7 @@ class KeepsExperts(Option):
         streams = self.prefill.streams
         times = np.zeros((5, self.experts.most + 1), dtype=np.int64)
         none_ps = self.experts.chosen[kind][0]
-        inner = find_inner(slots.units) if self.splits else 0
+        inner = find_inner(space.stage, slots.units) if self.splits else 0
         if self.host_share:
             none = replace(slots, num_slots=0, host_share=self.host_share)
             none_ps = sum(self._step_ps(space, kind, none, experts)[:2])
@@ -389,7 +390,7 @@ def suits_cores(space: "Space", segment_class: SegmentClass) -> bool:
     matrices = [u for u in chain(*taken) if u.part is Part.WEIGHT and len(u.shape) > 1]
     dtype = space.stage.dtype
     return bool(matrices) and not any(
-        why_no_kernel(parameter.form, dtype, parameter.shape[-1])
+        is_in_out(space.stage, unit) or why_no_kernel(parameter.form, dtype, parameter.shape[-1])
         for unit in matrices
         for parameter in unit.parameters
     )
@@ -426,7 +427,7 @@ def _best_shares(space: "Space", option: KeepsExperts) -> list[KeepsExperts]:
     """List an option with the shares that suit some number of kept experts best."""
     kind = next(number for number, slots in enumerate(option.experts.slots) if slots)
     shared = [replace(option, host_share=share) for share in SHARES]
-    if all(each is None or find_inner(each.units) for each in option.experts.slots):
+    if all(s is None or find_inner(space.stage, s.units) for s in option.experts.slots):
         shared += [replace(each, splits=True) for each in shared if each.host_share != 1]
     ladders = [each.ladder(space, kind) for each in shared]
     steps = np.array([ladder.times_ps[2:4, 1:].sum(axis=0) for ladder in ladders if ladder])

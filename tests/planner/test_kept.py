@@ -21,6 +21,8 @@ from offplan.costs.pass_times import pass_times
 from offplan.costs.predict import price_request
 from offplan.costs.work import decode_shape
 from offplan.errors import InputError, PlanError
+from offplan.expert_slots import find_inner
+from offplan.held.held import hold
 from offplan.library.asking import ask as plan_ask
 from offplan.library.asking import pose
 from offplan.library.machines import load_machine
@@ -244,6 +246,21 @@ def test_an_expert_is_split_where_that_is_sooner() -> None:
         if each.change.endswith("without split_expert")
     )
     assert whole.prediction.objective_s > plan.prediction.objective_s
+
+
+def test_experts_whose_rows_are_inputs_are_not_the_cores(tmp_path: Path) -> None:
+    """gpt-oss in bfloat16, whose matrices are stored as [experts, in, out]."""
+    config = ROOT / "benchmarks" / "models" / "gpt-oss-20b" / "config.json"
+    said = json.loads(config.read_text("utf-8"))
+    del said["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(said), "utf-8")
+    model, machine = open_model(str(tmp_path / "config.json")), load_machine("rtx4090-pcie4")
+    plan = make_plan(plan_ask(model, machine, Workload(), host_cores=True)).plan
+    experts = [rule for rule in plan.offload.rules if rule.matches("mlp.experts.down_proj")]
+    assert experts
+    assert not any(rule.decode.is_by_cores for rule in experts)
+    stage = hold(model)
+    assert find_inner(stage, [unit for unit in stage.units[0] if unit.is_expert]) == 2880
 
 
 @pytest.mark.parametrize("shared_behind", [False, True])
