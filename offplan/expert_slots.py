@@ -78,10 +78,9 @@ class ExpertSlots:
         is_whole = chunks * CHUNK_COLUMNS >= self.inner
         return Division(experts + is_whole, 0 if is_whole else chunks)
 
-    def count_by_cores(self, division: Division) -> float:
-        """Count the experts that the host's cores multiply, a part of one as that part."""
-        part = division.chunks * CHUNK_COLUMNS / self.inner if division.chunks else 0.0
-        return division.experts + part
+    def count_by_cores(self, experts: int, chunks: int) -> float:
+        """Count the experts that a ``Division`` gives the cores, a part of one as that part."""
+        return experts + (chunks * CHUNK_COLUMNS / self.inner if chunks else 0.0)
 
     @cached_property
     def expert_bytes(self) -> int:

@@ -7,7 +7,7 @@ import pytest
 from offplan.checkpoint.open import open_model
 from offplan.engines.runner import lower
 from offplan.errors import PlanError
-from offplan.expert_slots import Division, ExpertSlots, find_inner
+from offplan.expert_slots import ExpertSlots, find_inner
 from offplan.held.held import hold
 from offplan.placement import place
 from offplan.plan import Goal, Offload, Packing, Rule, Workload
@@ -38,7 +38,7 @@ def test_parts_are_nearer_to_the_share() -> None:
     longest = []
     for inner in (0, 2880):
         slots = ExpertSlots(4, 128, (), 0.5, inner)
-        by_cores = [slots.count_by_cores(slots.divide(missed)) for missed in range(5)]
+        by_cores = [slots.count_by_cores(*slots.divide(missed)) for missed in range(5)]
         waits = [max(part, missed - part) for missed, part in enumerate(by_cores)]
         longest.append(sum(comb(4, missed) * wait for missed, wait in enumerate(waits)) / 16)
     assert longest[1] == pytest.approx(1.0, rel=0.02)
@@ -81,4 +81,4 @@ def test_packed_experts_are_not_split() -> None:
 
 def test_a_part_is_a_part_of_an_expert() -> None:
     slots = ExpertSlots(4, 8, (), 0.5, 512)
-    assert slots.count_by_cores(Division(2, 1)) == 2.25
+    assert slots.count_by_cores(2, 1) == 2.25

@@ -65,7 +65,7 @@ def find_experts(
             reached = reuse.hit_rate(kept / entering) if entering > 0 else 0.0
             rate = max(entering * reached, min(rate, static))
     hits = chosen * rate
-    by_cores = mean(slots.count_by_cores) if slots.host_share else 0.0
+    by_cores = mean(lambda of: slots.count_by_cores(*of)) if slots.host_share else 0.0
     return ExpertsFound(hits, chosen - hits, by_cores)
 
 

@@ -68,7 +68,7 @@ class Missed(NamedTuple):
         expert_s = one._replace(num_bytes=expert_bytes).seconds(machine, beside=beside) - trip_s
         longest_s = 0.0
         for likely, missed in spread(found.hits + found.misses, found.misses):
-            by_cores = self.slots.count_by_cores(self.slots.divide(missed))
+            by_cores = self.slots.count_by_cores(*self.slots.divide(missed))
             cores_s = trip_s + by_cores * expert_s if by_cores else 0.0
             link_s = (missed - by_cores) * expert_bytes / rate.value
             longest_s += likely * max(meanwhile_ps / 1e12, link_s, cores_s)

@@ -2,8 +2,25 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Protocol
 
-from offplan.expert_slots import Division, ExpertSlots
+
+class Slots(Protocol):
+    """What the list has to know of a layer: ``ExpertSlots``."""
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of the layer."""
+
+    @property
+    def num_kept(self) -> int:
+        """Experts that are kept from step to step."""
+
+    def divide(self, num_missed: int) -> tuple[int, int]:
+        """Return the whole experts, of so many, that the cores multiply, and chunks of one more."""
+
+    def count_by_cores(self, experts: int, chunks: int) -> float:
+        """Count the experts that these are, a part of one as that part."""
 
 
 class DividedSlots:
@@ -17,7 +34,7 @@ class DividedSlots:
     read in place.
     """
 
-    def __init__(self, slots: ExpertSlots) -> None:
+    def __init__(self, slots: Slots) -> None:
         """Begin with no expert used, and empty slots."""
         self.order = list(range(slots.num_experts))
         """Experts by their last use, the latest first."""
@@ -31,16 +48,15 @@ class DividedSlots:
     @property
     def by_cores(self) -> float:
         """Experts that the cores multiplied, a part of one as that part."""
-        division = Division(self.counts["whole_by_cores"], self.counts["chunks"])
-        return self._slots.count_by_cores(division)
+        return self._slots.count_by_cores(self.counts["whole_by_cores"], self.counts["chunks"])
 
     def step(self, chosen: Iterable[int]) -> None:
         """Take the experts that a step chose; one chosen twice counts once."""
         used = set(chosen)
         missed = [expert for expert in self.order if expert in used - self.kept]
-        by_cores = self._slots.divide(len(missed))
-        is_split = by_cores.chunks > 0
-        num_brought = len(missed) - by_cores.experts - is_split
+        whole_by_cores, chunks = self._slots.divide(len(missed))
+        is_split = chunks > 0
+        num_brought = len(missed) - whole_by_cores - is_split
         hits = used & self.kept
         copied = missed[: min(num_brought, self._num_kept - len(hits))]
         idle = [expert for expert in self.order if expert in self.kept - used]
@@ -48,9 +64,9 @@ class DividedSlots:
             hits=len(hits),
             copied=len(copied),
             in_place=num_brought - len(copied),
-            whole_by_cores=by_cores.experts,
+            whole_by_cores=whole_by_cores,
             split=is_split,
-            chunks=by_cores.chunks,
+            chunks=chunks,
         )
         here = hits.union(copied)
         self.kept = here.union(idle[: self._num_kept - len(here)])

@@ -147,11 +147,11 @@ def count_copied_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Note the bytes of each copy into slots, as the tensors have them."""
     copied: list[int] = []
 
-    def copy(table: Any, sources: Any, slots: Any) -> None:
+    def copy(table: Any, sources: Any, slots: Any, runs: Any) -> None:
         before = {name: slot.clone() for name, slot in slots.items()}
         for slot in slots.values():
             slot.view(torch.uint8).fill_(0xA5)
-        own(table, sources, slots)
+        own(table, sources, slots, runs)
         for name, slot in slots.items():
             rows = slot.view(torch.uint8).flatten(1)
             is_written = (rows != 0xA5).any(1)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from offplan.checkpoint.model import Model
 from offplan.errors import PlanError
-from offplan.expert_slots import Division, ExpertSlots
+from offplan.expert_slots import ExpertSlots
 from offplan.forms.form import Part
 from offplan.kernel_sizes import KERNEL_TYPES, MAX_PAIRS
 from offplan.placement import Phase, Placement, align
@@ -310,7 +310,7 @@ class CachedExperts:
 
 
 def _count(slots: ExpertSlots, counts: Sequence[int]) -> ExpertCounts:
-    split_by_cores = slots.count_by_cores(Division(0, counts[SPLIT_CHUNKS]))
+    split_by_cores = slots.count_by_cores(0, counts[SPLIT_CHUNKS])
     copied = counts[COPIED] + counts[SPLIT] - split_by_cores
     return ExpertCounts(
         counts[HITS],
