@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.divided import DividedSlots
 from benchmarks.make_routing import profile_trace
 from benchmarks.run_plan import describe_machine
 from benchmarks.traces import REUSES, make_trace
@@ -46,7 +47,6 @@ from offplan.library.machines import load_machine
 from offplan.placement import Placement, place
 from offplan.plan import Budget, Goal, Offload, Plan, Rule, Workload, load_plan
 from offplan.planner.make import make_plan
-from offplan.routing.divided import DividedSlots
 from offplan.routing.use_order import UseOrder
 from offplan.runtime.forms.expert_table import NOTED_TOKENS
 from offplan.runtime.loading.skeleton import decoder_layers

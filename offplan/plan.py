@@ -389,6 +389,11 @@ class Rule(Record):
         return self
 
     @property
+    def num_kept(self) -> int:
+        """Experts of a layer that are on the GPU from step to step; the last slot may keep none."""
+        return (self.cached_experts or 0) - bool(self.split_expert)
+
+    @property
     def share_of_cores(self) -> float:
         """Part of the kept experts that a step misses which the host's cores multiply."""
         if self.cached_experts is None or not self.decode.is_by_cores:

@@ -192,6 +192,12 @@ class RoutedExperts:
         return min(each.num_experts for each in self.slots if each is not None)
 
     @cached_property
+    def inner(self) -> list[int]:
+        """Inner columns of the experts of each kind of layer; 0 where they cannot be split."""
+        units = (() if each is None else each.units for each in self.slots)
+        return [find_inner(self.space.stage, of_kind) for of_kind in units]
+
+    @cached_property
     def chosen(self) -> list[tuple[int, CoresUse]]:
         """Picoseconds that a step reads each kind of layer with no slots, all that it chooses.
 
@@ -241,7 +247,7 @@ class KeepsExperts(Option):
         streams = self.prefill.streams
         times = np.zeros((5, self.experts.most + 1), dtype=np.int64)
         none_ps = self.experts.chosen[kind][0]
-        inner = find_inner(space.stage, slots.units) if self.splits else 0
+        inner = self.experts.inner[kind] if self.splits else 0
         if self.host_share:
             none = replace(slots, num_slots=0, host_share=self.host_share)
             none_ps = sum(self._step_ps(space, kind, none, experts)[:2])
@@ -425,11 +431,12 @@ def list_options(space: "Space") -> tuple[Option, ...]:
 
 def _best_shares(space: "Space", option: KeepsExperts) -> list[KeepsExperts]:
     """List an option with the shares that suit some number of kept experts best."""
-    kind = next(number for number, slots in enumerate(option.experts.slots) if slots)
+    experts = option.experts
+    kinds = [number for number, slots in enumerate(experts.slots) if slots]
     shared = [replace(option, host_share=share) for share in SHARES]
-    if all(s is None or find_inner(space.stage, s.units) for s in option.experts.slots):
+    if all(experts.inner[kind] for kind in kinds):
         shared += [replace(each, splits=True) for each in shared if each.host_share != 1]
-    ladders = [each.ladder(space, kind) for each in shared]
+    ladders = [each.ladder(space, kinds[0]) for each in shared]
     steps = np.array([ladder.times_ps[2:4, 1:].sum(axis=0) for ladder in ladders if ladder])
     return [shared[number] for number in np.unique(steps.argmin(axis=0))]
 

@@ -223,8 +223,7 @@ def _describe_rule_plainly(rule: Rule, held: Held, where: str) -> str:
     told = f"all {total}" if len(taken) == total else f"{len(taken)} of {total}"
     kept = ""
     if rule.cached_experts is not None:
-        least = rule.cached_experts - bool(rule.split_expert)
-        number = f"{least}" + f" or {least + 1}" * bool(rule.cached_experts_more)
+        number = f"{rule.num_kept}" + f" or {rule.num_kept + 1}" * bool(rule.cached_experts_more)
         kept = f"; the {number} of a layer that were used last are on the GPU as well"
     if rule.parts is not None:
         kept = f"; a prompt brings the experts of a layer in {rule.parts} parts"

@@ -157,12 +157,11 @@ def describe_kept(rule: Rule) -> str:
     if rule.cached_experts is None:
         return ""
     more = rule.cached_experts_more
-    kept = rule.cached_experts - bool(rule.split_expert)
     told = f", and one more of the first {more} of them" if more else ""
     if share := rule.share_of_cores:
         told += f"; the host's cores multiply {share:.0%} of those missed, the link brings the rest"
         told += "; one expert is split between them" * bool(rule.split_expert)
-    return f"; the {kept} experts of a layer used last are on the GPU, too{told}"
+    return f"; the {rule.num_kept} experts of a layer used last are on the GPU, too{told}"
 
 
 def describe_at_once(rule: Rule) -> str:

@@ -163,7 +163,7 @@ def _places(placement: Placement, store: str) -> dict[tuple[int, str], tuple[int
         ways = f"{entry.prefill.name}, {entry.decode.name}"
         if entry.keeps_experts:
             slots = placement.expert_slots[entry.unit.layer]
-            ways += f", {slots.num_slots} experts kept"
+            ways += f", {slots.num_kept} experts kept"
             if slots.host_share:
                 ways += f", {slots.host_share:.0%} of those missed by the cores"
                 ways += ", one split" * slots.splits

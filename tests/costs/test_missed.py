@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.divided import DividedSlots
 from offplan.costs.kept_experts import find_experts, spread
 from offplan.expert_slots import ExpertSlots
 from offplan.plan import ModelRef
-from offplan.routing.divided import DividedSlots
 from offplan.routing.profile import make_routing
 from tests.costs.builders import moe_model
 from tests.tiers import first_quick

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.divided import DividedSlots
 from offplan.plan import Rule
-from offplan.routing.divided import DividedSlots
 from offplan.runtime.forms.expert_table import NOTED_TOKENS, ORDER, SLOTS
 from offplan.runtime.session import Session
 from tests.runtime.cached import Trace, keeping, prompts

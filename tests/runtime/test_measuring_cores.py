@@ -34,7 +34,7 @@ def check(profile: MachineProfile, of: str) -> None:
     assert profile.cores is not None
     assert profile.cores.basis == "measured"
     assert of in profile.cores.source
-    assert (profile.cores.samples, profile.cores.value > 1e6) == (cores.NUM_SAMPLES, True)
+    assert (profile.cores.samples, profile.cores.value > 1e6) == (cores.NUM_RATE_SAMPLES, True)
     assert profile.cores_rate is profile.cores
     assert profile.host_threads is not None
     assert profile.host_threads.value == 1

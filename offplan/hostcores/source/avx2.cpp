@@ -262,12 +262,12 @@ static void lay_words(const Matrix& a, const uint16_t* x, uint8_t* to) {
 template <bool ZERO, int INPUTS>
 static void multiply_bytes(const Matrix& a, const uint8_t* const* x, float* const* y, Range of,
                            int64_t out) {
-  const int64_t chunks = a.chunks(), whole = a.num_in / CHUNK;
-  const Ahead ahead = look_ahead(a.row_bytes(), chunks, CHUNK, 1);
+  const int64_t chunks = a.chunks(), whole = a.num_in / CHUNK, row_bytes = a.row_bytes();
+  const Ahead ahead = look_ahead(row_bytes, chunks, CHUNK, 1);
   const Bits flip = _mm256_set1_epi8(a.unsigned_codes ? -128 : 0);
   float scales[MOST_COLUMNS / CHUNK], zeros[ZERO ? MOST_COLUMNS / CHUNK : 1];
   for (int64_t r = of.first; r < of.stop; r++) {
-    const uint8_t* row = a.part[CODES] + r * a.row_bytes();
+    const uint8_t* row = a.part[CODES] + r * row_bytes;
     Floats sums[INPUTS];
     row_scales(a, r, scales);
     if (ZERO) row_zeros(a, r, zeros);

@@ -174,7 +174,7 @@ def copy_missed(
 ) -> None:
     """Copy the experts that ``use`` listed into their slots, part by part. CPU only.
 
-    ``sources`` are [experts, ...], ``slots`` [slots, ...]. Of an expert that is divided what the
+    ``sources`` are [experts, ...], ``slots`` [slots, ...]. Of an expert that is split what the
     cores do not multiply is copied, as its ``runs`` lie.
     """
     num_missed = int(table.number(NUM_MISSED))

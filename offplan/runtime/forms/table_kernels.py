@@ -260,8 +260,8 @@ def _copy_missed(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Copy the experts that the table lists into their slots, a share of them by each program.
 
-    Of an expert that is divided, the rest that the cores do not multiply goes behind the slots. In
-    a step, one program a slot lists its pairs besides, as ``pairs.sort_pairs`` does.
+    Of an expert that is split, the rest that the cores do not multiply goes behind the slots. In a
+    step, one program a slot lists its pairs besides, as ``pairs.sort_pairs`` does.
     """
     program = tl.program_id(0)
     if IS_STEP:  # noqa: SIM102 (a constant, apart from what is computed)
@@ -289,10 +289,8 @@ def _copy_missed(  # type: ignore[no-untyped-def]
             num_runs = tl.maximum(num_runs, 1).to(tl.int32)
             run_bytes = num_bytes // num_runs
             expert = tl.load(table + _SPLIT_EXPERT).to(tl.int64)
-            whole, rest = (
-                source + expert * num_bytes,
-                target + tl.cast(num_slots, tl.int64) * num_bytes,
-            )
+            whole = source + expert * num_bytes
+            rest = target + tl.cast(num_slots, tl.int64) * num_bytes
             if (num_bytes | run_bytes | first) % 4 == 0:
                 _copy_rest(whole, rest, num_runs, run_bytes, first, tl.int32, 4, BLOCK)
             else:

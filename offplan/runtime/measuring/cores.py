@@ -34,7 +34,7 @@ LEAST_BYTES = 2 << 30
 """Bytes of weights that are multiplied in turns, where the model has so many: more than caches."""
 NUM_PRODUCTS = 32
 """Products of a sample."""
-NUM_SAMPLES = 21
+NUM_RATE_SAMPLES = 21
 """Samples of all products: other guests of a host take memory for tenths of a second.
 
 Source: of seven samples the rates on one H100's host had a spread of 0.15, and a median of 0.73 of
@@ -79,7 +79,7 @@ def measure_cores(
             num_bytes = sum(each.num_bytes for each in products)
             work = partial(_compute_all, team, products)
             how = f"{what}, threads: {len(chosen)}"
-            alone = time_on_host(work, num_samples=NUM_SAMPLES)
+            alone = time_on_host(work, num_samples=NUM_RATE_SAMPLES)
             found: dict[str, object] = {
                 "cores": _say_rate(num_bytes / alone.seconds, how, alone),
                 "host_threads": figure(len(chosen), "threads that the cores were measured with"),
@@ -108,7 +108,7 @@ def _measure_beside(
     target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
     stream = torch.cuda.Stream()
     # the link is busy from before the first product to behind the last: 60 GB/s at most
-    num_copies = max(8, round(4 * (NUM_SAMPLES + 2) * seconds * 60e9 / _COPY_BYTES))
+    num_copies = max(8, round(4 * (NUM_RATE_SAMPLES + 2) * seconds * 60e9 / _COPY_BYTES))
     ends = []
     with torch.cuda.stream(stream):
         for _ in range(num_copies):
@@ -116,7 +116,7 @@ def _measure_beside(
             ends.append(torch.cuda.Event())
             ends[-1].record()
     began, before = time.perf_counter(), sum(each.query() for each in ends)
-    beside = time_on_host(work, num_samples=NUM_SAMPLES)
+    beside = time_on_host(work, num_samples=NUM_RATE_SAMPLES)
     passed, after = time.perf_counter() - began, sum(each.query() for each in ends)
     torch.cuda.synchronize()
     block.close()

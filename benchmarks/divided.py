@@ -2,25 +2,8 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Protocol
 
-
-class Slots(Protocol):
-    """What the list has to know of a layer: ``ExpertSlots``."""
-
-    @property
-    def num_experts(self) -> int:
-        """Experts of the layer."""
-
-    @property
-    def num_kept(self) -> int:
-        """Experts that are kept from step to step."""
-
-    def divide(self, num_missed: int) -> tuple[int, int]:
-        """Return the whole experts, of so many, that the cores multiply, and chunks of one more."""
-
-    def count_by_cores(self, experts: int, chunks: int) -> float:
-        """Count the experts that these are, a part of one as that part."""
+from offplan.expert_slots import ExpertSlots
 
 
 class DividedSlots:
@@ -34,7 +17,7 @@ class DividedSlots:
     read in place.
     """
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: ExpertSlots) -> None:
         """Begin with no expert used, and empty slots."""
         self.order = list(range(slots.num_experts))
         """Experts by their last use, the latest first."""

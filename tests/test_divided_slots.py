@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from benchmarks.divided import DividedSlots
 from offplan.expert_slots import ExpertSlots
-from offplan.routing.divided import DividedSlots
 from offplan.routing.use_order import UseOrder
 
 
