@@ -48,7 +48,17 @@ def serve(
     ] = None,
     max_waiting: Annotated[
         int, typer.Option(min=0, help="Texts that may wait beyond the batch; more get 503.")
+    ] = 256,
+    max_waiting_per_client: Annotated[
+        int, typer.Option(min=0, help="Texts of one client that may wait; more get 429.")
     ] = 64,
+    share_prefixes: Annotated[
+        bool,
+        typer.Option(
+            "--share-prefixes",
+            help="Let a client's text go on from what others asked, which they can find out.",
+        ),
+    ] = False,
     max_body: Annotated[
         int | None,
         typer.Option(min=1, help="Bytes of a request. [default: 1 MiB, or 32 a token of context]"),
@@ -104,7 +114,13 @@ def serve(
         with waiting("warming up, which compiles and captures on a GPU"):
             rows.warm_up(min(loaded.workload.prompt_tokens, context))
         texts = JoinedTexts(rows)
-        worker = Worker(texts, metrics, most_waiting=max_waiting, on_fault=_print_fault)
+        worker = Worker(
+            texts,
+            metrics,
+            most_waiting=max_waiting,
+            most_of_client=max_waiting_per_client,
+            on_fault=_print_fault,
+        )
         limit = max_body or max(_LEAST_BODY_BYTES, _BYTES_PER_TOKEN * context)
         service = Service(
             name=name,
@@ -114,6 +130,7 @@ def serve(
             metrics=metrics,
             guard=Guard(api_key or None, host, limit),
             on_fault=_print_fault,
+            shares_prefixes=share_prefixes,
         )
         at = f"[{host}]" if ":" in host else host
         url = f"http://{at}:{bound.getsockname()[1]}/v1"

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Literal, NamedTuple
@@ -61,6 +61,8 @@ class Continued:
     """Likeliest tokens to tell beside the one that was made; None tells no logarithms."""
     number: int | None = None
     """Number that is added to the seed of ``sampling``; None for the text's own."""
+    owner: Hashable = None
+    """Whose text it is: it goes on from the cache of no other owner's text."""
     num_read: int = field(default=0, init=False)
     """Tokens of the prompt that a pass read; the cache had the others."""
     made: list[int] = field(default_factory=list, init=False)
@@ -132,7 +134,9 @@ class JoinedTexts:
         which of the others are gone, too.
         """
         began, moved = time.perf_counter(), self._session.link_bytes
-        joined = self._rows.join_all([each.text.prompt for each in texts])
+        joined = self._rows.join_all(
+            [each.text.prompt for each in texts], [each.owner for each in texts]
+        )
         with self._session.stream(), torch.inference_mode():
             for each, (row, _, num_read) in zip(texts, joined, strict=True):
                 each._row, each.num_read = row, num_read

@@ -30,6 +30,8 @@ class _Row:
     """What a row of the cache holds."""
 
     tokens: list[int] = field(default_factory=list)
+    owner: Hashable = None
+    """Whose text it is: no other owner's prompt goes on from it."""
     fed: list[torch.Tensor] = field(default_factory=list)
     """Tokens behind these that the host has not read, each of one element, on the device."""
     in_use: bool = False
@@ -101,6 +103,7 @@ class _Part(NamedTuple):
     start: int
     source: int
     """The row that holds the tokens before: itself, or that of a text which goes on."""
+    owner: Hashable = None
 
 
 class Rows:
@@ -191,25 +194,28 @@ class Rows:
                         self._runner.step(tokens, prompt_tokens + 1, ())
         self.session.end_warm_up()
 
-    def join(self, prompt: Sequence[int]) -> Joined:
-        """Read a prompt into a free row.
+    def join(self, prompt: Sequence[int], owner: Hashable = None) -> Joined:
+        """Read a prompt of ``owner`` into a free row.
 
         Of the free rows it takes the one whose cache holds most of the prompt's beginning, and
         reads the rest alone. Where the row of another text holds more, a free row is given a copy,
-        of what the host knows of that text. A state that cannot go back, as linear attention has,
-        serves a prompt that goes on from all of it; where rotary embeddings change with the text's
-        length, what is as long as to change them is read as a whole. Raises InputError for a prompt
-        that is empty or beyond the context, and where no row is free, MemoryLimitError.
+        of what the host knows of that text. A prompt goes on from texts of its own owner alone. A
+        state that cannot go back, as linear attention has, serves a prompt that goes on from all of
+        it; where rotary embeddings change with the text's length, what is as long as to change them
+        is read as a whole. Raises InputError for a prompt that is empty or beyond the context, and
+        where no row is free, MemoryLimitError.
         """
-        (joined,) = self.join_all([prompt])
+        (joined,) = self.join_all([prompt], [owner])
         return joined
 
-    def join_all(self, prompts: Sequence[Sequence[int]]) -> list[Joined]:
+    def join_all(
+        self, prompts: Sequence[Sequence[int]], owners: Sequence[Hashable] | None = None
+    ) -> list[Joined]:
         """Read several prompts into free rows, in as few passes as memory allows; as ``join`` does.
 
         Weights that are off the GPU cross the link once for all prompts of a pass: join those that
-        wait together. Raises what ``join`` raises, for all of them before any is read; where a
-        pass fails none has joined.
+        wait together. ``owners`` has the owner of each; left out, all have the same. Raises what
+        ``join`` raises, for all of them before any is read; where a pass fails none has joined.
         """
         if len(prompts) > self.num_free:
             raise InputError(
@@ -229,7 +235,8 @@ class Rows:
                         f"{vocabulary - 1}"
                     )
         with self._running("reading the prompt"):
-            parts = self._assign([[*prompt] for prompt in prompts])
+            owners = [None] * len(prompts) if owners is None else owners
+            parts = self._assign([[*prompt] for prompt in prompts], owners)
             for part in parts:  # what is not read to its end is nothing to go on from
                 self._rows[part.row].forget()
                 if part.source != part.row:
@@ -242,6 +249,7 @@ class Rows:
                     num_read = len(part.prompt) - part.start
                     row = self._rows[part.row]
                     row.tokens, row.num_begun = part.prompt, len(part.prompt)
+                    row.owner = part.owner
                     joined[part.row] = Joined(part.row, each, num_read)
             for part in parts:
                 self._rows[part.row].in_use = True
@@ -391,13 +399,18 @@ class Rows:
             self._slots[row], self._slots[other] = self._slots[other], self._slots[row]
             self._set_lengths()
 
-    def _assign(self, prompts: Sequence[list[int]]) -> list[_Part]:
+    def _assign(self, prompts: Sequence[list[int]], owners: Sequence[Hashable]) -> list[_Part]:
         """Choose a free row for each prompt: by what it holds, or else the one left longest ago."""
         used = [*self.in_use] if self._runner.goes_back else []
         free = [row for row in range(self.num_rows) if row not in self.in_use]
         parts = []
-        for prompt in prompts:
-            held = {row: self._count_held(self._rows[row], prompt) for row in (*free, *used)}
+        for prompt, owner in zip(prompts, owners, strict=True):
+            held = {
+                row: self._count_held(self._rows[row], prompt)
+                if self._rows[row].owner == owner
+                else 0
+                for row in (*free, *used)
+            }
             source = max((*free, *used), key=held.__getitem__)
             is_copied = source in used
             row = max(
@@ -409,7 +422,7 @@ class Rows:
                 ),
             )
             free.remove(row)
-            parts.append(_Part(row, prompt, held[source], source if is_copied else row))
+            parts.append(_Part(row, prompt, held[source], source if is_copied else row, owner))
         return parts
 
     def _count_held(self, row: _Row, prompt: list[int]) -> int:
@@ -455,7 +468,7 @@ class Rows:
     def _read(self, parts: Sequence[_Part]) -> torch.Tensor:
         """Read parts in one pass; returns logits, [parts, vocabulary], that the next overwrites."""
         readings = []
-        for row, prompt, start, _ in parts:
+        for row, prompt, start, *_ in parts:
             tokens = torch.tensor([prompt[start:]]).to(self.session.device)
             readings.append(Reading(tokens, start, self._rows_of(row)))
         return self._runner.read(readings, may_capture=self._captures_prompts)

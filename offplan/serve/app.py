@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from offplan.runtime.joined import Added, Continued
 from offplan.serve.answers import Answer, Choice, make_answer
+from offplan.serve.clients import identify
 from offplan.serve.errors import ApiError
 from offplan.serve.guard import Guard
 from offplan.serve.metrics import Metrics
@@ -57,6 +58,8 @@ class Service:
     guard: Guard
     on_fault: Callable[[BaseException], None]
     """Hears of each mistake of the server itself."""
+    shares_prefixes: bool = False
+    """Whether a client's text goes on from what other clients asked."""
     num_open: int = 0
     """Requests that are being answered."""
     is_draining: bool = False
@@ -205,7 +208,9 @@ class _Generating:
             _check_name(service, asked.model)
         drawing = read_drawing(asked)
         num_texts = len(asked.prompt) if isinstance(asked, CompletionRequest) else 1
-        service.worker.reserve(num_texts)
+        address = request.client.host if request.client else ""
+        client = identify(asked, service.guard, address, shares_prefixes=service.shares_prefixes)
+        service.worker.reserve(num_texts, client.turn)
         num_left = num_texts
         jobs: list[Job] = []
         loop = asyncio.get_running_loop()
@@ -214,7 +219,8 @@ class _Generating:
             texts = await loop.run_in_executor(service.tokenizing, service.reader.read, asked)
             for index, text in enumerate(texts):
                 tell = partial(_tell, loop, events, index)
-                jobs.append(Job(Continued(text, drawing, asked.num_logprobs), tell))
+                continued = Continued(text, drawing, asked.num_logprobs, owner=client.owner)
+                jobs.append(Job(continued, tell, client.turn))
                 num_left -= 1
                 service.worker.submit(jobs[-1])
             running = _Running(jobs, events)
@@ -226,7 +232,7 @@ class _Generating:
             respond = _stream if asked.stream else _respond
             await _until_gone(receive, respond(answer, running, send))
         finally:
-            service.worker.give_up(num_left)
+            service.worker.give_up(num_left, client.turn)
             for job in jobs:
                 service.worker.cancel(job)
 
@@ -353,7 +359,7 @@ def _check_name(service: Service, name: str) -> None:
 
 def _answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError), "it is registered for these alone"
-    headers = {"retry-after": "1"} if error.status == 503 else {}
+    headers = {"retry-after": "1"} if error.status in (429, 503) else {}
     if error.status == 401:
         headers = {"www-authenticate": "Bearer"}
     return JSONResponse(error.payload, error.status, headers)

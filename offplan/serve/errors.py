@@ -12,7 +12,9 @@ _MOST_TOLD = 5
 _MOST_SHOWN = 200
 """Characters of a request's own text, or of a library's, in an error."""
 _IS_BRANCH = re.compile(r"^str$|[\[(]|^constrained-")
-_TYPES = {401: "authentication_error", 500: "server_error", 503: "server_error"}
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"} | dict.fromkeys(
+    (500, 503), "server_error"
+)
 
 
 class ApiError(Exception):

@@ -20,8 +20,7 @@ MAX_TOP_LOGPROBS = 20
 """Likeliest tokens that a request may ask to see at each position, as in OpenAI's API."""
 
 _IGNORED = frozenset(
-    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-    | {"prompt_cache_retention", "parallel_tool_calls"}
+    {"metadata", "store", "service_tier", "prompt_cache_retention", "parallel_tool_calls"}
 )
 """Fields that change nothing in a text, and that clients send as a matter of course."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -180,6 +179,11 @@ class Request(_Object):
     stop: Annotated[StopStrings, Field(max_length=MAX_STOP_STRINGS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    user: Short | None = None
+    safety_identifier: Short | None = None
+    prompt_cache_key: Short | None = None
+    cache_salt: Short | None = None
+    """A secret that keeps prefixes apart; not in OpenAI's API. Source: vLLM's field."""
 
     @model_validator(mode="before")
     @classmethod
@@ -205,6 +209,12 @@ class Request(_Object):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is for stream: true")
         return self
+
+    @property
+    def identity(self) -> tuple[str | None, ...]:
+        """What the request says of who asks; empty where it says nothing."""
+        said = (self.user, self.safety_identifier, self.prompt_cache_key, self.cache_salt)
+        return said if any(said) else ()
 
     @property
     def num_tokens(self) -> int | None:

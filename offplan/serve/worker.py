@@ -2,14 +2,15 @@
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from offplan.errors import InputError, NotANumberError, OffplanError
 from offplan.runtime.joined import Added, Continued, JoinedTexts
 from offplan.serve.errors import ApiError
 from offplan.serve.metrics import Metrics
+from offplan.serve.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Job:
     continued: Continued
     tell: Callable[[Event], None]
     """Called on the worker's thread; must neither wait nor raise."""
+    turn: Hashable = None
+    """The client whose turn it waits for."""
     is_cancelled: bool = False
     """Whether nobody waits for the text any more."""
     asked_s: float = field(default_factory=time.perf_counter)
@@ -38,10 +41,11 @@ class Job:
 
 
 class Worker:
-    """Continues the texts of jobs on a thread of its own; the rest wait in their order.
+    """Continues the texts of jobs on a thread of its own; the rest wait.
 
-    Those that wait join together between two steps, as far as there is room: weights that are off
-    the GPU cross the link once for all of their prompts.
+    Clients take the free rows in turn, and each one's jobs keep their order (``Turns``). Those that
+    wait join together between two steps, as far as there is room: weights that are off the GPU
+    cross the link once for all of their prompts.
     """
 
     def __init__(
@@ -50,18 +54,21 @@ class Worker:
         metrics: Metrics,
         *,
         most_waiting: int,
+        most_of_client: int | None = None,
         on_fault: Callable[[BaseException], None],
     ) -> None:
         """Continue up to as many texts as can join; ``most_waiting`` more wait.
 
-        ``on_fault`` hears of each error of a pass, on the worker's thread.
+        Of one client ``most_of_client`` wait, or all of them if left out. ``on_fault`` hears of
+        each error of a pass, on the worker's thread.
         """
         self._texts, self._metrics, self._on_fault = texts, metrics, on_fault
         self._most_waiting = most_waiting
+        self._most_of_client = most_waiting if most_of_client is None else most_of_client
         self._changed = threading.Condition()
-        self._waiting: deque[Job] = deque()
+        self._waiting = Turns[Job]()
         self._running: dict[Continued, Job] = {}
-        self._num_reserved = 0
+        self._reserved: Counter[Hashable] = Counter()
         self._nan = ""
         """Where the first NaN came from; empty while there was none."""
         self._is_draining = self._is_stopped = False
@@ -71,13 +78,13 @@ class Worker:
         """Begin to take jobs."""
         self._thread.start()
 
-    def reserve(self, num_jobs: int) -> None:
-        """Keep room for so many jobs, which ``submit`` or ``give_up`` takes back.
+    def reserve(self, num_jobs: int, turn: Hashable = None) -> None:
+        """Keep room for so many jobs of a client, which ``submit`` or ``give_up`` takes back.
 
-        Raises ApiError with 503 where too many wait already, and while the server ends, with 400
-        for more than there will ever be room for.
+        Raises ApiError with 429 where too many of the client wait already, with 503 where too many
+        of all do, and while the server ends, with 400 for more than there will ever be room for.
         """
-        room = self._most_waiting + self._texts.num_rows
+        room = min(self._most_waiting, self._most_of_client) + self._texts.num_rows
         if num_jobs > room:
             raise ApiError(
                 400,
@@ -87,27 +94,33 @@ class Worker:
         with self._changed:
             if self._is_draining or self._is_stopped:
                 raise _refuse_ending()
-            found = len(self._waiting) + self._num_reserved
-            if found + num_jobs > room - len(self._running):
+            num_free = self._texts.num_rows - len(self._running)
+            found = self._count_waiting()
+            if found + num_jobs > self._most_waiting + num_free:
                 raise ApiError(503, f"{found} texts wait already: ask later", code="queue_full")
-            self._num_reserved += num_jobs
-            self._note()
+            found = self._waiting.count(turn) + self._reserved[turn]
+            if found + num_jobs > self._most_of_client + num_free:
+                raise ApiError(
+                    429,
+                    f"{found} texts of this client wait already, and the server lets "
+                    f"{self._most_of_client} of one client wait: ask again when some have ended",
+                    code="rate_limit_exceeded",
+                )
+            self._reserve(num_jobs, turn)
 
-    def give_up(self, num_jobs: int) -> None:
+    def give_up(self, num_jobs: int, turn: Hashable = None) -> None:
         """Take back room that was reserved, and not used."""
         with self._changed:
-            self._num_reserved -= num_jobs
-            self._note()
+            self._reserve(-num_jobs, turn)
 
     def submit(self, job: Job) -> None:
         """Queue a job, for which room is reserved."""
         with self._changed:
-            self._num_reserved -= 1
             if self._is_stopped:
                 job.tell(Failed(_refuse_ending()))
             else:
-                self._waiting.append(job)
-            self._note()
+                self._waiting.add(job)
+            self._reserve(-1, job.turn)
             self._changed.notify()
 
     def cancel(self, job: Job) -> None:
@@ -148,8 +161,7 @@ class Worker:
             self._changed.wait_for(lambda: self._is_stopped or self._waiting or self._running)
             if not self._is_stopped:
                 return True
-            left = [*self._running.values(), *self._waiting]
-            self._waiting.clear()
+            left = [*self._running.values(), *self._waiting.take(self._waiting.num_waiting, ())]
         for job in left:
             self._end(job)
             job.tell(Failed(_refuse_ending()))
@@ -159,13 +171,12 @@ class Worker:
         for job in [job for job in self._running.values() if job.is_cancelled]:
             self._end(job)
         with self._changed:
-            self._waiting = deque(job for job in self._waiting if not job.is_cancelled)
+            self._waiting.drop_cancelled()
             self._note()
 
     def _join_waiting(self) -> None:
         with self._changed:
-            num_joining = min(len(self._waiting), self._texts.num_free)
-            jobs = [self._waiting.popleft() for _ in range(num_joining)]
+            jobs = self._waiting.take(self._texts.num_free, self._running.values())
             self._running.update((job.continued, job) for job in jobs)
             self._note()
         if jobs:
@@ -242,8 +253,17 @@ class Worker:
         self._running.pop(job.continued, None)
         self._note()
 
+    def _count_waiting(self) -> int:
+        return self._waiting.num_waiting + self._reserved.total()
+
+    def _reserve(self, num_jobs: int, turn: Hashable) -> None:
+        self._reserved[turn] += num_jobs
+        if not self._reserved[turn]:
+            del self._reserved[turn]
+        self._note()
+
     def _note(self) -> None:
-        self._metrics.waiting.set(len(self._waiting) + self._num_reserved)
+        self._metrics.waiting.set(self._count_waiting())
         self._metrics.running.set(len(self._running))
 
 

@@ -4,7 +4,8 @@ import contextlib
 import http.client
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -66,6 +67,8 @@ class ScriptedRows:
             check=lambda: None,
         )
         self._made: dict[int, int] = {}
+        self.joined: list[list[int]] = []
+        """The prompts so far."""
         self.faults: dict[int, Exception] = {}
         """What passes raise: the next one what 0 has, and so on."""
         self.gate = threading.Event()
@@ -80,8 +83,11 @@ class ScriptedRows:
     def num_free(self) -> int:
         return self.num_rows - len(self._made)
 
-    def join_all(self, prompts: Sequence[Sequence[int]]) -> list[Joined]:
+    def join_all(
+        self, prompts: Sequence[Sequence[int]], owners: Sequence[Hashable]
+    ) -> list[Joined]:
         self._pass()
+        self.joined += map(list, prompts)
         joined = []
         for prompt in prompts:
             row = min(set(range(self.num_rows)) - set(self._made))
@@ -182,6 +188,8 @@ def serving(
     tokenizer: Any,
     *,
     most_waiting: int = 64,
+    most_of_client: int | None = None,
+    shares_prefixes: bool = False,
     guard: Guard | None = None,
     origins: Sequence[str] = (),
 ) -> Iterator[Served]:
@@ -193,10 +201,17 @@ def serving(
         name=NAME,
         created_s=0,
         reader=Reader.of(model, tokenizer, rules, CONTEXT, NAME),
-        worker=Worker(texts, metrics, most_waiting=most_waiting, on_fault=faults.append),
+        worker=Worker(
+            texts,
+            metrics,
+            most_waiting=most_waiting,
+            most_of_client=most_of_client,
+            on_fault=faults.append,
+        ),
         metrics=metrics,
         guard=guard or Guard(),
         on_fault=faults.append,
+        shares_prefixes=shares_prefixes,
     )
     bound, is_ready = bind("127.0.0.1", 0), threading.Event()
     server = Serving(
@@ -216,3 +231,17 @@ def serving(
         thread.join(TIMEOUT_S)
         bound.close()
     assert not thread.is_alive(), "the server has ended"
+
+
+def wait_for(is_so: Callable[[], object]) -> None:
+    """Wait until something is so, which takes as long as it takes."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert time.monotonic() < deadline, "it does not come"
+        time.sleep(0.01)
+
+
+def count_texts(served: Served) -> float:
+    """Texts that are being continued, or wait for that."""
+    metrics = served.service.metrics
+    return float(metrics.running._value.get() + metrics.waiting._value.get())

@@ -6,7 +6,6 @@ import mmap
 import os
 import socket
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from offplan.runtime.rules import TokenRules
 from offplan.runtime.sampling import Sampling, make_chooser
 from offplan.runtime.session import Session
 from offplan.runtime.texts import Text
-from tests.serve import END, NAME, TIMEOUT_S, ScriptedRows, Served
+from tests.serve import END, NAME, TIMEOUT_S, ScriptedRows, Served, count_texts, wait_for
 from tests.serve.conftest import Tiny
 
 PROMPTS = [
@@ -45,24 +44,10 @@ def alone(tiny: Tiny, session: Session, prompt: str, sampling: Sampling | None =
     return str(tiny.tokenizer.decode(found, skip_special_tokens=True))
 
 
-def wait_for(is_so: Callable[[], object]) -> None:
-    """Wait until something is so, which takes as long as it takes."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not is_so():
-        assert time.monotonic() < deadline, "it does not come"
-        time.sleep(0.01)
-
-
 def find_memory() -> int:
     """Bytes of memory that this process, client and server, has in use; 0 where nobody says."""
     path = Path("/proc/self/statm")
     return int(path.read_text().split()[1]) * mmap.PAGESIZE if path.exists() else 0
-
-
-def count_texts(served: Served) -> float:
-    """Texts that are being continued, or wait for that."""
-    metrics = served.service.metrics
-    return float(metrics.running._value.get() + metrics.waiting._value.get())
 
 
 def send_and_hang(served: Served) -> socket.socket:
