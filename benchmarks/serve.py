@@ -47,6 +47,7 @@ from offplan.runtime.device import find_device, settle
 from offplan.runtime.generate import Arrival, Measured, generate
 from offplan.runtime.joined import Continued, JoinedTexts
 from offplan.runtime.measuring.moments import mark, seconds_between
+from offplan.runtime.rendering import Renderer
 from offplan.runtime.rows import Rows
 from offplan.runtime.rules import TokenRules
 from offplan.runtime.session import Session
@@ -281,7 +282,7 @@ def serve(model: Model, session: Session, tokenizer: Any, rows: Rows) -> tuple[S
     service = Service(
         name="benchmark",
         created_s=0,
-        reader=Reader.of(model, tokenizer, TokenRules(), session.context, "benchmark"),
+        reader=Reader.of(model, tokenizer, TokenRules(), session.context, "benchmark", Renderer()),
         worker=Worker(JoinedTexts(rows), metrics, most_waiting=64, on_fault=faults),
         metrics=metrics,
         guard=Guard(),

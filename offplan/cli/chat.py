@@ -109,6 +109,7 @@ def _open_local(
         from offplan.runtime.device import find_device
         from offplan.runtime.joined import JoinedTexts
         from offplan.runtime.prompts import load_tokenizer
+        from offplan.runtime.rendering import Renderer
         from offplan.runtime.rows import Rows
         from offplan.runtime.rules import read_rules
 
@@ -117,7 +118,8 @@ def _open_local(
         tokenizer = load_tokenizer(found)
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(f"{found.source} has no chat template: `offplan run` continues prompts")
-    rules = read_rules(found, tokenizer)
+    rules, renderer = read_rules(found, tokenizer), Renderer()
+    renderer.start()  # while the model is loaded
     plan, opened = load_session(
         plan,
         found,
@@ -132,7 +134,7 @@ def _open_local(
         with waiting("warming up, which compiles and captures on a GPU"):
             rows.warm_up(min(plan.workload.prompt_tokens, context))
         texts = JoinedTexts(rows)
-        yield LocalSpeaker(texts, found, tokenizer, rules, context, num_tokens, sampling)
+        yield LocalSpeaker(texts, found, tokenizer, rules, context, num_tokens, sampling, renderer)
 
 
 class _Conversation:

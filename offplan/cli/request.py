@@ -18,6 +18,7 @@ from offplan.library.sessions import check_context
 from offplan.plan import Plan
 from offplan.runtime.joined import Continued
 from offplan.runtime.prompts import load_tokenizer, read_chat, read_prompt, tokenizer_sha256
+from offplan.runtime.rendering import Renderer
 from offplan.runtime.rules import TokenRules, read_rules
 from offplan.runtime.sampling import MAX_SEED, Sampling
 from offplan.runtime.texts import Text
@@ -59,7 +60,7 @@ class GenerationRequest:
             return []
         with printing_to_stderr():
             tokenizer = load_tokenizer(model)
-        rules = read_rules(model, tokenizer)
+        rules, renderer = read_rules(model, tokenizer), Renderer()
         texts = []
         for number, (name, prompt) in enumerate(self.prompts):
             asked = self.lines[number].request if self.lines else None
@@ -69,7 +70,7 @@ class GenerationRequest:
                     tokens = read_prompt(model, tokenizer, prompt)[0].tolist()
                 else:
                     tools = asked.shown_tools if isinstance(asked, ChatRequest) else None
-                    tokens = read_chat(model, tokenizer, prompt, tools)[0].tolist()
+                    tokens = read_chat(model, tokenizer, renderer, prompt, tools)[0].tolist()
                 check_context(plan, len(tokens), num_tokens)
             except InputError as error:
                 raise InputError(f"{name}: {error}" if len(self.prompts) > 1 else error) from None

@@ -88,6 +88,7 @@ def serve(
         from offplan.runtime.device import find_device
         from offplan.runtime.joined import JoinedTexts
         from offplan.runtime.prompts import load_tokenizer
+        from offplan.runtime.rendering import Renderer
         from offplan.runtime.rules import read_rules
         from offplan.serve.app import Service
         from offplan.serve.metrics import Metrics
@@ -97,7 +98,8 @@ def serve(
 
     with printing_to_stderr():
         tokenizer = load_tokenizer(found)
-    rules = read_rules(found, tokenizer)
+    rules, renderer = read_rules(found, tokenizer), Renderer()
+    renderer.start()  # while the model is loaded
     name = name or _name_model(loaded.model.source)
     context, batch = loaded.workload.context, loaded.workload.batch
     loaded, opened = load_session(
@@ -125,7 +127,7 @@ def serve(
         service = Service(
             name=name,
             created_s=int(time.time()),
-            reader=Reader.of(found, tokenizer, rules, context, name),
+            reader=Reader.of(found, tokenizer, rules, context, name, renderer),
             worker=worker,
             metrics=metrics,
             guard=Guard(api_key or None, host, limit),

@@ -13,6 +13,7 @@ from offplan.units import format_seconds
 if TYPE_CHECKING:
     from offplan.checkpoint.model import Model
     from offplan.runtime.joined import JoinedTexts
+    from offplan.runtime.rendering import Renderer
     from offplan.runtime.rules import TokenRules
     from offplan.runtime.sampling import Sampling
 
@@ -56,12 +57,14 @@ class LocalSpeaker:
         context: int,
         num_tokens: int | None,
         sampling: "Sampling | None",
+        renderer: "Renderer",
     ) -> None:
         """Answer by up to ``num_tokens`` tokens, or as many as the ``context`` has room for."""
+        self._renderer = renderer
         self._texts, self._model, self._tokenizer, self._rules = texts, model, tokenizer, rules
         self._context, self._num_tokens, self._sampling = context, num_tokens, sampling
         self.told = ""
-        self._is_stopped = False
+        self._is_stopped = self._is_reading = False
 
     def answer(self, messages: Chat) -> Iterator[str]:
         """Yield the pieces of the next message, until it ends or is stopped."""
@@ -71,7 +74,12 @@ class LocalSpeaker:
         from offplan.runtime.prompts import read_chat
         from offplan.runtime.texts import Text
 
-        prompt: list[int] = read_chat(self._model, self._tokenizer, messages)[0].tolist()
+        self.told, self._is_reading = "", True
+        try:
+            tokens = read_chat(self._model, self._tokenizer, self._renderer, messages)
+        finally:
+            self._is_reading = False
+        prompt: list[int] = tokens[0].tolist()
         room = self._context - len(prompt)
         if room < 1:
             raise InputError(
@@ -96,7 +104,9 @@ class LocalSpeaker:
             self.told = _tell(continued.num_read, len(prompt), text.num_made, took)
 
     def stop(self) -> None:
-        """Stop before the next token."""
+        """Stop before the next token, and the chat template at once."""
+        if self._is_reading:
+            raise StoppedError
         self._is_stopped = True
 
 

@@ -13,6 +13,7 @@ from offplan.checkpoint.transformers_config import build_config_of
 from offplan.checkpoint.weights import find_small_files, has_weights
 from offplan.errors import InputError
 from offplan.plan import Workload
+from offplan.runtime.rendering import Renderer, TemplateError
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -124,28 +125,39 @@ def read_prompt(
 def read_chat(
     model: Model,
     tokenizer: Any,
+    renderer: Renderer,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> torch.Tensor:
     """Turn messages (``role``, ``content``) into tokens by the chat template: int64, [1, tokens].
 
-    The answer is to follow. The template is given ``tools``, too. Raises what ``read_prompt``
-    raises, and InputError where the model has no chat template, or one that does not take the
-    messages.
+    Raises what ``render_chat`` and ``read_prompt`` raise.
+    """
+    return read_rendered(model, tokenizer, render_chat(model, tokenizer, renderer, messages, tools))
+
+
+def render_chat(
+    model: Model,
+    tokenizer: Any,
+    renderer: Renderer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
+    """Turn messages (``role``, ``content``) into a text by the chat template.
+
+    The answer is to follow. The template is given ``tools``, too. Raises InputError where the model
+    has no chat template, and where its own does not take the messages or exceeds a limit.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(f"{model.source} has no chat template: leave --chat and messages out")
     try:
-        text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tools=None if tools is None else [*tools],
-            tokenize=False,
-            add_generation_prompt=True,
-        )
-    except Exception as error:  # a template is a program of its own
-        raise InputError(
-            f"the chat template of {model.source} does not take the messages: {describe(error)}"
-        ) from None
+        return renderer.render(tokenizer, messages, tools)
+    except TemplateError as error:
+        raise InputError(f"the chat template of {model.source} {error}") from None
+
+
+def read_rendered(model: Model, tokenizer: Any, text: str) -> torch.Tensor:
+    """Turn what a chat template made into tokens: int64, [1, tokens]."""
     # it has written all special tokens
     return read_prompt(model, tokenizer, text, add_special_tokens=False)
 

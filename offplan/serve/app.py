@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,6 +27,7 @@ from offplan.serve.reading import Reader, read_drawing
 from offplan.serve.requests import ChatRequest, CompletionRequest, parse_request
 from offplan.serve.requests import Request as Asked
 from offplan.serve.token_names import TokenNames
+from offplan.serve.watched import WatchedThread
 from offplan.serve.worker import Event, Job, Worker
 
 _QUIET_S = 10.0
@@ -35,6 +35,8 @@ _QUIET_S = 10.0
 proxies close what is silent."""
 _SEND_S = 60.0
 """Seconds that a client may take to read what is sent, before it counts as gone."""
+_STUCK_S = 30.0
+"""Seconds after which what is at one request counts as stuck: a million tokens take a few."""
 _PATHS = ("/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions")
 """Paths that are counted by their names; those that clients make up are counted together."""
 _SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
@@ -63,10 +65,13 @@ class Service:
     num_open: int = 0
     """Requests that are being answered."""
     is_draining: bool = False
-    tokenizing: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, "offplan-tokenizer")
+    tokenizing: WatchedThread = field(
+        default_factory=lambda: WatchedThread("offplan-tokenizer", "the tokenizer")
     )
-    """One thread: a long prompt takes its time, and the event loop goes on."""
+    rendering: WatchedThread = field(
+        default_factory=lambda: WatchedThread("offplan-templates", "the chat template")
+    )
+    """A thread of its own: no completion waits for a template."""
 
     def __post_init__(self) -> None:
         """Make what names tokens."""
@@ -171,6 +176,10 @@ class _Endpoints:
     async def health(self, request: Request) -> Response:
         if self._service.is_draining:
             return JSONResponse({"status": "shutting down"}, 503)
+        for thread in (self._service.tokenizing, self._service.rendering):
+            if thread.busy_s > _STUCK_S:
+                why = f"{thread.what} has been at one request for {thread.busy_s:.0f} s"
+                return JSONResponse({"status": "stuck", "reason": why}, 503)
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
@@ -216,7 +225,11 @@ class _Generating:
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         try:
-            texts = await loop.run_in_executor(service.tokenizing, service.reader.read, asked)
+            read = partial(service.reader.read, asked)
+            if isinstance(asked, ChatRequest):
+                rendering = loop.run_in_executor(service.rendering, service.reader.render, asked)
+                read = partial(read, await rendering)
+            texts = await loop.run_in_executor(service.tokenizing, read)
             for index, text in enumerate(texts):
                 tell = partial(_tell, loop, events, index)
                 continued = Continued(text, drawing, asked.num_logprobs, owner=client.owner)

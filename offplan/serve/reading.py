@@ -7,7 +7,8 @@ from typing import Any
 
 from offplan.checkpoint.model import Model
 from offplan.errors import InputError
-from offplan.runtime.prompts import read_chat, read_prompt
+from offplan.runtime.prompts import read_prompt, read_rendered, render_chat
+from offplan.runtime.rendering import Renderer
 from offplan.runtime.rules import TokenRules
 from offplan.runtime.sampling import MAX_SEED, Sampling
 from offplan.runtime.texts import Text
@@ -27,6 +28,7 @@ class Reader:
     rules: TokenRules
     context: int
     """Tokens that a prompt and its text may have together."""
+    renderer: Renderer
     template: Any = field(init=False)
     """How calls of tools are written; None where that is not known."""
 
@@ -37,20 +39,37 @@ class Reader:
 
     @classmethod
     def of(
-        cls, model: Model, tokenizer: Any, rules: TokenRules, context: int, name: str
+        cls,
+        model: Model,
+        tokenizer: Any,
+        rules: TokenRules,
+        context: int,
+        name: str,
+        renderer: Renderer,
     ) -> "Reader":
         """Make a reader whose errors call the model ``name``, and name no path."""
-        return cls(replace(model, source=name), tokenizer, rules, context)
+        return cls(replace(model, source=name), tokenizer, rules, context, renderer)
 
-    def read(self, request: Request) -> list[Text]:
-        """Return the texts that a request asks for, one for each of its prompts.
-
-        Raises ApiError with 400 for what cannot be read, and beyond the context.
-        """
+    def render(self, request: ChatRequest) -> str:
+        """Return a chat as the model's template has it; raises ApiError with 400."""
+        messages = [message.for_template() for message in request.messages]
         try:
-            prompts = self._read_prompts(request)
+            return render_chat(
+                self.model, self.tokenizer, self.renderer, messages, request.shown_tools
+            )
         except InputError as error:
             # what a model's own files do wrong is said in the words of `run`
+            raise ApiError(400, str(error)) from None
+
+    def read(self, request: Request, rendered: str = "") -> list[Text]:
+        """Return the texts that a request asks for, one for each of its prompts.
+
+        ``rendered`` is what ``render`` made of a chat. Raises ApiError with 400 for what cannot be
+        read, and beyond the context.
+        """
+        try:
+            prompts = self._read_prompts(request, rendered)
+        except InputError as error:
             raise ApiError(400, str(error)) from None
         return [self._make_text(request, number, each) for number, each in enumerate(prompts)]
 
@@ -64,11 +83,9 @@ class Reader:
             return None
         return CallParser(self.template, self.tokenizer.decode(text.prompt), _list_tools(request))
 
-    def _read_prompts(self, request: Request) -> list[list[int]]:
+    def _read_prompts(self, request: Request, rendered: str) -> list[list[int]]:
         if isinstance(request, ChatRequest):
-            messages = [message.for_template() for message in request.messages]
-            tokens = read_chat(self.model, self.tokenizer, messages, request.shown_tools)
-            return [tokens[0].tolist()]
+            return [read_rendered(self.model, self.tokenizer, rendered)[0].tolist()]
         assert isinstance(request, CompletionRequest), "there are two kinds"
         return [self._read_prompt(number, each) for number, each in enumerate(request.prompt)]
 

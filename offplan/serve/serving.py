@@ -86,7 +86,8 @@ class Serving:
             asyncio.run(self._run())
         finally:
             self._service.worker.stop()
-            self._service.tokenizing.shutdown(wait=False, cancel_futures=True)
+            for thread in (self._service.tokenizing, self._service.rendering):
+                thread.shutdown(wait=False, cancel_futures=True)
         if not self._service.worker.join(_END_S):
             raise OffplanError("the pass at hand did not end in time, and the process ends in it")
 

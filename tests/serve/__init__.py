@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from offplan.checkpoint.model import Model
 from offplan.plan import load_plan
 from offplan.runtime.joined import JoinedTexts
+from offplan.runtime.rendering import Renderer
 from offplan.runtime.rows import Joined
 from offplan.runtime.rules import TokenRules
 from offplan.serve.app import Service
@@ -38,6 +39,8 @@ TEMPLATE = (
 )
 """A chat is what was said, behind the names of tools."""
 KEY = "sk-secret"
+RENDERER = Renderer()
+"""One for all servers of a test run: its process takes a second to start."""
 TIMEOUT_S = 60.0
 """Seconds after which a test takes silence for a hang."""
 
@@ -200,7 +203,7 @@ def serving(
     service = Service(
         name=NAME,
         created_s=0,
-        reader=Reader.of(model, tokenizer, rules, CONTEXT, NAME),
+        reader=Reader.of(model, tokenizer, rules, CONTEXT, NAME, RENDERER),
         worker=Worker(
             texts,
             metrics,

@@ -12,10 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from offplan.cli.speakers import LocalSpeaker
+from offplan.cli.speakers import LocalSpeaker, StoppedError
+from offplan.runtime.rendering import Renderer
 from offplan.runtime.rules import TokenRules
 from tests.cli import CLI, RULES, Finished, write_plan
-from tests.serve import CONTEXT, END, KEY, NAME, TEMPLATE, ScriptedRows, Served, scripted_texts
+from tests.serve import (
+    CONTEXT,
+    END,
+    KEY,
+    NAME,
+    RENDERER,
+    TEMPLATE,
+    ScriptedRows,
+    Served,
+    scripted_texts,
+)
 from tests.serve.conftest import Tiny
 
 Talk = Callable[..., Finished]
@@ -146,7 +157,7 @@ def test_an_answer_that_is_stopped_has_what_came(tiny: Tiny, rows: ScriptedRows)
     rows.script = rows.script[:2] * 60
     rules = TokenRules(end_tokens=frozenset([END]))
     texts = scripted_texts(rows)
-    speaker = LocalSpeaker(texts, tiny.model, tiny.tokenizer, rules, CONTEXT, None, None)
+    speaker = LocalSpeaker(texts, tiny.model, tiny.tokenizer, rules, CONTEXT, None, None, RENDERER)
     pieces = []
     for piece in speaker.answer([{"role": "user", "content": "a"}]):
         pieces.append(piece)
@@ -154,3 +165,19 @@ def test_an_answer_that_is_stopped_has_what_came(tiny: Tiny, rows: ScriptedRows)
             speaker.stop()
     assert (pieces, len(texts), rows.num_free) == (["G", "r", "G"], 0, 2)
     assert speaker.told.startswith("read 1 of the prompt's 1 tokens, made 3 in ")
+
+
+def test_ctrl_c_stops_a_chat_template(tiny: Tiny, rows: ScriptedRows) -> None:
+    class Interrupted(Renderer):
+        def render(self, *_: object) -> str:
+            speaker.stop()  # as a signal's handler does
+            raise AssertionError("it goes on")
+
+    rules, texts = TokenRules(end_tokens=frozenset([END])), scripted_texts(rows)
+    speaker = LocalSpeaker(
+        texts, tiny.model, tiny.tokenizer, rules, CONTEXT, None, None, Interrupted()
+    )
+    with pytest.raises(StoppedError):
+        next(speaker.answer([{"role": "user", "content": "a"}]))
+    speaker.stop()
+    assert rows.num_free == 2

@@ -3,6 +3,7 @@
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -11,9 +12,19 @@ import pytest
 from offplan.errors import InputError, OffplanError
 from offplan.serve.guard import Guard, check_exposure
 from offplan.serve.serving import bind
-from tests.serve import KEY, NAME, TIMEOUT_S, ScriptedRows, Served, scripted_texts, serving
+from tests.serve import (
+    KEY,
+    NAME,
+    TIMEOUT_S,
+    ScriptedRows,
+    Served,
+    scripted_texts,
+    serving,
+    wait_for,
+)
 from tests.serve.conftest import Tiny
 
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 ASKED = {"prompt": "a", "max_tokens": 2, "temperature": 0}
 
 
@@ -119,6 +130,33 @@ def test_a_mistake_of_the_server_is_told_to_its_log_alone(
     monkeypatch.undo()
     assert scripted.ask("/v1/completions", ASKED).status == 200
     assert scripted.service.metrics.waiting._value.get() == 0
+
+
+@pytest.mark.slow
+def test_a_template_that_loops_holds_up_chats_alone(
+    scripted: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offplan.runtime.rendering.MOST_S", 1)
+    monkeypatch.setattr("offplan.serve.app._STUCK_S", 0.01)
+    reader = scripted.service.reader
+    template, reader.tokenizer.chat_template = reader.tokenizer.chat_template, LOOP
+    asked = {"messages": [{"role": "user", "content": "a"}]}
+    try:
+        with ThreadPoolExecutor(1) as clients:
+            looping = clients.submit(scripted.ask, "/v1/chat/completions", asked)
+            wait_for(lambda: scripted.service.rendering.busy_s > 0.01)
+            assert scripted.ask("/v1/completions", ASKED).status == 200
+            health = scripted.ask("/health")
+            assert not looping.done()
+            refused = looping.result()
+    finally:
+        reader.tokenizer.chat_template = template
+    assert (health.status, health.data["status"]) == (503, "stuck")
+    assert health.data["reason"].startswith("the chat template has been at one request for")
+    assert (refused.status, not scripted.faults) == (400, True)
+    assert "takes more than 1 s for the messages" in refused.data["error"]["message"]
+    assert scripted.ask("/health").status == 200
+    assert scripted.ask("/v1/chat/completions", asked).status == 200
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org", ""])
