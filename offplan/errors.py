@@ -18,9 +18,18 @@
 
 
 class OffplanError(Exception):
-    """Base of all errors; its text names what was found, what was expected and what to do."""
+    """Base of all errors; its text names what was found, what was expected and what to do.
+
+    Arguments of the library stand in backquotes, with a value as in ``context=4096``; the command
+    line names its options in their place. ``facts`` is the text without a ``remedy`` that only
+    those can use who make plans: the server tells its clients no more.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: object = "", *, remedy: str = "") -> None:
+        super().__init__(f"{message}: {remedy}" if remedy else message)
+        self.facts = str(message)
 
 
 class InputError(OffplanError):
@@ -36,7 +45,7 @@ class CheckpointError(InputError):
 class UnpackableError(CheckpointError):
     """Weights that a plan packs have more patches than room.
 
-    ``names`` are these weights as ``--leave-unpacked`` takes them.
+    ``names`` are these weights as ``leave_unpacked`` takes them.
     """
 
     def __init__(self, message: str, names: tuple[str, ...]) -> None:

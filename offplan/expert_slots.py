@@ -256,5 +256,5 @@ def require_few_pairs(stage: Stage | Model, offload: Offload, batch: int) -> Non
         raise PlanError(
             f"cached_experts serves steps of {MAX_PAIRS} pairs of a token and an expert at most; "
             f"{batch} sequences x {num_chosen} experts a token are {batch * num_chosen}: lower "
-            f"--batch to {MAX_PAIRS // num_chosen}, or leave cached_experts out"
+            f"`batch` to {MAX_PAIRS // num_chosen}, or leave cached_experts out"
         )

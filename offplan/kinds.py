@@ -15,7 +15,7 @@ _REMEDIES = {
     ("a plan", "a model"): "name the model, or print the plan with `offplan show {path}`",
     ("a plan", "a machine"): _NAME_A_MACHINE,
     ("a profile", "a plan"): "make a plan: offplan plan MODEL --machine {path} -o plan.yaml",
-    ("a profile", "a model"): "name the profile with --machine",
+    ("a profile", "a model"): "name the profile as `machine`",
     ("a model", "a plan"): "make a plan of it: offplan plan {path} -o plan.yaml",
     ("a model", "a machine"): _NAME_A_MACHINE,
     ("a folder", "a plan"): "name the plan's file",

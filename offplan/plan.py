@@ -113,13 +113,13 @@ class Workload(Record):
         if self.batch * self.context > MOST_CACHED:
             raise ValueError(
                 f"{self.batch} contexts of {self.context} tokens are more than {MOST_CACHED} "
-                "tokens, which no memory holds; lower --batch or --context"
+                "tokens, which no memory holds; lower `batch` or `context`"
             )
         if self.prompt_tokens + self.output_tokens > self.context:
             raise ValueError(
                 f"context of {self.context} tokens is less than prompt_tokens + output_tokens "
-                f"({self.prompt_tokens} + {self.output_tokens}); raise --context, or lower "
-                "--prompt-tokens or --output-tokens"
+                f"({self.prompt_tokens} + {self.output_tokens}); raise `context`, or lower "
+                "`prompt_tokens` or `output_tokens`"
             )
         return self
 
@@ -174,7 +174,7 @@ class Goal(Record):
         if self.ranks.num_gpus > 1 and self.engine is None:
             raise ValueError(
                 f"{self.ranks.label} without an engine: offplan's own runtime runs on one GPU; "
-                "name the engine that runs the plan, --for vllm or --for sglang"
+                "name the engine that runs the plan, `engine=vllm` or `engine=sglang`"
             )
         if self.stock and self.engine is not None:
             raise ValueError(
@@ -183,33 +183,34 @@ class Goal(Record):
             )
         if self.pipeline_parallel > 1 and self.objective != "latency":
             raise ValueError(
-                f"--pp {self.pipeline_parallel} with the objective throughput: how many batches "
-                "are under way in several stages is the engine's affair, and not predicted; choose "
-                "one with --batch"
+                f"`pipeline_parallel={self.pipeline_parallel}` with the objective throughput: how "
+                "many batches are under way in several stages is the engine's affair, and not "
+                "predicted; choose one with `batch`"
             )
         if self.tensor_parallel % self.expert_parallel:
             raise ValueError(
-                f"--ep {self.expert_parallel} does not divide --tp {self.tensor_parallel}: groups "
+                f"`expert_parallel={self.expert_parallel}` does not divide "
+                f"`tensor_parallel={self.tensor_parallel}`: groups "
                 "of experts are groups of the ranks that divide a layer"
             )
         if self.host_cores and self.engine is not None:
             raise ValueError(
-                f"--host-cores with --for {self.engine}: no engine's flags have the host's cores "
-                "multiply weights; leave one of them out"
+                f"`host_cores` with `engine={self.engine}`: no engine's flags have the host's "
+                "cores multiply weights; leave one of them out"
             )
         if self.host_threads is not None and not self.host_cores:
             raise ValueError(
-                f"--host-threads {self.host_threads} without --host-cores, which lets the host's "
-                "cores multiply: add --host-cores, or leave --host-threads out"
+                f"`host_threads={self.host_threads}` without `host_cores`, which lets the host's "
+                "cores multiply: add `host_cores`, or leave `host_threads` out"
             )
         if self.cached_experts != "off" and self.engine is not None:
             raise ValueError(
-                f"--cached-experts {self.cached_experts} with --for {self.engine}: no engine keeps "
-                "experts one by one; leave one of them out"
+                f"`cached_experts={self.cached_experts}` with `engine={self.engine}`: no engine "
+                "keeps experts one by one; leave one of them out"
             )
         if self.parts != "off" and self.engine is not None:
             raise ValueError(
-                f"--parts {self.parts} with --for {self.engine}: no engine streams a layer's "
+                f"`parts={self.parts}` with `engine={self.engine}`: no engine streams a layer's "
                 "experts in parts; leave one of them out"
             )
         return self

@@ -1,8 +1,25 @@
 """The exception tree is what its docstring draws."""
 
+import ast
 import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
 from offplan import errors
+from offplan.report.wording import name_options
+from tests.cli import ROOT
+
+_OPTION = re.compile(r"(?<![\w`-])--[a-z]")
+SPEAK_OF_OPTIONS = (
+    *("cli/", "report/", "engines/", "upkeep/engine_start.py"),  # for the command line alone
+    *("vllm", "lm_eval.py"),  # for the command lines of others
+    *("hostcores/build.py", "runtime/memory/gpu_memory.py"),  # which start programs
+    *("serve/guard.py", "serve/serving.py"),  # how a server is started
+    *("ranks.py", "plan.py", "planner/neighbours.py", "machine/name.py"),  # what was asked
+    "library/exporting.py",
+)
+"""Rooms and files whose texts may name options; others may in whole commands alone."""
 
 
 def test_exit_codes() -> None:
@@ -36,3 +53,42 @@ def test_every_error_is_drawn() -> None:
 def test_infeasible_says_by_how_much() -> None:
     assert errors.InfeasibleError("nothing fits", 5).shortfall_bytes == 5
     assert errors.InfeasibleError("nothing fits").shortfall_bytes is None
+
+
+def texts_of(path: Path) -> Iterator[str]:
+    """Strings of a file that are no docstrings."""
+    tree = ast.parse(path.read_text("utf-8"))
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            yield node.value
+
+
+def test_what_is_told_by_the_library_and_the_server_names_no_options() -> None:
+    package = ROOT / "offplan"
+    told = {
+        str(path.relative_to(package)): [
+            text
+            for text in texts_of(path)
+            if _OPTION.search(re.sub(r"offplan \w+( [\w{}.-]+)*", "", text))
+        ]
+        for path in package.rglob("*.py")
+        if not path.relative_to(package).as_posix().startswith(SPEAK_OF_OPTIONS)
+    }
+    assert not {name: texts for name, texts in told.items() if texts}
+
+
+def test_the_command_line_names_its_options_instead() -> None:
+    told = "plan with `context=4096`, `packing=False`, `engine=vllm` or a smaller `gpu_memory`"
+    assert name_options(told) == (
+        "plan with --context 4096, --no-packing, --for vllm or a smaller --gpu-memory"
+    )
+    kept = "`run` knows `decode: host` and `packing`; `peer` is none"
+    assert name_options(kept) == kept
+
+
+def test_a_remedy_is_apart_from_the_facts() -> None:
+    error = errors.InputError("the prompt is too long", remedy="plan with a larger `context`")
+    assert error.facts == "the prompt is too long"
+    assert str(error) == "the prompt is too long: plan with a larger `context`"
+    assert str(errors.InputError("it is wrong")) == errors.InputError("it is wrong").facts

@@ -265,5 +265,5 @@ def test_steps_of_more_pairs_than_kernels_sort() -> None:
     decision = Offload(prefill_chunk=8, rules=(keeping(1),))
     require_few_pairs(stage, decision, 1024 // chosen)
     require_few_pairs(stage, Offload(prefill_chunk=8), 4096)
-    with pytest.raises(PlanError, match=f"lower --batch to {1024 // chosen}"):
+    with pytest.raises(PlanError, match=f"lower `batch` to {1024 // chosen}"):
         require_few_pairs(stage, decision, 1024 // chosen + 1)

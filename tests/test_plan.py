@@ -280,7 +280,7 @@ def test_json_has_the_keys_that_scripts_rely_on() -> None:
         (("offload",), 3, "should be a valid mapping"),
         (("budget", "gpu_memory"), "much", "write it as 16GiB"),
         (("budget", "gpu_memory"), "1 MiB", "more than its budget of 1 MiB: plan it again"),
-        (("workload", "context"), 10, "raise --context"),
+        (("workload", "context"), 10, "raise `context`"),
         (("prediction", "decode", "step"), "soon", "write it as 31 ms"),
     ],
 )

@@ -74,7 +74,7 @@ def fetch_each(
     if revision is not None and not is_inner_path(revision):
         raise CheckpointError(
             f"{repo}: found {quote(revision)} as revision, expected a branch, a tag or a commit; "
-            "correct --revision, or the plan"
+            "correct `revision`, or the plan"
         )
     arrived = [0]
 

@@ -63,7 +63,7 @@ def explain(error: BaseException, repo: str, revision: str | None, filename: str
             "check the name, and for a private model set HF_TOKEN or run `hf auth login`"
         )
     elif isinstance(error, errors.RevisionNotFoundError):
-        reason = "found no such revision; check --revision (a branch, a tag or a commit)"
+        reason = "found no such revision; check `revision` (a branch, a tag or a commit)"
     elif isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 404:
         kind = NoSuchFile
         reason = f"found no {filename}; the model is not in the safetensors layout of transformers"

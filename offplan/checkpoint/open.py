@@ -75,8 +75,8 @@ def open_model(
         )
     if dtype is not None and model.dtype != dtype:
         raise CheckpointError(
-            f"{source}: found weights of {model.dtype}, expected {dtype}; --dtype is for a "
-            "config.json alone that is not quantised: convert the checkpoint, or leave --dtype out"
+            f"{source}: found weights of {model.dtype}, expected {dtype}; `dtype` is for a "
+            "config.json alone that is not quantised: convert the checkpoint, or leave `dtype` out"
         )
     if trust_remote_code and names_code(model.config):
         model = replace(model, code=fingerprint_code(source, model.revision))
@@ -91,7 +91,7 @@ def _read(source: str, revision: str | None, dtype: str | None, on_progress: Pro
     if exists and revision is not None and not may_be_id:
         raise CheckpointError(
             f"{source}: found on disk, where there are no revisions, expected a Hub id with "
-            f"--revision {revision}; leave the revision out"
+            f"`revision={revision}`; leave the revision out"
         )
     is_local = exists and revision is None
     if is_local and is_folder:
@@ -116,7 +116,7 @@ def _read(source: str, revision: str | None, dtype: str | None, on_progress: Pro
     if is_path:
         found = f"nothing of this name in {quote(os.path.dirname(os.path.abspath(source)))}"
     if is_path and may_be_id:
-        help_ += ", or name a --revision if the Hub's model is meant"
+        help_ += ", or name a `revision` if the Hub's model is meant"
     raise CheckpointError(
         f"{quote(source)}: found {found}, expected a folder with {CONFIG_NAME} and safetensors, a "
         f"{CONFIG_NAME}, or a Hub id such as Qwen/Qwen3-8B; {help_}"

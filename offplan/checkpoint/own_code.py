@@ -78,6 +78,6 @@ def refuse_code(where: str, config: Mapping[str, Any]) -> str:
     """Say what code a checkpoint would have to run, and how to let it."""
     return (
         f"{where}: its config names code of its own, {quote(config['auto_map'][MODEL_CLASS])}, "
-        "which runs with all your rights: read that code, then add --trust-remote-code, which "
-        "commands that plan, measure or run take"
+        "which runs with all your rights: read that code, then let it run with "
+        "`trust_remote_code=True`"
     )

@@ -24,8 +24,8 @@ def find_weights(model: Model, on_progress: Progress | None = None) -> Path:
     sizes = _shard_bytes(model)
     if not sizes or model.revision is None:
         raise InputError(
-            f"{model.source} has no weights: name a folder with weights (--model DIR), or run "
-            "on random weights (--dummy-weights)"
+            f"{model.source} has no weights: name a folder with weights (`model=DIR`), or run "
+            "on random weights (`dummy_weights=True`)"
         )
     from offplan.checkpoint.download import fetch_each
 

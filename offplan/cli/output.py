@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from offplan.cli.printable import printable
 from offplan.errors import InputError, OffplanError
+from offplan.report.wording import name_options
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -66,7 +67,7 @@ def print_note(text: str) -> None:
     """
     if not QUIET.get():
         with suppress(BrokenPipeError):
-            print(f"offplan: {printable(text)}", file=sys.stderr, flush=True)
+            print(f"offplan: {printable(name_options(text))}", file=sys.stderr, flush=True)
 
 
 _BAR_WIDTH = 30

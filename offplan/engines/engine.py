@@ -134,7 +134,7 @@ class Engine:
         if longest is not None and context > longest:
             raise ExportError(
                 f"{self.title} does not start with a context of {context} tokens: the config of "
-                f"{model.source} states {longest} positions; lower --context"
+                f"{model.source} states {longest} positions; lower `context`"
             )
         types = {str(model.config.get("model_type")), model.architecture.model_type}
         if model.dtype == "float16" and not types.isdisjoint(self.no_float16):
@@ -202,24 +202,24 @@ def require_stored_weights(offload: Offload, engine: Engine) -> None:
         if rule.cached_experts is not None:
             raise ExportError(
                 f"rule {number} keeps {rule.cached_experts} experts of a layer on the GPU "
-                f"(cached_experts), which {title} does not do: plan again with --for"
+                f"(cached_experts), which {title} does not do: plan again with `engine`"
             )
         if rule.parts is not None:
             raise ExportError(
                 f"rule {number} streams a layer's experts in {rule.parts} parts (parts), which "
-                f"{title} does not do: plan again with --for"
+                f"{title} does not do: plan again with `engine`"
             )
         for backend in (rule.prefill, rule.decode):
             if backend not in BACKENDS:
                 known = " or ".join(each.name for each in BACKENDS)
                 raise ExportError(
                     f"rule {number} has the backend {backend.name}, which {title} does not have: "
-                    f"expected {known}; plan again with --for"
+                    f"expected {known}; plan again with `engine`"
                 )
     if offload.packing is not None and not engine.is_worker:
         raise ExportError(
             f"{title} holds every weight as it is stored; the plan holds some packed: plan "
-            "again with --for or --no-packing"
+            "again with `engine` or `packing=False`"
         )
 
 

@@ -86,7 +86,7 @@ def export_plan(
     if plan.goal.stock:
         raise ExportError(
             "the plan is for transformers' own passes (stock: true), which no engine runs: plan "
-            f"with --for {engine}"
+            f"with `engine={engine}`"
         )
     if plan.model.dtype not in DTYPES:
         raise ExportError(

@@ -213,7 +213,7 @@ def _require_one_backend(offload: Offload) -> None:
             raise ExportError(
                 f"rule {number} is {rule.prefill.name} in prefill and {rule.decode.name} in "
                 "decode: vLLM computes both phases with the same tensors, so expected one backend "
-                "in both; plan again with --for vllm-worker"
+                "in both; plan again with `engine=vllm-worker`"
             )
 
 
@@ -246,7 +246,7 @@ def _require_packable(stage: Stage) -> None:
     if stage.model.towers:
         raise ExportError(
             f"{stage.model.source} has towers beside its text, and packed weights in vLLM were not "
-            "tried with such a model: plan again with --no-packing"
+            "tried with such a model: plan again with `packing=False`"
         )
     found = engine_parameters(stage, find_names(stage))
     names = {(each.layer, each.name) for each in found}
@@ -257,8 +257,8 @@ def _require_packable(stage: Stage) -> None:
         if (each.layer, whole) in names or not can_pack(_fuse(each.parameters)):
             raise ExportError(
                 f"vLLM holds {whole} of layer {each.layer} as one matrix, and the plan packs part "
-                "of it alone, or more than one packed matrix has: plan again with --no-packing, or "
-                f"with --leave-unpacked {each.parameters[0].segment}"
+                "of it alone, or more than one packed matrix has: plan again with "
+                f"`packing=False`, or with `leave_unpacked={each.parameters[0].segment}`"
             )
 
 
@@ -291,5 +291,6 @@ def _find_backend(
     said = ", ".join(f"{n} {'resident' if b is None else b.name}" for n, b in found.items())
     raise ExportError(
         f"vLLM holds in one parameter, {each.name} of layer {each.layer}, what the plan has in "
-        f"different places ({said}): expected one place for all; plan again with --for vllm-worker"
+        f"different places ({said}): expected one place for all; plan again with "
+        "`engine=vllm-worker`"
     )

@@ -120,7 +120,7 @@ def pack_stage(stage: Stage, packing: Packing | None) -> Stage:
         raise PlanError(
             f"packing takes nothing: {source} has{where} no bfloat16 matrices in the layers that "
             "it matches and that can be packed; leave out `packing`, or plan again with "
-            "--no-packing"
+            "`packing=False`"
         )
     for layer in layers:
         if len({is_packed(p) for p in layer.parameters if _is_matrix(p) and p.is_expert}) > 1:

@@ -157,7 +157,7 @@ def choose_cores(
     if num_threads > len(physical):
         raise OffplanError(
             f"found {len(physical)} {whose} to compute on, and {num_threads} threads are asked "
-            f"for: ask for {len(physical)} at most (--host-threads)"
+            f"for: ask for {len(physical)} at most (`host_threads`)"
         )
     return physical[:num_threads]
 

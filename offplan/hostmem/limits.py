@@ -31,7 +31,7 @@ def check_host_room(num_bytes: int) -> None:
         raise MemoryLimitError(
             f"the weights take {format_bytes(num_bytes)} of host memory; {room[1]} has "
             f"{format_bytes(room[0])} left: raise its limit, close what else uses it, or plan with "
-            "a smaller --host-memory"
+            "a smaller `host_memory`"
         )
 
 

@@ -144,7 +144,7 @@ def ask_again(
             raise InputError(
                 f"the plan was made from figures measured on {plan.machine.name}, which no profile "
                 "keeps (machine.profile is null): measure that machine again, or name a profile of "
-                "it with --machine"
+                "it as `machine`"
             )
         profile = kept
     if not isinstance(model, Model):
@@ -191,7 +191,7 @@ def pose(
         find_runner(goal.engine).require_served(model, workload.context)
         held = lower(model, goal, workload)
     except ExportError as error:
-        raise InputError(f"--for {goal.engine}: {error}") from None
+        raise InputError(f"`engine={goal.engine}`: {error}") from None
     if routing_file is not None:
         held = held.route(read_routing(routing_file, model, goal.engine))
     asked = Question(held, machine, workload, budget, goal, store, profile, routing_file)
@@ -207,7 +207,7 @@ def read_routing(file: str, model: Model, engine: str | None = None) -> RoutingP
     """Read a routing profile of a model; raises InputError for another model's, or an engine."""
     if engine is not None:
         raise InputError(
-            f"--routing with --for {engine}: no engine keeps experts by how soon they are "
+            f"`routing` with `engine={engine}`: no engine keeps experts by how soon they are "
             "chosen again; leave one of them out"
         )
     profile = load_routing(Path(file))

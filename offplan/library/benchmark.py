@@ -93,7 +93,7 @@ def bench_plan(
         raise InputError(
             f"{workload.prompt_tokens} prompt tokens, {NUM_WARMUP_STEPS} steps of warm-up and "
             f"{num_steps} timed ones exceed the plan's context of {workload.context}: lower "
-            "--steps, or plan with a larger --context"
+            "`num_steps`, or plan with a larger `context`"
         )
     _check_ways(others)
     chosen = find_device(device)

@@ -258,15 +258,15 @@ def require_gpu() -> None:
     """Raise OffplanError where there is no CUDA device to measure."""
     if not has_gpu():
         raise OffplanError(
-            "no CUDA device to measure here: measure where there is one, and give what -o writes "
-            "to --machine here; or try offplan with --device cpu, which plays GPU"
+            "no CUDA device to measure here: measure where there is one, and name the profile "
+            "as `machine` here; or try offplan with `device=cpu`, which plays GPU"
         )
 
 
 def why_unmeasured() -> str:
     """Say what is missing for a plan where there is neither a GPU nor a profile."""
     return (
-        "no GPU here and no --machine: link bandwidth and compute were not measured, so nothing "
-        "is planned; name a machine, as in --machine rtx4090 (`offplan machines` lists them), or a "
+        "no GPU here and no `machine`: link bandwidth and compute were not measured, so nothing "
+        "is planned; name a machine, as in `machine=rtx4090` (`offplan machines` lists them), or a "
         "profile's file"
     )

@@ -42,7 +42,7 @@ def read_planned_model(
         )
     except (CheckpointError, HubError) as error:
         if dtype is None and model is None:
-            raise type(error)(f"{error}; or name a copy of the model with --model") from error
+            raise type(error)(f"{error}; or name a copy of it as `model`") from error
         if dtype is None:
             raise
     return open_model(source, on_progress=on_progress)  # another type, which is drift
@@ -72,7 +72,7 @@ def describe_drift(plan: Plan, model: Model) -> Iterator[str]:
         yield (
             f"the plan was made for headers {plan.model.headers_sha256[:12]} of "
             f"{plan.model.source}; {model.source} has {model.headers_sha256[:12]}: plan it again "
-            "(offplan replan --accept-drift), or name another copy with --model"
+            "(offplan replan --accept-drift), or name another copy as `model`"
         )
     if plan.model.config_sha256 not in (None, model.config_sha256):
         yield (

@@ -101,5 +101,5 @@ def check_context(plan: Plan, prompt_tokens: int, num_tokens: int) -> None:
     if prompt_tokens + num_tokens > context:
         raise InputError(
             f"{prompt_tokens} prompt tokens and {num_tokens} new ones exceed the plan's context "
-            f"of {context}: lower --max-new-tokens, or plan with a larger --context"
+            f"of {context}: lower `num_tokens`, or plan with a larger `context`"
         )

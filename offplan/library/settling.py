@@ -58,5 +58,5 @@ def plan_around(plan: Plan, model: Model, names: Sequence[str]) -> Plan:
     except OffplanError as error:
         raise type(error)(
             f"{', '.join(names)} cannot be held packed, and the plan cannot be made again without: "
-            f"{error}; offplan replan takes --leave-unpacked {','.join(noted)}"
+            f"{error}; ask again with `leave_unpacked={','.join(noted)}`"
         ) from None

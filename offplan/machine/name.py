@@ -85,15 +85,15 @@ class MachineName(NamedTuple):
             short, _, text = change.partition("=")
             key = _SHORT_KEYS.get(short.lower(), short.lower())
             if key == short.lower() and (near := difflib.get_close_matches(key, _SHORT_KEYS, 1)):
-                raise ProfileError(f"--machine {self}: there is no {short!r}; is {near[0]} meant?")
+                raise ProfileError(f"`machine={self}`: there is no {short!r}; is {near[0]} meant?")
             if key in data:
-                raise ProfileError(f"--machine {self}: {key} is given twice")
+                raise ProfileError(f"`machine={self}`: {key} is given twice")
             if short.lower() == "pcie":
                 found = _PCIE.fullmatch(text)
                 text = f"PCIe {found[1]} x{found[2]}" if found else text
                 if parse_link(text) is None:
                     raise ProfileError(
-                        f"--machine {self}: {change} is no link: write its generation (3 to 6) and "
+                        f"`machine={self}`: {change} is no link: write its generation (3 to 6) and "
                         "lanes as pcie=4x16"
                     )
             is_figure = key not in ("link", "name")

@@ -258,8 +258,8 @@ class MachineProfile(Record):
         if self.peer is None:
             raise ProfileError(
                 f"the profile of {self.name} has no `peer`, the rate of copies from a second GPU: "
-                "measure it where there are two (offplan measure -o machine.yaml, then --machine "
-                "machine.yaml), or plan with --store host"
+                "measure it where there are two (offplan measure -o machine.yaml, then "
+                "`machine=machine.yaml`), or plan with `store=host`"
             )
         # a context is made there too; libraries and graphs are not, which leaves some room
         room = max(0, self.gpu_memory.value - self.gpu_overhead.value)

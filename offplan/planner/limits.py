@@ -36,6 +36,6 @@ def check_range(space: Space) -> None:
         raise InputError(
             f"requests of {workload.batch} x {workload.prompt_tokens} prompt tokens and "
             f"{workload.output_tokens} output tokens may take longer on {space.machine.name}, "
-            "or hold more bytes, than can be counted: lower --batch, --prompt-tokens or "
-            "--output-tokens"
+            "or hold more bytes, than can be counted: lower `batch`, `prompt_tokens` or "
+            "`output_tokens`"
         )

@@ -57,8 +57,8 @@ class Question:
         check_unpacked(self.model, self.unpacked)
         if engine is not None and self.store != "host":
             raise InputError(
-                f"--for {engine} and --store {self.store}: no engine's flags reach a second GPU's "
-                "memory; leave one of them out"
+                f"`engine={engine}` and `store={self.store}`: no engine's flags reach a second "
+                "GPU's memory; leave one of them out"
             )
         routing = self.held.stage.routing
         if routing is not None and self.goal.objective == "latency":
@@ -133,16 +133,16 @@ class Question:
 def require_keeping(question: Question) -> None:
     """Raise InputError for a question none of whose plans can keep experts, or not as many."""
     kept, experts = question.goal.cached_experts, question.model.experts
-    asked = f"--cached-experts {kept}"
+    asked = f"`cached_experts={kept}`"
     if question.goal.stock:
         raise InputError(
             f"{asked}: transformers' own passes are to run {question.model.source}, and kept "
-            "experts need offplan's: leave --cached-experts out"
+            "experts need offplan's: leave `cached_experts` out"
         )
     # a plan for throughput chooses its batch
     batch = question.workload.batch if question.goal.objective == "latency" else 1
     if (why := why_not_keep(question.model, batch, question.store)) is not None:
-        raise InputError(f"{asked}: {why}, or leave --cached-experts out")
+        raise InputError(f"{asked}: {why}, or leave `cached_experts` out")
     if isinstance(kept, int) and experts is not None and kept > experts.num_experts:
         raise InputError(
             f"{asked}: a layer of {question.model.source} has {experts.num_experts} experts; name "
@@ -152,12 +152,12 @@ def require_keeping(question: Question) -> None:
 
 def require_parts(question: Question) -> None:
     """Raise InputError for a question none of whose plans can stream experts in parts."""
-    asked, source = f"--parts {question.goal.parts}", question.model.source
+    asked, source = f"`parts={question.goal.parts}`", question.model.source
     why = why_not_part(question.model, question.store)
     if why is None and question.goal.stock:
         why = f"transformers' own passes are to run {source}, and layers in parts need offplan's"
     if why is not None:
-        raise InputError(f"{asked}: {why}: leave --parts out")
+        raise InputError(f"{asked}: {why}: leave `parts` out")
 
 
 def why_not_part(model: Model, store: Store) -> str | None:
@@ -176,13 +176,13 @@ def why_not_keep(model: Model, batch: int, store: Store) -> str | None:
     if store != "host":
         return (
             f"experts that are missed are read out of host memory, and the store is {store}: "
-            "take --store host"
+            "take `store=host`"
         )
     most = MAX_PAIRS // model.experts.num_experts_per_token
     if batch > most:
         return (
             f"steps of {MAX_PAIRS} pairs of a token and an expert are served at most, which is a "
-            f"batch of {most}, and not of {batch}: lower --batch"
+            f"batch of {most}, and not of {batch}: lower `batch`"
         )
     if (what := _find_unread(model)) is not None:
         return f"{model.source} has experts {what}, which no kernel keeps: take another model"

@@ -8,6 +8,7 @@ from offplan.report.machine import render_machine
 from offplan.report.model import render_model
 from offplan.report.plan import render_plan
 from offplan.report.ranks import render_shares
+from offplan.report.wording import name_options
 from offplan.units import format_bytes
 
 
@@ -17,7 +18,7 @@ def describe_running(model: Model, why_not: str | None, *, stock: bool = False) 
     ``stock`` is transformers' own passes.
     """
     if why_not is not None:
-        return f"Plans only: {why_not}"
+        return f"Plans only: {name_options(why_not)}"
     if stock:
         return "`offplan run` can execute this model, by transformers' own passes."
     if not model.towers:

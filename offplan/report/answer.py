@@ -22,6 +22,7 @@ from offplan.report.analysis import describe_running
 from offplan.report.model import render_model
 from offplan.report.plan import describe_at_once
 from offplan.report.strip import MemoryBar, make_layer_strip, memory_parts
+from offplan.report.wording import name_options
 from offplan.units import format_budget, format_bytes, format_frequency, format_rate, format_seconds
 
 _SOME_FOLDER = "DIR"
@@ -33,13 +34,15 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
     held, model = analysis.held, analysis.held.model
     head = [Text(describe_model(model))]
     if analysis.infeasible is not None:
-        why = str(analysis.infeasible)  # memory that lacks, or a target that is missed
+        # memory that lacks, or a target that is missed
+        why = name_options(str(analysis.infeasible))
         lines = [f"{why[0].upper()}{why[1:]}{'' if why.endswith('.') else '.'}"]
         lines += [*describe_type(analysis), *describe_alternatives(analysis)]
         return [Group(*head, *map(Text, lines))]
     if analysis.result is None or analysis.machine is None:
         told = describe_running(model, analysis.why_not_run, stock=held.runner.is_stock)
-        answer = Group(*head, Text(told), Text(f"Not planned: {analysis.unmeasured}"))
+        why = name_options(str(analysis.unmeasured))
+        answer = Group(*head, Text(told), Text(f"Not planned: {why}"))
         return [answer, *render_model(model)[1:]]
     plan = analysis.result.plan
     head += [
@@ -261,7 +264,8 @@ def _name_next(analysis: Analysis, command: str, output: Path | None) -> str:
             export_plan(plan, model, "vllm")
         except ExportError as error:
             return (
-                f"neither `offplan run` nor vLLM's flags can execute this plan ({error}); "
+                f"neither `offplan run` nor vLLM's flags can execute this plan "
+                f"({name_options(str(error))}); "
                 f"{command} --for vllm --force looks for one that vLLM can run"
             )
     return f"{fetch}offplan export {output} --engine {engine or 'vllm'}{elsewhere}{which}"

@@ -18,6 +18,7 @@ from offplan.report.run import (
     reads_in_place,
 )
 from offplan.report.table import make_table
+from offplan.report.wording import name_options
 from offplan.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:  # they import torch
@@ -161,7 +162,11 @@ def _notes(plan: Plan, result: "BenchResult") -> list[str]:
         *list_differences(plan, result),
         *note_cores(plan, result.device, predicted_s, result.plan.decode.step.median_s),
         *_notes_on_accelerate(plan, result),
-        *(f"{name}: {why}" for name, why in result.others.items() if isinstance(why, str)),
+        *(
+            f"{name}: {name_options(why)}"
+            for name, why in result.others.items()
+            if isinstance(why, str)
+        ),
     ]
 
 

@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from offplan.report.table import make_grid
+from offplan.report.wording import name_options
 from offplan.upkeep.checking import Finding
 
 MARKS = {
@@ -23,7 +24,7 @@ def render_findings(title: str, findings: Sequence[Finding]) -> RenderableType:
     """Show what was found of one plan, a paragraph for each thing that was checked."""
     table = make_grid(3)
     for finding in findings:
-        table.add_row(MARKS[finding.verdict], finding.subject, Text(finding.text))
+        table.add_row(MARKS[finding.verdict], finding.subject, Text(name_options(finding.text)))
     return Group(Text(title), table)
 
 
@@ -32,7 +33,7 @@ def findings_payload(title: str, findings: Sequence[Finding]) -> dict[str, Any]:
     return {
         "plan": title,
         "verdict": worst_verdict(findings),
-        "findings": [vars(finding) for finding in findings],
+        "findings": [{**vars(finding), "text": name_options(finding.text)} for finding in findings],
     }
 
 

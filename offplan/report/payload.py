@@ -18,6 +18,7 @@ from offplan.report.machine import machine_payload
 from offplan.report.model import outside_segments
 from offplan.report.run import RunResult
 from offplan.report.why import explain_plan
+from offplan.report.wording import name_options
 
 if TYPE_CHECKING:  # they import torch
     from offplan.library.benchmark import BenchResult
@@ -51,7 +52,7 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
         **shortage_payload(analysis),
         "why": None if result is None else why_payload(result, analysis.crossovers),
         "infeasible": None if infeasible is None else _infeasible_payload(infeasible),
-        "unmeasured": analysis.unmeasured,
+        "unmeasured": analysis.unmeasured and name_options(analysis.unmeasured),
     }
 
 
@@ -79,7 +80,8 @@ def running_payload(why_not: str | None, *, stock: bool) -> dict[str, Any]:
     ``way`` is ``own``, or ``stock`` for transformers' own passes.
     """
     way = "stock" if stock else "own"
-    return {"run": {"can_execute": why_not is None, "why_not": why_not, "way": way}}
+    told = why_not and name_options(why_not)
+    return {"run": {"can_execute": why_not is None, "why_not": told, "way": way}}
 
 
 def model_payload(model: Model) -> dict[str, Any]:
@@ -131,7 +133,7 @@ def why_payload(result: PlanResult, crossovers: Crossovers | None) -> dict[str, 
 
 def _infeasible_payload(error: InfeasibleError) -> dict[str, Any]:
     """Return why nothing fits, and how many bytes are missing."""
-    return {"message": str(error), "shortfall_bytes": error.shortfall_bytes}
+    return {"message": name_options(str(error)), "shortfall_bytes": error.shortfall_bytes}
 
 
 def run_payload(plan: Plan, result: RunResult, texts: Sequence["Text"]) -> dict[str, Any]:
@@ -213,7 +215,7 @@ def _step_payload(cost: "PhaseCost") -> dict[str, float]:
 def _way_payload(way: "Measurement | str") -> dict[str, Any]:
     """Return one way to run the workload, with the same keys whether it was measured or not."""
     if isinstance(way, str):
-        return {"decode": None, "prefill": None, "gpu_memory": None, "why_not": way}
+        return {"decode": None, "prefill": None, "gpu_memory": None, "why_not": name_options(way)}
     return {
         **{phase: _step_payload(getattr(way, phase)) for phase in PHASES},
         "gpu_memory": {"total_bytes": way.gpu_bytes},

@@ -147,32 +147,32 @@ class RoutingProfile(Record):
         sizes = ", ".join(str(each.batch) for each in self.batches)
         raise InputError(
             f"the routing profile has batches of {sizes} and none of {batch}: choose one of them, "
-            f"or record a run of at least {batch} sequences with --record-routing"
+            f"or record a run of at least {batch} sequences with `record_routing`"
         )
 
 
-def require_routing(model: Model, option: str = "--record-routing", *, stock: bool = False) -> None:
-    """Raise InputError, which names an option, for a model without routed experts.
+def require_routing(model: Model, argument: str = "record_routing", *, stock: bool = False) -> None:
+    """Raise InputError, which names an argument, for a model without routed experts.
 
     Raise it too where transformers' own passes run the model (``stock``).
     """
     if stock:
         raise InputError(
-            f"{option} is about offplan's own passes, and transformers' own run this model: leave "
-            "that option out"
+            f"`{argument}` is about offplan's own passes, and transformers' own run this model: "
+            "leave it out"
         )
     if model.experts is None:
         raise InputError(
-            f"{model.source} has no routed experts, which {option} is about: leave that option out"
+            f"{model.source} has no routed experts, which `{argument}` is about: leave it out"
         )
 
 
 def check_routing(profile: RoutingProfile, model: Model, name: str) -> None:
     """Raise InputError, which says ``name``, for a profile that is not of a model."""
-    require_routing(model, "--routing")
+    require_routing(model, "routing")
     experts, planned = model.experts, profile.model
     assert experts is not None
-    again = "record a run of this model with --record-routing, or leave --routing out"
+    again = "record a run of this model with `record_routing`, or leave `routing` out"
     if planned.headers_sha256 != model.headers_sha256:
         raise InputError(
             f"{name} was recorded with {planned.source} (headers "
@@ -206,9 +206,7 @@ def make_routing(
     InputError where no step was recorded.
     """
     if not runs:
-        raise InputError(
-            "no decode step was run, so no routing was recorded: raise --max-new-tokens"
-        )
+        raise InputError("no decode step was run, so no routing was recorded: raise `num_tokens`")
     most = max(run.shape[2] for run in runs)
     sizes = sorted({most, *(2**power for power in range(most.bit_length()))})
     batches = []

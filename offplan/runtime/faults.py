@@ -28,7 +28,7 @@ def memory_limits(doing: str) -> Iterator[None]:
         told = f" ({'. '.join(details).rstrip('.')})" * bool(details[0])
         raise MemoryLimitError(
             f"memory ran out while {doing}{told}. Close what else uses it, or plan again with a "
-            "smaller --gpu-memory, --batch or --context"
+            "smaller `gpu_memory`, `batch` or `context`"
         ) from error
 
 

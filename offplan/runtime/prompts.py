@@ -62,10 +62,10 @@ def load_tokenizer(model: Model) -> Any:
     """
     folder = find_small_files(model, _TOKENIZER_FILES)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        lacking, instead = "no tokenizer", "leave --prompt out"
+        lacking, instead = "no tokenizer", "give no prompts"
         if not has_weights(model):
             lacking = "neither weights nor a tokenizer"
-            instead = "name a folder that has both (--model DIR)"
+            instead = "name a folder that has both (`model=DIR`)"
         raise InputError(
             f"{model.source} has {lacking}: expected files such as {_TOKENIZER_FILES[0]} in "
             f"{folder}; fetch them, or {instead}"
@@ -79,7 +79,7 @@ def load_tokenizer(model: Model) -> Any:
     except Exception as error:
         raise InputError(
             f"{model.source} has no tokenizer that can be read ({describe(error)}); fetch it "
-            "again, or leave --prompt out"
+            "again, or give no prompts"
         ) from None
 
 
@@ -111,7 +111,7 @@ def read_prompt(
     except Exception as error:  # some files fail only when they are used
         raise InputError(f"the tokenizer of {model.source} fails: {describe(error)}") from None
     if not tokens.numel():
-        raise InputError("the prompt is empty: type some text, or leave --prompt out")
+        raise InputError("the prompt is empty: expected some text")
     vocabulary = model.architecture.vocabulary_size
     if vocabulary is not None and (largest := int(tokens.max())) >= vocabulary:
         raise InputError(
@@ -149,7 +149,9 @@ def render_chat(
     has no chat template, and where its own does not take the messages or exceeds a limit.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise InputError(f"{model.source} has no chat template: leave --chat and messages out")
+        raise InputError(
+            f"{model.source} has no chat template, and so continues prompts and reads no messages"
+        )
     try:
         return renderer.render(tokenizer, messages, tools)
     except TemplateError as error:
@@ -171,5 +173,5 @@ def _check_placeholders(model: Model, tokens: torch.Tensor) -> None:
         if token is not None and token in tokens:
             raise InputError(
                 f"the prompt has token {token} ({key}), which stands for what the model would see "
-                "or hear, and `run` executes the text part alone: leave it out of --prompt"
+                "or hear, and offplan runs the text part alone: leave it out of the prompt"
             )

@@ -23,7 +23,7 @@ def refuse_long_texts(model: Model, context: int) -> None:
         raise CheckpointError(
             f"{model.source} has sparse attention, whose indexers choose what is seen of texts of "
             f"more than {most} tokens; `run` knows no longer ones (found a context of {context}): "
-            f"plan with --context {most} or less"
+            f"plan with `context={most}` or less"
         )
 
 

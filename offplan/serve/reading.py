@@ -59,7 +59,7 @@ class Reader:
             )
         except InputError as error:
             # what a model's own files do wrong is said in the words of `run`
-            raise ApiError(400, str(error)) from None
+            raise ApiError(400, error.facts) from None
 
     def read(self, request: Request, rendered: str = "") -> list[Text]:
         """Return the texts that a request asks for, one for each of its prompts.
@@ -70,7 +70,7 @@ class Reader:
         try:
             prompts = self._read_prompts(request, rendered)
         except InputError as error:
-            raise ApiError(400, str(error)) from None
+            raise ApiError(400, error.facts) from None
         return [self._make_text(request, number, each) for number, each in enumerate(prompts)]
 
     def finds_calls(self, request: Request) -> bool:

@@ -189,7 +189,7 @@ class Worker:
             lost = self._find_lost()
             if isinstance(error, InputError) and len(jobs) == 1 and not lost:
                 self._end(jobs[0])
-                jobs[0].tell(Failed(ApiError(400, str(error))))
+                jobs[0].tell(Failed(ApiError(400, error.facts)))
                 return
             if len(jobs) == 1:
                 self._fail([*jobs, *lost], error)

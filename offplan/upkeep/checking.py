@@ -75,7 +75,7 @@ def check_plan(
     if found is None:
         absent = f"{plan.model.source} is neither on this disk nor in the Hub's cache: not compared"
         findings = [
-            Finding("model", "unknown", f"{absent} (name a local copy with --model)"),
+            Finding("model", "unknown", f"{absent} (name a local copy as `model`)"),
             *figures,
             Finding("prediction", "unknown", "offplan prices a decision by its model's headers"),
         ]

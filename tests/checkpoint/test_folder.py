@@ -256,7 +256,7 @@ def test_name_in_a_folder_that_is_there_is_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     told = refusal("org/name")
     assert f"found nothing of this name in '{tmp_path}/org'" in told
-    assert "name a --revision if the Hub's model is meant" in told
+    assert "name a `revision` if the Hub's model is meant" in told
 
 
 def test_source_that_is_another_file(tmp_path):

@@ -264,10 +264,13 @@ def test_buffers_that_may_be_too_small_are_refused(tmp_path: Path) -> None:
     ("goal", "why"),
     [
         ({"tensor_parallel": 2}, "--tp 2 without an engine"),
-        ({"engine": "vllm", "tensor_parallel": 4, "expert_parallel": 3}, "--ep 3 does not divide"),
+        (
+            {"engine": "vllm", "tensor_parallel": 4, "expert_parallel": 3},
+            "`expert_parallel=3` does not divide",
+        ),
         (
             {"engine": "vllm", "pipeline_parallel": 2, "objective": "throughput"},
-            "--pp 2 with the objective throughput",
+            "`pipeline_parallel=2` with the objective throughput",
         ),
     ],
 )
@@ -278,7 +281,7 @@ def test_goals_that_contradict_themselves(goal: dict[str, Any], why: str) -> Non
 
 def test_a_question_is_asked_of_a_model_that_can_be_divided() -> None:
     model = open_model(str(MODELS / "qwen3-8b" / "config.json"))
-    with pytest.raises(InputError, match="--for vllm: --tp 3: how 32 heads"):
+    with pytest.raises(InputError, match="`engine=vllm`: --tp 3: how 32 heads"):
         pose(
             model,
             make_machine(),

@@ -42,7 +42,7 @@ def test_a_context_beyond_the_positions_of_the_model(engine: str, tmp_path: Path
     expected = r"does not start with a context of 256 tokens: .* states 128 positions"
     with pytest.raises(ExportError, match=expected):
         export_plan(plan, model, engine)
-    with pytest.raises(InputError, match=f"--for {engine}: .* {expected}"):
+    with pytest.raises(InputError, match=f"`engine={engine}`: .* {expected}"):
         ask(model, engine)
 
 

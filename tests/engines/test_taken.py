@@ -251,17 +251,17 @@ def test_what_a_share_is_too_small_for_stays(tmp_path: Path) -> None:
 
 def test_packing_part_of_what_vllm_fuses_is_refused(tmp_path: Path) -> None:
     some = Packing(group_size=1, num_in_group=1, leave_unpacked=("mlp.up_proj",))
-    message = "gate_up_proj.weight of layer 0 as one matrix.* --leave-unpacked mlp.gate_proj"
+    message = "gate_up_proj.weight of layer 0 as one matrix.* .leave_unpacked=mlp.gate_proj"
     with pytest.raises(ExportError, match=message):
         take(pack(make_plan(), some), read_qwen3(tmp_path))
 
 
 KEPT = {"decode": "uva", "cached_experts": 2}
 UNKNOWN = {
-    "keeps 2 experts .*cached_experts.* worker in vLLM does not do: .* --for": KEPT,
-    "keeps 2 experts .*cached_experts.* --for": KEPT | {"decode": "host", "host_share": 0.5},
-    "has the backend host, which .* worker in vLLM does not have: .* --for": {"decode": "host"},
-    "experts in 2 parts .* worker in vLLM does not do: .* --for": {
+    "keeps 2 experts .*cached_experts.* worker in vLLM does not do: .* `engine`": KEPT,
+    "keeps 2 experts .*cached_experts.* `engine`": KEPT | {"decode": "host", "host_share": 0.5},
+    "has the backend host, which .* worker in vLLM does not have: .* `engine`": {"decode": "host"},
+    "experts in 2 parts .* worker in vLLM does not do: .* `engine`": {
         "prefill": "prefetch",
         "decode": "uva",
         "parts": 2,

@@ -137,7 +137,7 @@ def test_a_peer_as_the_store_is_refused(engine: str) -> None:
 def test_packing_is_refused(engine: str) -> None:
     plan = make_plan(prefetch())
     packed = plan.offload.model_copy(update={"packing": Packing(group_size=1, num_in_group=1)})
-    with pytest.raises(ExportError, match=r"holds every weight as it is .* --no-packing"):
+    with pytest.raises(ExportError, match=r"holds every weight as it is .* `packing=False`"):
         export_plan(plan.model_copy(update={"offload": packed}), qwen3(), engine)
 
 

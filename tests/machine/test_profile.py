@@ -236,7 +236,7 @@ def test_a_second_gpu_as_the_store() -> None:
     assert peer.fingerprint != machine.fingerprint
     with_latency = machine.model_copy(update={"peer_latency": machine.layer_overhead})
     assert with_latency.with_store("peer").copy_latency.value == 2e-6
-    with pytest.raises(ProfileError, match=r"test machine has no `peer`.* plan with --store host"):
+    with pytest.raises(ProfileError, match=r"test machine has no `peer`.* plan with `store=host`"):
         make_machine().with_store("peer")
 
 

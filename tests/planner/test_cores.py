@@ -127,12 +127,12 @@ def test_shared_experts_hide_what_the_cores_read() -> None:
 
 
 def test_engines_have_none() -> None:
-    with pytest.raises(ValidationError, match="--host-cores with --for vllm: no engine"):
+    with pytest.raises(ValidationError, match="`host_cores` with `engine=vllm`: no engine"):
         Goal(engine="vllm", host_cores=True)
 
 
 def test_threads_are_of_cores_that_multiply() -> None:
-    with pytest.raises(ValidationError, match="--host-threads 4 without --host-cores, which lets"):
+    with pytest.raises(ValidationError, match="`host_threads=4` without `host_cores`, which lets"):
         Goal(host_threads=4)
 
 

@@ -361,7 +361,7 @@ def test_a_number_is_kept_as_asked() -> None:
         (make_model([DENSE] * 3), "auto", WORKLOAD, "host", "has no routed experts"),
         (moe_model(), 9, WORKLOAD, "host", "a layer of test/model has 8 experts"),
         (moe_model(), "auto", Workload(batch=600), "host", "a batch of 512"),
-        (moe_model(), "auto", WORKLOAD, "peer", "the store is peer: take --store host"),
+        (moe_model(), "auto", WORKLOAD, "peer", "the store is peer: take `store=host`"),
         (replace(moe_model(), dtype="float32"), 3, WORKLOAD, "host", "experts computed in float32"),
         (replace(moe_model(), model_type="gpt_oss"), 3, WORKLOAD, "host", "by transposed values"),
     ],
@@ -376,7 +376,7 @@ def test_what_cannot_be_kept_is_refused(
 
 
 def test_no_engine_keeps_them() -> None:
-    with pytest.raises(ValueError, match="--cached-experts auto with --for vllm: no engine keeps"):
+    with pytest.raises(ValueError, match="`cached_experts=auto` with `engine=vllm`: no"):
         Goal(cached_experts="auto", engine="vllm")
 
 

@@ -110,12 +110,12 @@ def test_neighbours_step_through_parts() -> None:
 
 
 def test_questions_that_cannot_have_parts() -> None:
-    with pytest.raises(InputError, match="has no routed experts: leave --parts out"):
+    with pytest.raises(InputError, match="has no routed experts: leave `parts` out"):
         pose(dense_model(2), MACHINE, WORKLOAD, Budget(gpu_memory=2**30), Goal(parts="auto"))
     with pytest.raises(ValueError, match="no engine streams a layer's experts in parts"):
         Goal(parts="auto", engine="vllm")
     machine = load_machine("rtx4090")
-    with pytest.raises(InputError, match="--parts auto with --for vllm"):
+    with pytest.raises(InputError, match="`parts=auto` with `engine=vllm`"):
         plan_ask(dense_model(2), machine, parts="auto", engine="vllm")
 
 
@@ -136,5 +136,5 @@ def test_engines_refuse_parts_by_name() -> None:
     from offplan.engines.vllm import VLLM
 
     offload = make_plan(ask(0.1, "auto")).plan.offload
-    with pytest.raises(ExportError, match=r"in \d+ parts \(parts\), .* plan again with --for"):
+    with pytest.raises(ExportError, match=r"in \d+ parts \(parts\), .* plan again with `engine`"):
         require_stored_weights(offload, VLLM)

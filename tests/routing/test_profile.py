@@ -53,7 +53,7 @@ def test_a_batch_that_was_not_recorded_is_refused(profile: RoutingProfile) -> No
 
 
 def test_no_step_is_no_profile() -> None:
-    with pytest.raises(InputError, match="raise --max-new-tokens"):
+    with pytest.raises(InputError, match="raise `num_tokens`"):
         make_routing(MODEL, [1], [], 8)
 
 

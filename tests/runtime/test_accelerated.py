@@ -52,7 +52,7 @@ def test_a_module_with_parameters_of_both_kinds_is_taken_whole(moe: Path) -> Non
 
 
 def test_sparse_attention_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="leave --vs accelerate out"):
+    with pytest.raises(InputError, match="leave accelerate out"):
         bench_accelerate(question(save_tiny("deepseek_v32", tmp_path)))
 
 

@@ -99,7 +99,7 @@ def test_out_of_address_space(
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr("offplan.hostmem.block.mmap.mmap", refuse)
-    with pytest.raises(MemoryLimitError, match=r"the host has no room for .* --host-memory"):
+    with pytest.raises(MemoryLimitError, match=r"the host has no room for .* `host_memory`"):
         load(folder)
 
 
@@ -181,7 +181,7 @@ def test_out_of_memory_says_what_to_do(error: Exception, told: str) -> None:
         raise error
     assert str(raised.value) == (
         f"memory ran out while testing{told}. Close what else uses it, or plan again with a "
-        "smaller --gpu-memory, --batch or --context"
+        "smaller `gpu_memory`, `batch` or `context`"
     )
 
 

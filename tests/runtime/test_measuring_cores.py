@@ -71,5 +71,5 @@ def test_experts_of_a_sample_are_others_than_before() -> None:
 
 
 def test_more_threads_than_cores_are_refused_before_anything_is_measured() -> None:
-    with pytest.raises(OffplanError, match=r"4096 threads are asked for: ask for .*--host-threads"):
+    with pytest.raises(OffplanError, match=r"4096 threads are asked for: ask for .*host_threads"):
         measure_here(device="cpu", with_cores=True, host_threads=4096)

@@ -271,7 +271,7 @@ def test_every_bit_pattern_is_kept_or_refused(tmp_path: Path) -> None:
 
     few[127, :15] = 1e30
     change(folder, name, few)
-    told = rf"{name} .* found 71 .* most 64; .*--leave-unpacked 1\.mlp\.up_proj"
+    told = rf"{name} .* found 71 .* most 64; .*`leave_unpacked=1\.mlp\.up_proj"
     with pytest.raises(UnpackableError, match=told):
         LoadedModel(open_model(str(folder)), packed(), torch.device("cpu"), folder)
 

@@ -366,5 +366,5 @@ def test_layers_compiled_by_their_pieces(folder: Path, monkeypatch: pytest.Monke
 
 
 def test_stock_passes_stream_no_parts(folder: Path) -> None:
-    with pytest.raises(PlanError, match=r"transformers' own passes .* plan with --stock"):
+    with pytest.raises(PlanError, match=r"transformers' own passes .* plan with `stock=True`"):
         open_session(saved("qwen3_moe_tied", folder), offload(in_parts(2)), stock=True)

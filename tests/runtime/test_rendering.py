@@ -126,7 +126,12 @@ def test_an_answer_in_this_process(tokenizer: Any) -> None:
     """What the process does with a question, where coverage sees it."""
 
     def ask(template: str) -> Iterator[tuple[str, str]]:
-        asked = {"messages": MESSAGES, "tools": None, "template": template, "special_tokens": {}}
+        asked: dict[str, Any] = {
+            "messages": MESSAGES,
+            "tools": None,
+            "template": template,
+            "special_tokens": {},
+        }
         yield from json.loads(_answer(tokenizer, json.dumps(asked).encode())).items()
 
     assert dict(ask("{{ messages[2].name }}")) == {"text": "weather"}

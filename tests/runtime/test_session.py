@@ -316,7 +316,7 @@ def test_without_triton_no_weight_is_loaded(
     [
         (
             {"index_topk": CONTEXT - 1},
-            f"more than {CONTEXT - 1} tokens.*--context {CONTEXT - 1} or less",
+            f"more than {CONTEXT - 1} tokens.*`context={CONTEXT - 1}` or less",
         ),
         ({"index_topk": 0}, "found an index_topk of 0 in .* expected 2048"),
         # whose indexers are not known to choose all of a short text

@@ -147,7 +147,7 @@ def test_a_longer_prompt_than_the_plan_has_room_for_is_refused(tmp_path: Path) -
         folder = save(family, tmp_path / family, variant)
         with (
             open_session(folder, decision, stock=True) as session,
-            pytest.raises(InputError, match=r"14 tokens.*room for 8.*--prompt-tokens 14"),
+            pytest.raises(InputError, match=r"14 tokens.*room for 8.*`prompt_tokens=14`"),
         ):
             session.prefill(PROMPT)
 
@@ -322,7 +322,7 @@ def test_experts_that_could_be_kept_need_not_be_named(
     workload, machine = Workload(prompt_tokens=14, context=4096), load_machine("h200-pcie5")
     goal = ask(model, machine, workload).goal
     assert (goal.stock, goal.cached_experts) == (True, "off")
-    with pytest.raises(InputError, match="leave --cached-experts out"):
+    with pytest.raises(InputError, match="leave `cached_experts` out"):
         make_plan(ask(model, machine, workload, cached_experts="auto"))
 
 

@@ -4,15 +4,17 @@ import json
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 
-from offplan.errors import InputError, OffplanError
+from offplan.errors import InputError, MemoryLimitError, OffplanError
 from offplan.serve.guard import Guard, check_exposure
 from offplan.serve.serving import bind
 from tests.serve import (
+    CONTEXT,
     KEY,
     NAME,
     TIMEOUT_S,
@@ -25,6 +27,8 @@ from tests.serve import (
 from tests.serve.conftest import Tiny
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+SEES = {"image_token_id": 54}
+"""The first token of "Weights" is what stands for an image."""
 ASKED = {"prompt": "a", "max_tokens": 2, "temperature": 0}
 
 
@@ -130,6 +134,53 @@ def test_a_mistake_of_the_server_is_told_to_its_log_alone(
     monkeypatch.undo()
     assert scripted.ask("/v1/completions", ASKED).status == 200
     assert scripted.service.metrics.waiting._value.get() == 0
+
+
+def test_no_error_speaks_of_options(
+    scripted: Served, tiny: Tiny, rows: ScriptedRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who reads an answer types no command: what helps them is said in words of the API."""
+    reader, chat = scripted.service.reader, {"messages": [{"role": "user", "content": "a"}]}
+    sees = replace(tiny.model, config={"model_type": "qwen2_vl", "vision_config": {}} | SEES)
+    knows_little = replace(tiny.model, config={**tiny.model.config, "vocab_size": 3})
+    long = InputError("the prompt has 40 tokens", remedy="plan with `prompt_tokens=40`")
+    changes: list[tuple[str, Any, Any]] = [
+        ("tokenizer.chat_template", None, chat),
+        ("tokenizer.chat_template", "{{ raise_exception('no') }}", chat),
+        ("tokenizer.chat_template", "{{ 'a' * 10 ** 10 }}", chat),
+        ("tokenizer.chat_template", "", chat),
+        ("tokenizer.chat_template", " ", {"messages": []}),
+        ("tokenizer.chat_template", "{{ '' }}", chat),
+        ("model", sees, {"prompt": "Weights"}),
+        ("model", knows_little, {"prompt": "Weights"}),
+        ("context", CONTEXT, {"prompt": ""}),
+        ("context", CONTEXT, {"prompt": "a" * 999}),
+        ("context", CONTEXT, {"prompt": "a", "max_tokens": 999}),
+        ("context", CONTEXT, {"prompt": [[5], [9**9]]}),
+        ("context", CONTEXT, {"prompt": ["a"] * 64}),
+        ("context", CONTEXT, {"prompt": "a", "top_p": 2}),
+        ("context", CONTEXT, {"prompt": "a", "n": 3}),
+        ("context", CONTEXT, {"prompt": "a", "wrong": 3}),
+        ("context", CONTEXT, {"prompt": "a", "fails": long}),
+        ("context", CONTEXT, {"prompt": "a", "fails": MemoryLimitError("no `gpu_memory`")}),
+        ("context", CONTEXT, {"prompt": "a", "fails": RuntimeError("--secret")}),
+    ]
+    told = []
+    for name, value, body in changes:
+        asked = dict(body)
+        with monkeypatch.context() as patched:
+            *parts, last = name.split(".")
+            changed = getattr(reader, parts[0]) if parts else reader
+            patched.setitem(vars(changed), last, value)
+            if "fails" in asked:
+                rows.faults[0] = asked.pop("fails")
+            path = "/v1/chat/completions" if "messages" in asked else "/v1/completions"
+            answered = scripted.ask(path, asked)
+        assert answered.status in (400, 500), (name, value, body, answered)
+        told.append(answered.data["error"]["message"])
+    assert not [text for text in told if "--" in text or "`" in text]
+    assert "tiny has no chat template, and so continues prompts and reads no messages" in told
+    assert "the prompt has 40 tokens" in told
 
 
 @pytest.mark.slow

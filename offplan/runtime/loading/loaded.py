@@ -84,7 +84,7 @@ class LoadedModel:
             except OverfullError as error:
                 names = name_weights(self.model, error.tensors)
                 raise UnpackableError(
-                    f"{error}; plan it again with --leave-unpacked {','.join(names)}", names
+                    f"{error}; plan it again with `leave_unpacked={','.join(names)}`", names
                 ) from None
             shared = {name: loaded[owner] for name, owner in prepared.owners.items()}
             loaded |= shared

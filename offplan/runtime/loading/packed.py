@@ -232,7 +232,7 @@ def _pack_exactly(values: torch.Tensor, name: str) -> Parts:
     if not torch.equal(made.view(torch.int16), values.view(torch.int16)):
         raise CheckpointError(
             f"{name} does not come out of its packed form as it went in, which is a fault of the "
-            "device or of offplan; plan it again with --no-packing"
+            "device or of offplan; plan it again with `packing=False`"
         )
     return parts
 

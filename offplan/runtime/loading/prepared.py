@@ -79,12 +79,12 @@ def prepare(
     if stock and placement.expert_slots:
         raise PlanError(
             "a rule has cached_experts, and transformers' own passes are to run the model: kept "
-            "experts need offplan's own passes, so make a plan with --stock"
+            "experts need offplan's own passes, so make a plan with `stock=True`"
         )
     if stock and placement.parts:
         raise PlanError(
             "a rule has parts, and transformers' own passes are to run the model, whose layers "
-            "take one chunk after the other: make a plan with --stock"
+            "take one chunk after the other: make a plan with `stock=True`"
         )
     offloaded = find_offloaded(placement, targets, wanted)
     check_parted(module, placement, offloaded)

@@ -29,7 +29,7 @@ class Shards:
             if tensor.shard is None:
                 raise CheckpointError(
                     f"{folder} has no weights, only a config: give a folder with safetensors "
-                    "files, or --dummy-weights"
+                    "files, or `dummy_weights=True`"
                 )
             by_shard.setdefault(tensor.shard, []).append(tensor)
         try:

@@ -30,7 +30,7 @@ def require_accelerate() -> Any:
         from accelerate import cpu_offload
     except ImportError:
         raise InputError(
-            "--vs accelerate needs the package accelerate: pip install accelerate"
+            "comparing with accelerate needs the package accelerate: pip install accelerate"
         ) from None
     return cpu_offload
 
@@ -48,7 +48,7 @@ def bench_accelerate(bench: Bench, on_stage: Stages = silent) -> Measurement:
     if bench.model.architecture.index_topk is not None and not bench.stock:
         raise InputError(
             f"{bench.model.source} has sparse attention, whose indexers stock transformers needs "
-            "and offplan leaves out: leave --vs accelerate out, or add --stock"
+            "and offplan leaves out: leave accelerate out, or plan with `stock=True`"
         )
     with on_device(bench.device):
         module, offloaded = _load(bench, on_stage("loading"))

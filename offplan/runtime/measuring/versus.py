@@ -44,7 +44,7 @@ WAYS: dict[str, Callable[[Bench, Stages], Measurement]] = {
     "serial": measure_serial,
     "accelerate": measure_accelerate,
 }
-"""Ways that a plan can be compared with, by the name that ``--vs`` knows."""
+"""Ways that a plan can be compared with, by its name."""
 
 
 def _measure(

@@ -15,7 +15,7 @@ from offplan.runtime.memory.servers import SERVERS, ByCores, Server
 from offplan.schedule import Serve, slots_read
 from offplan.units import format_bytes
 
-_REMEDY = "plan with a smaller --host-memory"
+_REMEDY = "plan with a smaller `host_memory`"
 HOST_EMBEDDING = -1
 """Stands for the layer of an input embedding on the host, which is in no slab."""
 
@@ -26,7 +26,7 @@ def reads_over_link(device: torch.device) -> bool:
 
 
 def allocate(
-    num_bytes: int, device: torch.device, what: str, remedy: str = "a smaller --gpu-memory"
+    num_bytes: int, device: torch.device, what: str, remedy: str = "a smaller `gpu_memory`"
 ) -> torch.Tensor:
     """Take bytes on a device; raises MemoryLimitError naming ``what`` they were for.
 

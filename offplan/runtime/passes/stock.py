@@ -92,8 +92,8 @@ class StockRunner:
             raise InputError(
                 f"the prompt has {num_tokens} tokens, and the plan's passes have room for "
                 f"{self._chunk} (prefill_chunk); prompts of {model.model_type} are read whole, "
-                "since transformers gives other results in chunks or that is not known: plan with "
-                f"--prompt-tokens {num_tokens} or more"
+                "since transformers gives other results in chunks or that is not known",
+                remedy=f"plan with `prompt_tokens={num_tokens}` or more",
             )
         with self._whole_or_afresh():
             self._forget()
