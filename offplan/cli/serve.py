@@ -69,9 +69,9 @@ def serve(
 ) -> None:
     """Serve a plan by OpenAI's API: chats and completions, whole or streamed.
 
-    Up to the plan's batch of texts are continued together, each from its own prompt; the rest wait
-    in their order. The first Ctrl-C or SIGTERM takes no more requests and finishes those that are
-    there, the second one ends them.
+    Up to the plan's batch of texts are continued together, each from its own prompt; the rest wait,
+    and clients take turns. The first Ctrl-C or SIGTERM takes no more requests and finishes those
+    that are there, the second one ends them.
     """
     from offplan.cli.planning import open_plan_to_run
 

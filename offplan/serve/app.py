@@ -68,6 +68,7 @@ class Service:
     tokenizing: WatchedThread = field(
         default_factory=lambda: WatchedThread("offplan-tokenizer", "the tokenizer")
     )
+    """A long prompt takes its time, and the event loop goes on."""
     rendering: WatchedThread = field(
         default_factory=lambda: WatchedThread("offplan-templates", "the chat template")
     )

@@ -58,7 +58,6 @@ class Reader:
                 self.model, self.tokenizer, self.renderer, messages, request.shown_tools
             )
         except InputError as error:
-            # what a model's own files do wrong is said in the words of `run`
             raise ApiError(400, error.facts) from None
 
     def read(self, request: Request, rendered: str = "") -> list[Text]:
