@@ -7,10 +7,18 @@ import contextlib
 import json
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from typing_extensions import Self
 
 from offplan.serve.errors import ApiError, refuse_fields
+from offplan.serve.shape import MAX_FIELDS, check_shape
 
 MAX_STOP_STRINGS = 16
 """Stop strings of one request; OpenAI's API takes four."""
@@ -46,10 +54,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 Short = Annotated[str, Field(max_length=1024)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 StopStrings = Annotated[
-    list[StopString], BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)
+    list[StopString],
+    Field(fail_fast=True),
+    BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
 ]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
-TokenPrompt = Annotated[list[Token], Field(min_length=1)]
+TokenPrompt = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 
 
 def _list_parts(content: Any) -> Any:
@@ -66,6 +76,15 @@ class _Object(BaseModel):
     """Base of all objects in a request: frozen, strict, and an unknown field is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, data: Any) -> Any:
+        if isinstance(data, dict) and len(data) > MAX_FIELDS:
+            raise ValueError(
+                f"{len(data)} fields in one object; the API knows {MAX_FIELDS} at most"
+            )
+        return data
 
 
 class TextPart(_Object):
@@ -96,10 +115,12 @@ class Message(_Object):
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     """Who said it; the chat template knows which there are."""
-    content: Annotated[list[TextPart] | None, BeforeValidator(_list_parts)] = None
+    content: Annotated[
+        Annotated[list[TextPart], Field(fail_fast=True)] | None, BeforeValidator(_list_parts)
+    ] = None
     name: Short | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: Short | None = None
     # clients send an answer back as they got it, with null in these
     refusal: None = None
@@ -235,11 +256,11 @@ class Request(_Object):
 class ChatRequest(Request):
     """A request for the next message of a chat."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
 
     @model_validator(mode="after")
@@ -275,7 +296,7 @@ class CompletionRequest(Request):
 
     prompt: Annotated[
         list[str | TokenPrompt],
-        Field(min_length=1, max_length=MAX_PROMPTS),
+        Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
         BeforeValidator(_list_prompts),
     ]
     """Prompts as texts or tokens; a single one becomes a list."""
@@ -294,6 +315,7 @@ def parse_request(kind: type[R], body: bytes | dict[str, Any]) -> R:
     """Read a request of a kind from a body, or from an object; raises ApiError with 400."""
     try:
         if isinstance(body, bytes):
+            check_shape(body)
             return kind.model_validate_json(body)
         return kind.model_validate(body)
     except ValidationError as error:
