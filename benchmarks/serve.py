@@ -52,11 +52,11 @@ from offplan.runtime.rows import Rows
 from offplan.runtime.rules import TokenRules
 from offplan.runtime.session import Session
 from offplan.runtime.texts import Text
-from offplan.serve.app import Service
+from offplan.serve.app import Service, make_app
 from offplan.serve.guard import Guard
 from offplan.serve.metrics import Metrics
 from offplan.serve.reading import Reader
-from offplan.serve.serving import Serving, bind
+from offplan.serve.serving import Serving, listen
 from offplan.serve.worker import Worker
 
 QWEN3_8B = {
@@ -275,8 +275,9 @@ def time_clients(port: int, num_clients: int, num_tokens: int) -> tuple[float, f
     return find_mean(times), made / (ended - begun)
 
 
-def serve(model: Model, session: Session, tokenizer: Any, rows: Rows) -> tuple[Serving, int, Any]:
-    """Begin to serve a session; return the server, its port and the thread it runs in."""
+@contextmanager
+def serving(model: Model, session: Session, tokenizer: Any, rows: Rows) -> Iterator[int]:
+    """Serve a session, until the context is left, at the port that comes of it."""
     metrics, is_ready = Metrics(_PREDICTED), threading.Event()
     faults: Any = lambda error: print(repr(error), file=sys.stderr)  # noqa: E731
     service = Service(
@@ -288,12 +289,19 @@ def serve(model: Model, session: Session, tokenizer: Any, rows: Rows) -> tuple[S
         guard=Guard(),
         on_fault=faults,
     )
-    bound = bind("127.0.0.1", 0)
-    serving = Serving(service, bound, on_ready=is_ready.set, on_end=lambda is_second: None)
-    thread = threading.Thread(target=serving.run)
-    thread.start()
-    assert is_ready.wait(60)
-    return serving, bound.getsockname()[1], thread
+    with Serving(listen("127.0.0.1", 0), on_end=lambda what: None, leave=faults) as server:
+        thread = threading.Thread(
+            target=server.serve,
+            args=[service, make_app(service)],
+            kwargs={"on_ready": is_ready.set},
+        )
+        thread.start()
+        assert is_ready.wait(60)
+        try:
+            yield server.port
+        finally:
+            server.end()
+            thread.join()
 
 
 def time_way(
@@ -323,8 +331,7 @@ def time_way(
                 step_s = time_texts(texts)
             found[f"texts_{number}"] = {"step_s": step_s, "host": host.sum_up()}
         exchanges["texts"] = count_of_texts(rows, tokenizer)
-        serving, port, thread = serve(model, session, tokenizer, rows)
-        try:
+        with serving(model, session, tokenizer, rows) as port:
             for number in numbers:
                 with HostTimes().watch() as host:
                     step_s, tokens_per_s = time_clients(port, number, given.tokens)
@@ -336,9 +343,6 @@ def time_way(
                     "tokens_per_s": tokens_per_s,
                     "host": host.sum_up(),
                 }
-        finally:
-            serving.end()
-            thread.join()
         found["exchanges"] = exchanges
         found["gpu_bytes"] = session.gpu_bytes
     return found | {"took_s": time.perf_counter() - began}

@@ -81,6 +81,7 @@ VLLM_OPTIONS = {
     *("--quantization", "--tensor-parallel-size", "--enable-expert-parallel"),
 }
 """What pages tell to give to vLLM itself."""
+DOCKER_OPTIONS = {"--stop-timeout"}
 
 
 def test_every_page_is_in_the_index() -> None:
@@ -117,7 +118,7 @@ def test_pages_name_no_unknown_option(
     }
     for page in DOCS.glob("*.md"):
         named = set(OPTION.findall(page.read_text("utf-8")))
-        known = {"--help", "--version", "--install-completion"} | VLLM_OPTIONS
+        known = {"--help", "--version", "--install-completion"} | VLLM_OPTIONS | DOCKER_OPTIONS
         assert named <= declared | known, page.name
 
 

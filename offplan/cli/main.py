@@ -45,7 +45,7 @@ def main() -> None:
     except OSError as error:
         # the interpreter would try once more, and end in a traceback
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        code = code or _tell(error)
+        code = code or tell(error)
     sys.exit(code)
 
 
@@ -62,14 +62,14 @@ def _run() -> int | str | None:
     except SystemExit as ended:
         # typer has made exits of a Ctrl-C inside a command, and of a pipe that nobody reads
         if ended.code == INTERRUPTED:
-            return _tell(KeyboardInterrupt())
+            return tell(KeyboardInterrupt())
         return CLOSED_PIPE if isinstance(ended.__context__, BrokenPipeError) else ended.code
     except (Exception, KeyboardInterrupt) as error:
-        return _tell(error)
+        return tell(error)
     return 0
 
 
-def _tell(error: BaseException) -> int:
+def tell(error: BaseException) -> int:
     """Say what ended a command, in a line, and return its exit code; raises what is a mistake here.
 
     An OSError is a full disk or a lost network share, a module that cannot be imported or fails

@@ -1,6 +1,7 @@
 """``offplan serve``: a plan behind OpenAI's API."""
 
 import contextlib
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 _BYTES_PER_TOKEN = 32
 """Bytes of a body for each token of the context: text in UTF-8 has 4, escaped in JSON up to 12."""
 _LEAST_BODY_BYTES = 2**20
+_MOST_CONNECTIONS = 128
+"""Connections of one address, with a whole request or without: four times as many fit into the
+1,024 files that a process may have open by default."""
 
 
 def serve(
@@ -63,6 +67,18 @@ def serve(
         int | None,
         typer.Option(min=1, help="Bytes of a request. [default: 1 MiB, or 32 a token of context]"),
     ] = None,
+    max_connections: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Requests of one address at a time, of which more get 503, and its other "
+            "connections, of which the oldest is closed. "
+            "[default: 128, or the texts that may run and wait]",
+        ),
+    ] = None,
+    drain_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds for what is being made once a signal ends it.")
+    ] = 7.0,
     trust_remote_code: options.TrustRemoteCode = False,
     dummy_weights: options.DummyWeights = False,
     device: options.Device = None,
@@ -77,77 +93,84 @@ def serve(
 
     require_extra()
     from offplan.serve.guard import Guard, check_exposure
-    from offplan.serve.serving import bind
+    from offplan.serve.serving import Serving, listen
 
     check_exposure(host, api_key, insecure=insecure)
-    bound = bind(host, port)  # before minutes of loading
-    loaded, found = open_plan_to_run(plan, model, stock=False, trust_remote_code=trust_remote_code)
-    with waiting("starting torch"):
-        from offplan.library.sessions import load_session
-        from offplan.library.settling import settle_by
-        from offplan.runtime.device import find_device
-        from offplan.runtime.joined import JoinedTexts
-        from offplan.runtime.prompts import load_tokenizer
-        from offplan.runtime.rendering import Renderer
-        from offplan.runtime.rules import read_rules
-        from offplan.serve.app import Service
-        from offplan.serve.metrics import Metrics
-        from offplan.serve.reading import Reader
-        from offplan.serve.serving import Serving
-        from offplan.serve.worker import Worker
-
-    with printing_to_stderr():
-        tokenizer = load_tokenizer(found)
-    rules, renderer = read_rules(found, tokenizer), Renderer()
-    renderer.start()  # while the model is loaded
-    name = name or _name_model(loaded.model.source)
-    context, batch = loaded.workload.context, loaded.workload.batch
-    loaded, opened = load_session(
-        loaded,
-        found,
-        find_device(device),
-        dummy_weights=dummy_weights,
-        on_stage=ProgressBar,
-        settle=settle_by(print_note),
+    # before minutes of loading, in which it answers that it loads
+    serving = Serving(
+        listen(host, port),
+        max_connections=max_connections or _MOST_CONNECTIONS,
+        drain_s=drain_timeout,
+        on_end=_note,
+        leave=_leave,
     )
-    with opened as session:
-        metrics = Metrics(loaded.prediction)
-        rows = _make_rows(session, batch)
-        with waiting("warming up, which compiles and captures on a GPU"):
-            rows.warm_up(min(loaded.workload.prompt_tokens, context))
-        texts = JoinedTexts(rows)
-        worker = Worker(
-            texts,
-            metrics,
-            most_waiting=max_waiting,
-            most_of_client=max_waiting_per_client,
-            on_fault=_print_fault,
+    with serving, serving.hearing_signals():
+        at = f"http://{f'[{host}]' if ':' in host else host}:{serving.port}"
+        _note(f"listening at {at}, which answers 503 until the model is loaded")
+        loaded, found = open_plan_to_run(
+            plan, model, stock=False, trust_remote_code=trust_remote_code
         )
-        limit = max_body or max(_LEAST_BODY_BYTES, _BYTES_PER_TOKEN * context)
-        service = Service(
-            name=name,
-            created_s=int(time.time()),
-            reader=Reader.of(found, tokenizer, rules, context, name, renderer),
-            worker=worker,
-            metrics=metrics,
-            guard=Guard(api_key or None, host, limit),
-            on_fault=_print_fault,
-            shares_prefixes=share_prefixes,
+        with waiting("starting torch"):
+            from offplan.library.sessions import load_session
+            from offplan.library.settling import settle_by
+            from offplan.runtime.device import find_device
+            from offplan.runtime.joined import JoinedTexts
+            from offplan.runtime.prompts import load_tokenizer
+            from offplan.runtime.rendering import Renderer
+            from offplan.runtime.rules import read_rules
+            from offplan.serve.app import Service, make_app
+            from offplan.serve.metrics import Metrics
+            from offplan.serve.reading import Reader
+            from offplan.serve.worker import Worker
+
+        with printing_to_stderr():
+            tokenizer = load_tokenizer(found)
+        rules, renderer = read_rules(found, tokenizer), Renderer()
+        renderer.start()  # while the model is loaded
+        name = name or _name_model(loaded.model.source)
+        context, batch = loaded.workload.context, loaded.workload.batch
+        loaded, opened = load_session(
+            loaded,
+            found,
+            find_device(device),
+            dummy_weights=dummy_weights,
+            on_stage=ProgressBar,
+            settle=settle_by(print_note),
         )
-        at = f"[{host}]" if ":" in host else host
-        url = f"http://{at}:{bound.getsockname()[1]}/v1"
-        predicted = format_seconds(loaded.prediction.decode.step_s)
-        ready = (
-            f"{name} is served at {url}: {rows.num_rows} at a time, contexts of up to {context} "
-            f"tokens, predicted {predicted} a token"
-        )
-        Serving(
-            service,
-            bound,
-            origins=cors or (),
-            on_ready=lambda: _note(ready),
-            on_end=_print_end,
-        ).run()
+        with opened as session:
+            metrics = Metrics(loaded.prediction)
+            rows = _make_rows(session, batch)
+            with waiting("warming up, which compiles and captures on a GPU"):
+                rows.warm_up(min(loaded.workload.prompt_tokens, context))
+            texts = JoinedTexts(rows)
+            limits = Guard(
+                api_key or None,
+                host,
+                max_body or max(_LEAST_BODY_BYTES, _BYTES_PER_TOKEN * context),
+                max_connections or max(_MOST_CONNECTIONS, rows.num_rows + max_waiting),
+            )
+            service = Service(
+                name=name,
+                created_s=int(time.time()),
+                reader=Reader.of(found, tokenizer, rules, context, name, renderer),
+                worker=Worker(
+                    texts,
+                    metrics,
+                    most_waiting=max_waiting,
+                    most_of_client=max_waiting_per_client,
+                    on_fault=_print_fault,
+                ),
+                metrics=metrics,
+                guard=limits,
+                on_fault=_print_fault,
+                shares_prefixes=share_prefixes,
+            )
+            predicted = format_seconds(loaded.prediction.decode.step_s)
+            ready = (
+                f"{name} is served at {at}/v1: {rows.num_rows} at a time, contexts of up to "
+                f"{context} tokens, predicted {predicted} a token"
+            )
+            serving.serve(service, make_app(service, cors or ()), on_ready=lambda: _note(ready))
 
 
 def require_extra() -> None:
@@ -188,12 +211,13 @@ def _note(text: str) -> None:
         print_note(text)
 
 
-def _print_end(is_second: bool) -> None:
-    _note(
-        "ending what is being made"
-        if is_second
-        else "no more requests are taken, and those here are finished; once more ends them"
-    )
+def _leave(why: BaseException) -> None:
+    """End the process whatever its other threads are in."""
+    from offplan.cli.main import tell
+
+    with contextlib.suppress(OSError):
+        os._exit(tell(why))
+    os._exit(OffplanError.exit_code)
 
 
 def _print_fault(error: BaseException) -> None:

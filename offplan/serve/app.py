@@ -24,7 +24,7 @@ from offplan.serve.errors import ApiError
 from offplan.serve.guard import Guard
 from offplan.serve.metrics import Metrics
 from offplan.serve.reading import Reader, read_drawing
-from offplan.serve.requests import ChatRequest, CompletionRequest, parse_request
+from offplan.serve.requests import ChatRequest, CompletionRequest, R, parse_request
 from offplan.serve.requests import Request as Asked
 from offplan.serve.token_names import TokenNames
 from offplan.serve.watched import WatchedThread
@@ -37,8 +37,11 @@ _SEND_S = 60.0
 """Seconds that a client may take to read what is sent, before it counts as gone."""
 _STUCK_S = 30.0
 """Seconds after which what is at one request counts as stuck: a million tokens take a few."""
+_SMALL_BODY_BYTES = 2**14
+"""Bytes of a body that is parsed on the event loop, within a millisecond."""
 _PATHS = ("/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions")
 """Paths that are counted by their names; those that clients make up are counted together."""
+_LATER = {"retry-after": "1"}
 _SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 
@@ -73,10 +76,41 @@ class Service:
         default_factory=lambda: WatchedThread("offplan-templates", "the chat template")
     )
     """A thread of its own: no completion waits for a template."""
+    parsing: WatchedThread = field(
+        default_factory=lambda: WatchedThread("offplan-parser", "the parser of bodies")
+    )
+    """One thread: the objects of one large body after the other are in memory."""
 
     def __post_init__(self) -> None:
         """Make what names tokens."""
         self.names = TokenNames(self.reader.tokenizer)
+
+    async def parse(self, kind: type[R], body: bytes) -> R:
+        """Read a request from a body, off the event loop if it is large; raises ApiError."""
+        if len(body) <= _SMALL_BODY_BYTES:
+            return parse_request(kind, body)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.parsing, parse_request, kind, body)
+
+    def drain(self) -> None:
+        """Take no more requests; texts that are here are finished."""
+        self.is_draining = True
+        self.guard.ending.set()
+        self.worker.drain()
+
+    @property
+    def threads(self) -> tuple[WatchedThread, ...]:
+        """Those that the event loop hands requests to."""
+        return self.parsing, self.tokenizing, self.rendering
+
+    def stop(self) -> None:
+        """End all texts behind the pass at hand, and all threads; waits for none.
+
+        The event loop must have ended, which gives them work.
+        """
+        self.worker.stop()
+        for threads in self.threads:
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def make_app(service: Service, origins: Sequence[str] = ()) -> ASGIApp:
@@ -177,7 +211,7 @@ class _Endpoints:
     async def health(self, request: Request) -> Response:
         if self._service.is_draining:
             return JSONResponse({"status": "shutting down"}, 503)
-        for thread in (self._service.tokenizing, self._service.rendering):
+        for thread in self._service.threads:
             if thread.busy_s > _STUCK_S:
                 why = f"{thread.what} has been at one request for {thread.busy_s:.0f} s"
                 return JSONResponse({"status": "stuck", "reason": why}, 503)
@@ -212,8 +246,14 @@ class _Generating:
         self._service, self._kind = service, kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        service, request = self._service, Request(scope, receive)
-        asked = parse_request(self._kind, await service.guard.read_body(request))
+        request, guard = Request(scope, receive), self._service.guard
+        body = await guard.read_body(request)
+        with guard.admit(request):
+            await self._generate(body, receive, send)
+
+    async def _generate(self, body: bytes, receive: Receive, send: Send) -> None:
+        service = self._service
+        asked = await service.parse(self._kind, body)
         if asked.model is not None:
             _check_name(service, asked.model)
         drawing = read_drawing(asked)
@@ -373,7 +413,7 @@ def _check_name(service: Service, name: str) -> None:
 
 def _answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError), "it is registered for these alone"
-    headers = {"retry-after": "1"} if error.status in (429, 503) else {}
+    headers = _LATER if error.status in (429, 503) else {}
     if error.status == 401:
         headers = {"www-authenticate": "Bearer"}
     return JSONResponse(error.payload, error.status, headers)

@@ -1,19 +1,26 @@
 """Who may ask, and how much: checked before a request is read."""
 
 import asyncio
+import contextlib
 import hmac
 import ipaddress
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from offplan.errors import InputError
+from offplan.serve.connections import name_client
 from offplan.serve.errors import ApiError
 
 _OPEN_PATHS = ("/health",)
 """Paths that need no key: they say nothing but that the server is there."""
-_BODY_S = 60.0
-"""Seconds in which a body must be there."""
+_BODY_S = 10.0
+_BODY_BYTES_PER_S = 16 * 2**10
+"""Bytes a second that a body must come at, behind the first ``_BODY_S`` seconds.
+
+Source: the directive RequestReadTimeout of Apache's mod_reqtimeout, which has a MinRate."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -26,11 +33,36 @@ class Guard:
     host: str = "127.0.0.1"
     """Address that the server binds to."""
     max_body_bytes: int = 2**20
+    max_connections: int = 128
+    """Requests of one address that are answered at a time; of all, twice as many."""
+    ending: asyncio.Event = field(default_factory=asyncio.Event, compare=False)
+    """Set once the server reads no more bodies."""
+    _open: Counter[str] = field(default_factory=Counter, compare=False)
+    """Requests that are being answered, by client."""
 
     @property
     def is_local(self) -> bool:
         """Whether only this machine reaches the server."""
         return is_loopback(self.host)
+
+    @contextlib.contextmanager
+    def admit(self, request: Request) -> Iterator[None]:
+        """Count a request while it is answered; raises ApiError with 503 for one too many."""
+        client, most = name_client(request.client and request.client.host), self.max_connections
+        if self._open[client] >= most or sum(self._open.values()) >= 2 * most:
+            raise ApiError(
+                503,
+                f"{self._open[client]} requests of this address are being answered, and this "
+                f"server takes {most} of one address and {2 * most} of all: ask later",
+                code="too_many_requests",
+            )
+        self._open[client] += 1
+        try:
+            yield
+        finally:
+            self._open[client] -= 1
+            if not self._open[client]:
+                del self._open[client]
 
     def check(self, request: Request) -> None:
         """Raise ApiError for a request without the key, and for one by a foreign name.
@@ -60,7 +92,7 @@ class Guard:
             )
 
     async def read_body(self, request: Request) -> bytes:
-        """Read a body of JSON; raises ApiError where it is none, too large or too late.
+        """Read a body of JSON; raises ApiError where it is none, too large, too slow or too late.
 
         A page of another origin cannot send JSON without asking first, and is refused then.
         """
@@ -72,21 +104,37 @@ class Guard:
         named = request.headers.get("content-length", "0")
         if named.isdecimal() and int(named) > self.max_body_bytes:
             raise self._refuse_body()
+        reading = asyncio.ensure_future(self._collect(request))
+        ending = asyncio.ensure_future(self.ending.wait())
         try:
-            return await asyncio.wait_for(self._collect(request), _BODY_S)
-        except asyncio.TimeoutError:
-            raise ApiError(408, f"the body was not there within {_BODY_S:.0f} s") from None
-        except ClientDisconnect:
-            raise ApiError(400, "the body ended early") from None
+            await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                raise ApiError(503, "the server is shutting down", code="shutting_down")
+            return await reading
+        finally:
+            reading.cancel()
+            ending.cancel()
 
     async def _collect(self, request: Request) -> bytes:
-        parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > self.max_body_bytes:
+        body, loop = bytearray(), asyncio.get_running_loop()
+        began_s = loop.time()
+        while True:
+            most_s = _BODY_S + len(body) / _BODY_BYTES_PER_S
+            try:
+                message = await asyncio.wait_for(request.receive(), began_s + most_s - loop.time())
+            except asyncio.TimeoutError:
+                raise ApiError(
+                    408,
+                    f"{len(body)} bytes of the body came in {most_s:.0f} s: send it at 16 KiB a "
+                    "second",
+                ) from None
+            if message["type"] == "http.disconnect":
+                raise ApiError(400, "the body ended early")
+            body += message.get("body", b"")
+            if len(body) > self.max_body_bytes:
                 raise self._refuse_body()
-            parts.append(part)
-        return b"".join(parts)
+            if not message.get("more_body", False):
+                return bytes(body)
 
     def _refuse_body(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self.max_body_bytes} bytes, the most here")

@@ -1,27 +1,47 @@
-"""A server from its socket to its end: bound, served by uvicorn, drained by a signal."""
+"""A server from its socket to its end: it listens, is served by uvicorn, drained by a signal.
+
+Nothing here imports torch, which takes seconds: the socket listens before.
+"""
 
 import asyncio
 import contextlib
+import contextvars
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from typing_extensions import Self
 
 from offplan.errors import OffplanError
-from offplan.serve.app import Service, make_app
+from offplan.serve.connections import Connection, Idle
+from offplan.serve.errors import ApiError
 
-_MOST_CONNECTIONS = 1000
-_LAST_ANSWERS_S = 5
+if TYPE_CHECKING:
+    from offplan.serve.app import Service
+
+DRAIN_S = 7.0
+"""Seconds for what a server has when it is to end. What follows takes two, of the ten that ``docker
+stop`` leaves. Source: https://docs.docker.com/reference/cli/docker/container/stop."""
+_LAST_ANSWERS_S = 1
 """Seconds for the last answers to be read, once all texts have ended."""
-_END_S = 10.0
-"""Seconds that a second signal leaves to the pass at hand."""
+_END_S = 0.5
+"""Seconds that the end leaves to the pass at hand."""
+_LOADING_END_S = 2.0
+"""Seconds that loading has to end by its KeyboardInterrupt."""
 _POLL_S = 0.05
+_BACKLOG = 2048
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Bind a socket, which listens to nobody yet; port 0 takes a free one.
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens, and that no other has beside it; port 0 takes a free one.
 
     Raises OffplanError for an address that cannot be had.
     """
@@ -29,12 +49,14 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        with contextlib.ExitStack() as unless_bound:
-            bound = unless_bound.enter_context(socket.socket(family, kind))
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-            unless_bound.pop_all()
-            return bound
+        with contextlib.ExitStack() as unless_listening:
+            found = unless_listening.enter_context(socket.socket(family, kind))
+            # the port of a server that has just ended; two that listen are refused all the same
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+            found.listen(_BACKLOG)
+            unless_listening.pop_all()
+            return found
     except OSError as error:
         raise OffplanError(
             f"cannot listen on {host} port {port} ({error.strerror}): name another --host or --port"
@@ -42,27 +64,38 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Serving:
-    """A server, from the first request to the last."""
+    """A server, from the first request to the last.
+
+    Inside of ``with`` it answers on a thread of its own: that the model is being loaded, until
+    ``serve`` has a service.
+    """
 
     def __init__(
         self,
-        service: Service,
-        bound: socket.socket,
+        listening: socket.socket,
         *,
-        origins: Sequence[str] = (),
-        on_ready: Callable[[], None],
-        on_end: Callable[[bool], None],
+        max_connections: int = 128,
+        drain_s: float = DRAIN_S,
+        on_end: Callable[[str], None],
+        leave: Callable[[BaseException], None],
     ) -> None:
-        """Serve what clients ask at ``bound``; pages of ``origins`` are clients, too.
+        """Answer whoever connects to ``listening``, which is closed in the end.
 
-        ``on_ready`` is called once requests are taken. ``on_end`` hears each signal to end, and
-        whether it is not the first.
+        ``max_connections`` of one address may wait for a request. A signal lets the requests that
+        are there be answered for ``drain_s`` seconds; a second one ends them. ``on_end`` hears of
+        each signal what it does. ``leave`` is to end the process for a pass, or for loading, that
+        does not end, and hears what to say.
         """
-        self._service, self._bound = service, bound
-        self._on_ready, self._on_end = on_ready, on_end
+        self._listening, self._drain_s = listening, drain_s
+        self.port: int = listening.getsockname()[1]
+        self._on_end, self._leave = on_end, leave
+        self._service: Service | None = None
+        self._app: ASGIApp = _answer_loading
+        http: Any = partial(Connection, Idle(max_connections))
         config = uvicorn.Config(
-            make_app(service, origins),
-            http="h11",
+            self._answer,
+            interface="asgi3",
+            http=http,
             ws="none",
             loop="asyncio",
             lifespan="off",
@@ -70,65 +103,139 @@ class Serving:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=_MOST_CONNECTIONS,
+            backlog=_BACKLOG,
             timeout_graceful_shutdown=_LAST_ANSWERS_S,
         )
         self._server = _Server(config)
         self._tasks: list[asyncio.Task[None]] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_up = threading.Event()
+        context = contextvars.copy_context()  # which has whether a command is to be quiet
+        self._thread = threading.Thread(
+            target=lambda: context.run(asyncio.run, self._run()), name="offplan-server", daemon=True
+        )
+        self._stack = contextlib.ExitStack()
 
-    def run(self) -> None:
+    def __enter__(self) -> Self:
+        """Begin to answer."""
+        self._thread.start()
+        self._is_up.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End what is left."""
+        self._call(self._stop)
+        self._thread.join()
+        self._stack.close()
+
+    @contextlib.contextmanager
+    def hearing_signals(self) -> Iterator[None]:
+        """End by Ctrl-C and SIGTERM; for the main thread.
+
+        The server's thread hears of a signal at once, whatever the main thread is in. While there
+        is no service, the main thread gets a KeyboardInterrupt.
+        """
+        # the loop selects by its socket, which stays open until the loop has ended
+        hears, told = map(self._stack.enter_context, socket.socketpair())
+        told.setblocking(False)
+        self._call(self._loop.add_reader, hears, lambda: self._hear(hears))
+        wakes = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+        before = [signal.signal(each, self._interrupt) for each in _SIGNALS]
+        try:
+            yield
+        finally:
+            for each, handler in zip(_SIGNALS, before, strict=True):
+                signal.signal(each, handler)
+            signal.set_wakeup_fd(wakes)
+
+    def serve(self, service: "Service", app: ASGIApp, *, on_ready: Callable[[], None]) -> None:
         """Serve until a signal comes, and drain; a second one ends what is being made.
 
-        Raises OffplanError where the pass at hand does not end behind that.
+        ``app`` is the service's application. ``on_ready`` is called once it takes requests.
         """
+        service.worker.start()
+        self._app, self._service = app, service
+        on_ready()
         try:
-            asyncio.run(self._run())
+            self._thread.join()
         finally:
-            self._service.worker.stop()
-            for thread in (self._service.tokenizing, self._service.rendering):
-                thread.shutdown(wait=False, cancel_futures=True)
-        if not self._service.worker.join(_END_S):
-            raise OffplanError("the pass at hand did not end in time, and the process ends in it")
+            service.stop()
+        if not service.worker.join(_END_S):
+            self._leave(
+                OffplanError("the pass at hand did not end in time, and the process ends in it")
+            )
 
     def end(self) -> None:
         """Do what a signal does; for any thread."""
-        assert self._loop is not None, "it runs"
-        self._loop.call_soon_threadsafe(self._end)
+        self._call(self._end)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
-        with contextlib.suppress(NotImplementedError, RuntimeError):  # no signals in this thread
-            for each in _SIGNALS:
-                self._loop.add_signal_handler(each, self._end)
-        self._service.worker.start()
-        self._tasks.append(asyncio.create_task(self._tell_ready()))
-        await self._server.serve(sockets=[self._bound])
+        self._tasks.append(asyncio.create_task(self._tell_up()))
+        try:
+            await self._server.serve(sockets=[self._listening])
+        finally:
+            self._is_up.set()
+
+    async def _tell_up(self) -> None:
+        while not self._server.started:
+            await asyncio.sleep(0)
+        self._is_up.set()
+
+    def _call(self, function: Callable[..., object], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        # while it serves, its own thread does what there is to do
+        if self._service is None or not self._thread.is_alive():
+            raise KeyboardInterrupt
+
+    def _hear(self, hears: socket.socket) -> None:
+        for number in hears.recv(64):
+            if number in _SIGNALS:
+                self._end()
 
     def _end(self) -> None:
         service = self._service
-        self._on_end(service.is_draining)
-        if service.is_draining:
-            service.worker.stop()
-            self._server.should_exit = True
+        if service is None:
+            # the main thread may be in a call that hears of no signal
+            self._loop.call_later(_LOADING_END_S, self._leave, KeyboardInterrupt())
+        elif service.is_draining:
+            self._on_end("ending what is being made")
+            self._stop()
         else:
-            service.is_draining = True
-            service.worker.drain()
-            self._tasks.append(asyncio.create_task(self._drain()))
+            self._on_end(
+                "no more requests are taken, and those here are finished for up to "
+                f"{self._drain_s:g} s; once more ends them"
+            )
+            service.drain()
+            self._tasks.append(asyncio.create_task(self._drain(service)))
 
-    async def _drain(self) -> None:
-        while self._service.num_open:
+    async def _drain(self, service: "Service") -> None:
+        until = self._loop.time() + self._drain_s
+        while service.num_open and self._loop.time() < until:
             await asyncio.sleep(_POLL_S)
+        if service.num_open and not self._server.should_exit:
+            self._on_end(f"{service.num_open} requests are not finished, and end")
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._service is not None:
+            self._service.worker.stop()
         self._server.should_exit = True
 
-    async def _tell_ready(self) -> None:
-        while not self._server.started:
-            await asyncio.sleep(_POLL_S)
-        self._on_ready()
+
+async def _answer_loading(scope: Scope, receive: Receive, send: Send) -> None:
+    error = ApiError(503, "the model is being loaded: ask again later", code="loading")
+    payload = {"status": "loading"} if scope["path"] == "/health" else error.payload
+    await JSONResponse(payload, error.status, {"retry-after": "1"})(scope, receive, send)
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the loop: uvicorn's own handlers end the process without a clean-up."""
+    """Leaves signals to others: uvicorn's own handlers end the process without a clean-up."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,7 +1,9 @@
 """``offplan serve`` as a process: it starts, drains and ends."""
 
+import os
 import re
 import signal
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,6 +73,27 @@ def test_a_process_serves_until_a_signal(warm: Warm, tmp_path: Path, end: signal
         code = process.wait(TIMEOUT_S)
         assert process.stderr
         assert (code, "no more requests are taken" in process.stderr.read()) == (0, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
+def test_it_listens_before_it_loads_and_a_signal_ends_that(
+    warm: Warm, cli: CLI, tmp_path: Path, end: signal.Signals
+) -> None:
+    plan, pipe = write_plan(tmp_path, RULES["resident"]), tmp_path / "pipe.yaml"
+    os.mkfifo(pipe)  # nobody writes to it, and the plan is read for ever
+    with serving(warm, pipe) as process:
+        assert process.stderr
+        found = re.search(r"listening at http://127.0.0.1:(\d+), which", process.stderr.readline())
+        assert found
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"http://127.0.0.1:{found[1]}/health", timeout=TIMEOUT_S)
+        with refused.value as response:
+            assert (response.code, response.read()) == (503, b'{"status":"loading"}')
+        code, _, err = cli("serve", plan, "--port", found[1])
+        assert (code, "cannot listen on 127.0.0.1 port" in err) == (1, True)
+        process.send_signal(end)
+        assert (process.wait(TIMEOUT_S), process.stderr.read()) == (130, "offplan: interrupted\n")
 
 
 def find_url(process: Process) -> str:

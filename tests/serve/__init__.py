@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -20,11 +21,11 @@ from offplan.runtime.joined import JoinedTexts
 from offplan.runtime.rendering import Renderer
 from offplan.runtime.rows import Joined
 from offplan.runtime.rules import TokenRules
-from offplan.serve.app import Service
+from offplan.serve.app import Service, make_app
 from offplan.serve.guard import Guard
 from offplan.serve.metrics import Metrics
 from offplan.serve.reading import Reader
-from offplan.serve.serving import Serving, bind
+from offplan.serve.serving import Serving, listen
 from offplan.serve.worker import Worker
 from tests.cli import ROOT
 
@@ -41,6 +42,7 @@ TEMPLATE = (
 KEY = "sk-secret"
 RENDERER = Renderer()
 """One for all servers of a test run: its process takes a second to start."""
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 TIMEOUT_S = 60.0
 """Seconds after which a test takes silence for a hang."""
 
@@ -160,6 +162,13 @@ class Served(NamedTuple):
         options = {"api_key": "none", "max_retries": 0, "timeout": TIMEOUT_S, **options}
         return self.stack.enter_context(openai.OpenAI(base_url=self.url, **options))
 
+    def connect(self, begins: bytes = b"") -> socket.socket:
+        """Connect, and begin a request."""
+        found = socket.create_connection(("127.0.0.1", self.port), timeout=TIMEOUT_S)
+        self.stack.enter_context(found)
+        found.sendall(begins)
+        return found
+
     def ask(
         self,
         path: str,
@@ -184,6 +193,23 @@ class Served(NamedTuple):
             )
 
 
+def wait_for(is_so: Callable[[], object]) -> None:
+    """Wait until something is so, which takes as long as it takes."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert time.monotonic() < deadline, "it does not come"
+        time.sleep(0.01)
+
+
+def read(connection: socket.socket) -> bytes:
+    """Read until the server closes a connection."""
+    said = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(4096):
+            said += part
+    return said
+
+
 @contextlib.contextmanager
 def serving(
     texts: JoinedTexts,
@@ -195,9 +221,11 @@ def serving(
     shares_prefixes: bool = False,
     guard: Guard | None = None,
     origins: Sequence[str] = (),
+    drain_s: float = TIMEOUT_S,
 ) -> Iterator[Served]:
     """Serve texts of a model on a free port, until the context is left."""
     faults: list[BaseException] = []
+    guard = guard or Guard()
     metrics = Metrics(load_plan(ROOT / "plans" / "tiny-moe.yaml").prediction)
     rules = TokenRules(end_tokens=frozenset([END]))
     service = Service(
@@ -212,36 +240,34 @@ def serving(
             on_fault=faults.append,
         ),
         metrics=metrics,
-        guard=guard or Guard(),
+        guard=guard,
         on_fault=faults.append,
         shares_prefixes=shares_prefixes,
     )
-    bound, is_ready = bind("127.0.0.1", 0), threading.Event()
-    server = Serving(
-        service, bound, origins=origins, on_ready=is_ready.set, on_end=lambda is_second: None
-    )
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    assert is_ready.wait(TIMEOUT_S)
-    try:
-        with contextlib.ExitStack() as stack:
-            yield Served(bound.getsockname()[1], service, server, faults, stack)
-    finally:
-        for _ in range(2):  # the second one does not wait for what a test left behind
-            if thread.is_alive():
-                with contextlib.suppress(RuntimeError):
-                    server.end()
-        thread.join(TIMEOUT_S)
-        bound.close()
+    is_ready = threading.Event()
+
+    with Serving(
+        listen("127.0.0.1", 0),
+        max_connections=guard.max_connections,
+        drain_s=drain_s,
+        on_end=lambda what: None,
+        leave=faults.append,
+    ) as server:
+        thread = threading.Thread(
+            target=server.serve,
+            args=[service, make_app(service, origins)],
+            kwargs={"on_ready": is_ready.set},
+        )
+        thread.start()
+        assert is_ready.wait(TIMEOUT_S)
+        try:
+            with contextlib.ExitStack() as stack:
+                yield Served(server.port, service, server, faults, stack)
+        finally:
+            for _ in range(2):  # the second one does not wait for what a test left behind
+                server.end()
+            thread.join(TIMEOUT_S)
     assert not thread.is_alive(), "the server has ended"
-
-
-def wait_for(is_so: Callable[[], object]) -> None:
-    """Wait until something is so, which takes as long as it takes."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not is_so():
-        assert time.monotonic() < deadline, "it does not come"
-        time.sleep(0.01)
 
 
 def count_texts(served: Served) -> float:

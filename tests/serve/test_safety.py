@@ -12,7 +12,7 @@ import pytest
 
 from offplan.errors import InputError, MemoryLimitError, OffplanError
 from offplan.serve.guard import Guard, check_exposure
-from offplan.serve.serving import bind
+from offplan.serve.serving import listen
 from tests.serve import (
     CONTEXT,
     KEY,
@@ -228,9 +228,8 @@ def test_loopback_needs_no_key(host: str) -> None:
 
 
 def test_a_port_that_is_taken() -> None:
-    with bind("127.0.0.1", 0) as bound:
-        bound.listen()
-        with pytest.raises(OffplanError, match="name another --host or --port"):
-            bind("127.0.0.1", bound.getsockname()[1])
+    found = pytest.raises(OffplanError, match="name another --host or --port")
+    with listen("127.0.0.1", 0) as first, found:
+        listen("127.0.0.1", first.getsockname()[1])
     with pytest.raises(OffplanError, match="cannot listen on no-such-host"):
-        bind("no-such-host.invalid", 0)
+        listen("no-such-host.invalid", 0)

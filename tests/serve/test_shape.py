@@ -1,6 +1,7 @@
 """What a body costs before it is known to be a request."""
 
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from offplan.serve import requests
 from offplan.serve.errors import ApiError, refuse_fields
 from offplan.serve.requests import ChatRequest, CompletionRequest, parse_request
 from offplan.serve.shape import MAX_CONTAINERS
+from tests.serve import Served
 
 NUM = 20_000
 SAID: dict[str, Any] = {"role": "user", "content": "a"}
@@ -63,3 +65,18 @@ def test_a_text_may_hold_any_number_of_braces(text: str) -> None:
     prompt = text * (MAX_CONTAINERS + 1)
     body = json.dumps({"prompt": prompt}).encode()
     assert parse_request(CompletionRequest, body).prompt == [prompt]
+
+
+def test_large_bodies_are_parsed_off_the_event_loop(
+    scripted: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = []
+
+    def parse(kind: type[requests.Request], body: bytes) -> requests.Request:
+        names.append(threading.current_thread().name)
+        return parse_request(kind, body)
+
+    monkeypatch.setattr("offplan.serve.app.parse_request", parse)
+    for text in ("a", "a" * 2**14):
+        scripted.ask("/v1/completions", {"prompt": text})
+    assert [name.startswith("offplan-parser") for name in names] == [False, True]
