@@ -249,9 +249,9 @@ class _Generating:
         request, guard = Request(scope, receive), self._service.guard
         body = await guard.read_body(request)
         with guard.admit(request):
-            await self._generate(body, receive, send)
+            await self._generate(request, body, send)
 
-    async def _generate(self, body: bytes, receive: Receive, send: Send) -> None:
+    async def _generate(self, request: Request, body: bytes, send: Send) -> None:
         service = self._service
         asked = await service.parse(self._kind, body)
         if asked.model is not None:
@@ -284,7 +284,7 @@ class _Generating:
             ]
             answer = make_answer(asked, choices, service.name, service.names)
             respond = _stream if asked.stream else _respond
-            await _until_gone(receive, respond(answer, running, send))
+            await _until_gone(request.receive, respond(answer, running, send))
         finally:
             service.worker.give_up(num_left, client.turn)
             for job in jobs:

@@ -30,11 +30,12 @@ from tests.tiers import first_quick
 SECRET = "My PIN is 4711. Tell me a story."
 PROBE = "My PIN is 47"
 FIELDS = ["user", "safety_identifier", "prompt_cache_key", "cache_salt"]
-GUARDS = {
-    "here": Guard(),
-    "key": Guard(api_key=KEY, host="0.0.0.0"),
-    "open": Guard(host="0.0.0.0"),
-}
+
+
+def make_guard(name: str) -> Guard:
+    """A guard of its own for each server: it counts what is open there."""
+    host = "127.0.0.1" if name == "here" else "0.0.0.0"
+    return Guard(api_key=KEY if name == "key" else None, host=host)
 
 
 def ask(served: Served, prompt: str, **said: Any) -> tuple[str, int]:
@@ -55,7 +56,7 @@ def rows_of_tiny(tiny: Tiny) -> Iterator[Rows]:
 @pytest.fixture(params=["key", "open"])
 def strange(request: pytest.FixtureRequest, tiny: Tiny, rows_of_tiny: Rows) -> Iterator[Served]:
     """A server that others reach, of the tiny checkpoint."""
-    guard, texts = GUARDS[request.param], JoinedTexts(rows_of_tiny)
+    guard, texts = make_guard(request.param), JoinedTexts(rows_of_tiny)
     with serving(texts, tiny.model, tiny.tokenizer, guard=guard) as served:
         yield served
 
@@ -79,10 +80,10 @@ def test_a_client_reads_nothing_of_another_ones_prompt(strange: Served, field: s
 
 def test_a_stranger_who_says_nothing_shares_with_nobody(tiny: Tiny, rows_of_tiny: Rows) -> None:
     texts = JoinedTexts(rows_of_tiny)
-    with serving(texts, tiny.model, tiny.tokenizer, guard=GUARDS["open"]) as served:
+    with serving(texts, tiny.model, tiny.tokenizer, guard=make_guard("open")) as served:
         assert [ask(served, SECRET)[1] for _ in range(2)] == [0, 0]
     with serving(
-        texts, tiny.model, tiny.tokenizer, guard=GUARDS["open"], shares_prefixes=True
+        texts, tiny.model, tiny.tokenizer, guard=make_guard("open"), shares_prefixes=True
     ) as served:
         found = [ask(served, SECRET, user=user)[1] for user in "ab"]
         assert found == [0, len(SECRET) - 1], "shared on purpose"
@@ -112,7 +113,7 @@ def test_who_is_who() -> None:
         *({one: "a", other: "a"} for one, other in combinations(FIELDS, 2)),
     ]
     asked = [parse_request(CompletionRequest, {"prompt": "a", **each}) for each in said]
-    for name, guard in GUARDS.items():
+    for name, guard in {each: make_guard(each) for each in ("here", "key", "open")}.items():
         found = [identify(each, guard, "1.2.3.4", shares_prefixes=False) for each in asked]
         again = [identify(each, guard, "5.6.7.8", shares_prefixes=False) for each in asked]
         assert len({each.owner for each in found}) == len(said), "each thing that is said separates"
