@@ -242,6 +242,11 @@ class MachineRef(Record):
     fingerprint: str
     """SHA-256 of the machine profile."""
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the CPU stands in for a GPU, as in the profile ``cpu``."""
+        return self.name == "CPU"
+
 
 class RoutingRef(Record):
     """The routing profile that the plan was made from."""

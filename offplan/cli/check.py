@@ -37,9 +37,10 @@ def check(
     """Check plans against their models, their profiles, their own decisions and this machine.
 
     Exits with 4 where something is not as a plan has it (drift), else with 3 where memory lacks,
-    else with 2 where a file cannot be read. Without a GPU, and with --file-only, all is checked but
-    this machine; with --engine, a running engine in its place. --file-only does not ask the Hub: of
-    a model that is not on this disk it checks the plan's profile alone.
+    else with 2 where `run` or the engine refuses the plan, or a file cannot be read. Without a GPU,
+    and with --file-only, all is checked but this machine; with --engine, a running engine in its
+    place. --file-only does not ask the Hub: of a model that is not on this disk it checks the
+    plan's own figures and its profile.
     """
     from offplan.cli.planning import open_plan
     from offplan.library.machines import require_gpu
@@ -84,7 +85,7 @@ def check(
         found[name] = (*findings, *check_start(*open_plan(plans[0], model), engine, startup))
     payload = {"plans": [findings_payload(*each) for each in found.items()]}
     print_result(payload, *(render_findings(*each) for each in found.items()), json=json)
-    kinds = {"drift": DriftError, "infeasible": InfeasibleError}
+    kinds = {"drift": DriftError, "infeasible": InfeasibleError, "refused": InputError}
     told = [
         f"{verdict}: {', '.join(failed)}"
         for verdict in (*kinds, "error")

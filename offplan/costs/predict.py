@@ -29,6 +29,7 @@ from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement, place
 from offplan.plan import Budget, Offload, Plan, Prediction, Workload
+from offplan.refusals import require_runnable
 from offplan.schedule import build_steady_request
 
 
@@ -129,6 +130,8 @@ def derive_stage(
 ) -> Derivation:
     """Derive what a rank of one stage takes, or the only GPU; of host memory all of the stage."""
     placement, chunk = place(stage, offload), offload.prefill_chunk
+    on_gpu = not machine.is_cpu
+    require_runnable(stage, placement, offload, batch=workload.batch, on_gpu=on_gpu)
     compute = ModelCompute(stage, machine)
     prompt = compute.price(*prefill_shapes(workload, chunk))
     step = compute.price(decode_shape(workload))

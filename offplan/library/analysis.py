@@ -112,4 +112,4 @@ def why_not_plan(model: Model, plan: Plan) -> str | None:
     except PlanError as error:
         return str(error)
     stage = hold(model, plan.offload.packing, stock=plan.goal.stock)
-    return why_not_run(stage, plan.workload.context)
+    return why_not_run(stage, plan.workload.context, plan.offload, not plan.machine.is_cpu)

@@ -7,14 +7,16 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offplan.checkpoint.model import Model
-from offplan.errors import CheckpointError
+from offplan.errors import CheckpointError, OffplanError, PlanError
 from offplan.held.held import hold
 from offplan.held.stage import Stage
 from offplan.kept import KeptAnswers, installed_versions
+from offplan.placement import Placement, place
 from offplan.plan import Offload
+from offplan.refusals import require_runnable
 from offplan.runtime.refusal import is_long, refuse_long_texts
 
 if TYPE_CHECKING:
@@ -36,10 +38,13 @@ _RUNNABLE = KeptAnswers("runnable", len(_RUNS), str.encode, _decode)
 _NEEDS_STOCK = KeptAnswers("needs_stock", len(_RUNS), str.encode, _decode)
 
 
-def why_not_run(stage: Stage, context: int = 1) -> str | None:
+def why_not_run(
+    stage: Stage, context: int = 1, offload: Offload | None = None, on_gpu: bool = False
+) -> str | None:
     """Return why ``run`` cannot execute a model on texts of so many tokens, None where it can.
 
-    ``stage`` is what offplan's own runtime holds of it.
+    ``stage`` is what offplan's own runtime holds of it, by the packing of ``offload``. That is the
+    decision to run it by, ``on_gpu`` or on a CPU; None asks for one that offloads nothing.
 
     No weight is read or fetched: transformers' class is built without them, what its attentions ask
     for is probed, and the stored tensors are mapped to its parameters. Where torch is not imported
@@ -53,19 +58,44 @@ def why_not_run(stage: Stage, context: int = 1) -> str | None:
             refuse_long_texts(model, context)
     except CheckpointError as error:
         return str(error)
+    offload = offload or _offload_nothing(stage)
+    try:
+        placement = place(stage, offload)
+        require_runnable(stage, placement, offload, on_gpu=on_gpu)
+    except PlanError as error:
+        return str(error)
     key = {
         "stock": is_stock,
         "model": [model.source, model.headers_sha256, model.config_sha256, model.code],
         # a plan may have some of it packed
         "held": [stage.outside_key, *(layer.key for layer in stage.layers)],
+        "asked": [on_gpu, _describe_places(stage, placement)],
         **installed_versions(),
     }
     if _RUNNABLE.find(key) is not None:
         return None
-    reason = find_obstacle(stage) if "torch" in sys.modules else _ask_process(stage)
+    asked = stage, offload, on_gpu
+    reason = find_obstacle(*asked) if "torch" in sys.modules else _ask_process(*asked)
     if reason is None:  # an obstacle may pass: a package may be missing, the machine be busy
         _RUNNABLE.keep(key, _RUNS)
     return reason
+
+
+def _describe_places(stage: Stage, placement: Placement) -> list[Any]:
+    """Describe what a decision does with each parameter of each kind of layer, for a key.
+
+    How often a rule takes a layer of a kind, and by how large a ring, changes no answer.
+    """
+    ways = {
+        (
+            stage.layers[slab.layer].key,
+            *(entry.unit.name, entry.unit.part.value),
+            *(entry.decode.is_by_cores, entry.keeps_experts, entry.num_parts > 1),
+        )
+        for slab in placement.slabs
+        for entry in slab.entries
+    }
+    return [placement.host_embedding is not None, *map(list, sorted(ways))]
 
 
 def needs_stock(model: Model, context: int) -> bool:
@@ -88,20 +118,17 @@ def needs_stock(model: Model, context: int) -> bool:
     return True
 
 
-def find_obstacle(stage: Stage) -> str | None:
-    """Say what keeps ``run`` from executing a model, None if nothing does; imports torch."""
-    from offplan.runtime.loading.checks import list_shared
-    from offplan.runtime.loading.mapping import map_tensors
-    from offplan.runtime.loading.skeleton import build_skeleton
-    from offplan.runtime.loading.stock import build_stock
+def _offload_nothing(stage: Stage) -> Offload:
+    return Offload(prefill_chunk=1, packing=stage.packing)
 
-    is_stock = stage.runner.is_stock
+
+def find_obstacle(stage: Stage, offload: Offload | None = None, on_gpu: bool = False) -> str | None:
+    """Say what ``why_not_run`` does, without the context; imports torch."""
+    from offplan.runtime.loading.prepared import fit
+
     try:
-        skeleton = (build_stock if is_stock else build_skeleton)(stage.model)
-        targets = map_tensors(skeleton, stage)
-        if is_stock:
-            list_shared(skeleton, targets)
-    except CheckpointError as error:
+        fit(stage, offload or _offload_nothing(stage), on_gpu=on_gpu)
+    except OffplanError as error:
         return str(error)
     return None
 
@@ -127,10 +154,10 @@ def check_before_fetching(
     prepare(model, offload, device, stock=stock)
 
 
-def _ask_process(stage: Stage) -> str | None:
+def _ask_process(stage: Stage, offload: Offload, on_gpu: bool) -> str | None:
     command = [sys.executable, "-c", "from offplan.library.runnable import answer; answer()"]
     # without what was worked out of its config, which may hold functions that cannot be pickled
-    asked = pickle.dumps((replace(stage.model), stage.packing, stage.runner.is_stock))
+    asked = pickle.dumps((replace(stage.model), stage.runner.is_stock, offload, on_gpu))
     try:
         done = subprocess.run(
             command, input=asked, capture_output=True, timeout=_PATIENCE_S, check=True
@@ -144,6 +171,7 @@ def _ask_process(stage: Stage) -> str | None:
 def answer() -> None:
     """Read a model of our own making from stdin, and print what keeps ``run`` from executing it."""
     gc.disable()  # a process of one question: there is no garbage worth the time
-    model, packing, stock = pickle.load(sys.stdin.buffer)
-    print(json.dumps(find_obstacle(hold(model, packing, stock=stock))))
+    model, stock, offload, on_gpu = pickle.load(sys.stdin.buffer)
+    stage = hold(model, offload.packing, stock=stock)
+    print(json.dumps(find_obstacle(stage, offload, on_gpu)))
     gc.freeze()

@@ -34,14 +34,13 @@ from offplan.expert_slots import (
     check_parts,
     find_expert_slots,
     find_inner,
-    is_in_out,
 )
 from offplan.forms.form import Part
-from offplan.forms.host_kernels import why_no_kernel
 from offplan.kernel_sizes import MAX_PAIRS
 from offplan.placement import PART_SLOTS, build_slab
 from offplan.plan import Rule, Workload
 from offplan.planner.classes import SegmentClass, expert_class
+from offplan.refusals import why_not_by_cores
 
 if TYPE_CHECKING:
     from offplan.planner.space import Space
@@ -389,16 +388,10 @@ def backend_pairs(backends: Iterable[Backend], store: Store) -> list[tuple[Backe
 def suits_cores(space: "Space", segment_class: SegmentClass) -> bool:
     """Whether the host's cores have kernels for what a class takes, experts as a whole."""
     taken = space.taken(segment_class)
-    for units, kind in zip(taken, space.units, strict=True):
-        routed = [unit for unit in kind if unit.is_expert]
-        if any(u.is_expert for u in units) and not all(u in units for u in routed):
-            return False
-    matrices = [u for u in chain(*taken) if u.part is Part.WEIGHT and len(u.shape) > 1]
-    dtype = space.stage.dtype
-    return bool(matrices) and not any(
-        is_in_out(space.stage, unit) or why_no_kernel(parameter.form, dtype, parameter.shape[-1])
-        for unit in matrices
-        for parameter in unit.parameters
+    has_matrices = any(u.part is Part.WEIGHT and len(u.shape) > 1 for u in chain(*taken))
+    return has_matrices and not any(
+        why_not_by_cores(space.stage, kind, units)
+        for kind, units in zip(space.units, taken, strict=True)
     )
 
 

@@ -5,13 +5,11 @@ from functools import cached_property
 
 from offplan.backends import Backend
 from offplan.checkpoint.model import Model
-from offplan.checkpoint.model_types import EXPERTS_IN_OUT
 from offplan.choices import Store
 from offplan.errors import InputError
-from offplan.forms.form import RAW
 from offplan.held.held import Held
 from offplan.held.packing import check_unpacked
-from offplan.kernel_sizes import EXPERT_MULTIPLE, KERNEL_TYPES, MAX_PAIRS
+from offplan.kernel_sizes import MAX_PAIRS
 from offplan.machine.profile import MachineProfile
 from offplan.plan import (
     Budget,
@@ -24,6 +22,7 @@ from offplan.plan import (
     RoutingRef,
     Workload,
 )
+from offplan.refusals import find_unread
 from offplan.unpacked import Unpacked
 
 
@@ -184,23 +183,6 @@ def why_not_keep(model: Model, batch: int, store: Store) -> str | None:
             f"steps of {MAX_PAIRS} pairs of a token and an expert are served at most, which is a "
             f"batch of {most}, and not of {batch}: lower `batch`"
         )
-    if (what := _find_unread(model)) is not None:
+    if (what := find_unread(model, model.layers)) is not None:
         return f"{model.source} has experts {what}, which no kernel keeps: take another model"
-    return None
-
-
-def _find_unread(model: Model) -> str | None:
-    """Name what of a model's experts no kernel reads from slots on a GPU."""
-    experts = [each for layer in model.layers for each in layer.parameters if each.is_expert]
-    if model.dtype not in KERNEL_TYPES:
-        return f"computed in {model.dtype}"
-    if any(each.is_shuffled for each in experts):
-        return "with inputs in an order of each expert's own (g_idx)"
-    by_value = [e for e in experts if e.form is RAW and not e.name.endswith("bias")]
-    if not by_value:
-        return None
-    if model.model_type in EXPERTS_IN_OUT:
-        return "held by transposed values"
-    if any(size % EXPERT_MULTIPLE for each in by_value for size in each.shape[-2:]):
-        return f"held by their values, of sizes that {EXPERT_MULTIPLE} does not divide"
     return None

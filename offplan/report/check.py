@@ -14,10 +14,13 @@ MARKS = {
     "holds": "ok",
     "drift": "DRIFT",
     "infeasible": "NO ROOM",
+    "refused": "REFUSED",
     "unknown": "not told",
     "error": "ERROR",
 }
 """What people read for a verdict."""
+FAILURES = ("drift", "infeasible", "refused", "error")
+"""Verdicts that fail a plan, the worst first."""
 
 
 def render_findings(title: str, findings: Sequence[Finding]) -> RenderableType:
@@ -38,6 +41,6 @@ def findings_payload(title: str, findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def worst_verdict(findings: Sequence[Finding]) -> str:
-    """Return the verdict of all findings together: drift, lack of memory, what cannot be read."""
+    """Return the verdict of all findings together: the first of ``FAILURES`` that is among them."""
     verdicts = {finding.verdict for finding in findings}
-    return next((each for each in ("drift", "infeasible", "error") if each in verdicts), "holds")
+    return next((each for each in FAILURES if each in verdicts), "holds")

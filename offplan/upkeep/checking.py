@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 from offplan.checkpoint.model import Model
-from offplan.errors import InputError, MemoryLimitError, PlanError, ProfileError
+from offplan.engines.export import export_plan
+from offplan.errors import ExportError, InputError, MemoryLimitError, PlanError, ProfileError
 from offplan.files import StrPath
 from offplan.hostmem.limits import check_host_room, lock_limit
+from offplan.library.analysis import why_not_plan
 from offplan.library.machines import measure_here
 from offplan.library.planned import (
     describe_drift,
@@ -25,9 +27,9 @@ from offplan.routing.profile import check_routing, load_routing
 from offplan.units import format_bytes, format_rate
 from offplan.upkeep.local_gpu import LocalGPU, find_local_gpu
 
-Verdict = Literal["holds", "drift", "infeasible", "unknown", "error"]
-"""Whether something is as the plan has it, is not, lacks memory, could not be compared, or could
-not be read."""
+Verdict = Literal["holds", "drift", "infeasible", "refused", "unknown", "error"]
+"""Whether something is as the plan has it, is not, lacks memory, is refused by what is to run it,
+could not be compared, or could not be read."""
 MEASURED_TO = 0.05
 """Part of a link's rate by which a measurement may be off before that is drift.
 
@@ -58,7 +60,8 @@ def check_plan(
 
     ``plan`` is the plan or its file. The model's headers and config are held against the plan's,
     its profile against the fingerprint, and its prediction against what its decision costs by this
-    version of offplan. ``with_machine`` also looks at the GPU here, if there is one, and the memory
+    version of offplan. ``run``, or the engine that the plan is for, is asked whether it refuses the
+    plan. ``with_machine`` also looks at the GPU here, if there is one, and the memory
     that it and the host have free; without ``with_network`` a model that is neither on this disk
     nor in the Hub's cache is not compared. ``measure`` measures the link. ``model`` is where the
     model is to be read instead of where the plan says. ``on_stage`` hears what begins.
@@ -83,6 +86,9 @@ def check_plan(
         timed = all(each.verdict == "holds" for each in figures)
         findings = [*_check_model(plan, found), *figures]
         findings.append(_check_prediction(plan, found, timed=timed))
+        running = _check_running(plan, found)
+        if running.text != findings[-1].text:
+            findings.append(running)
     if not with_machine:
         return tuple(findings)
     here = find_local_gpu()
@@ -179,6 +185,20 @@ def _check_prediction(plan: Plan, model: Model, *, timed: bool) -> Finding:
         return Finding("prediction", "holds", text)
     changes = "; ".join(list_changes(plan, priced))
     return Finding("prediction", "drift", f"{why}: {changes}: offplan replan makes it again")
+
+
+def _check_running(plan: Plan, model: Model) -> Finding:
+    """Ask what the plan is for, ``run`` or an engine, whether it refuses the plan."""
+    if (engine := plan.goal.engine) is None:
+        why = why_not_plan(model, plan)
+        if why is None:
+            return Finding("run", "holds", "`run` can execute the decision")
+        return Finding("run", "refused", why)
+    try:
+        export_plan(plan, model, engine)
+    except (ExportError, PlanError) as error:
+        return Finding("run", "refused", str(error))
+    return Finding("run", "holds", f"flags of {engine} can say the decision")
 
 
 def _check_here(plan: Plan, profile: MachineProfile | None, here: LocalGPU) -> Iterator[Finding]:

@@ -181,6 +181,7 @@ ok        model         headers, config.json and generation_config.json of model
 are unchanged since the plan
 ok        profile       the figures of cpu are unchanged
 ok        prediction    the decision costs what the plan says
+ok        run           `run` can execute the decision
 not told  this machine  there is no GPU here to compare with
 """
 

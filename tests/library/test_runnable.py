@@ -96,14 +96,14 @@ def test_that_a_model_runs_is_kept_and_obstacles_are_not(
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
     model = open_model(str(TINY_MOE))
     for answer, told in (("it was busy", "it was busy"), (None, None), ("never asked", None)):
-        monkeypatch.setattr(runnable, "find_obstacle", lambda _, answer=answer: answer)
+        monkeypatch.setattr(runnable, "find_obstacle", lambda *_, answer=answer: answer)
         assert why_not_run(hold(model)) == told
 
 
 @pytest.mark.slow
 def test_a_process_of_its_own_says_the_same(both_ways: Path) -> None:
     stage = open_stage(both_ways)
-    assert runnable._ask_process(stage) == find_obstacle(stage)
+    assert runnable._ask_process(stage, offload(), False) == find_obstacle(stage)
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_a_process_is_asked_of_a_quantised_model_that_was_planned(tmp_path: Path
     path.write_text(json.dumps(STORED_CODES))
     stage = open_stage(path)
     assert stage.model.architecture.quantisation is not None  # it holds a function from now on
-    assert runnable._ask_process(stage) == find_obstacle(stage)
+    assert runnable._ask_process(stage, offload(), False) == find_obstacle(stage)
 
 
 def test_nothing_is_fetched_for_a_model_that_cannot_run(both_ways: Path) -> None:

@@ -69,8 +69,7 @@ def check_cores(
     """Raise an error where the host's cores cannot compute what a plan gives them.
 
     ``wanted`` are the parameters by name, on the meta device; ``dtype`` is the model's. Raises
-    PlanError for a part of what one module multiplies by, OffplanError where there is no kernel, or
-    nothing to build the kernels with.
+    PlanError for a part of what one module multiplies by, OffplanError where there is no kernel.
     """
     entries = {(s.layer, e.offset): e for s in placement.slabs for e in s.entries}
     given = {
@@ -80,7 +79,6 @@ def check_cores(
     }
     if not given:
         return
-    cores.load()
     for path, module, weights in _list_modules(skeleton):
         names = [name for weight in weights for name in weight.parts.values()]
         if not given.intersection(names):

@@ -12,7 +12,7 @@ from offplan.checkpoint.model import Model
 from offplan.errors import PlanError
 from offplan.expert_slots import ExpertSlots
 from offplan.forms.form import Part
-from offplan.kernel_sizes import KERNEL_TYPES, MAX_PAIRS
+from offplan.kernel_sizes import MAX_PAIRS
 from offplan.placement import Phase, Placement, align
 from offplan.runtime.forms.expert_table import (
     BY_CORES,
@@ -85,19 +85,14 @@ def find_parts(
     module: PreTrainedModel,
     placement: Placement,
     offloaded: Offloaded,
-    device: torch.device,
+    *,
+    on_gpu: bool,
 ) -> dict[int, list[str]]:
     """Find the parameters of the experts of each layer that keeps some one by one, by layer index.
 
-    The module is on the meta device. Raises CheckpointError and PlanError for experts that cannot
-    be kept so, before anything is loaded.
+    The module is on the meta device, and ``on_gpu`` says whether a GPU is to run it. Raises
+    CheckpointError and PlanError for experts that cannot be kept so, before anything is loaded.
     """
-    if placement.expert_slots and device.type == "cuda" and model.dtype not in KERNEL_TYPES:
-        raise refuse(
-            f"{model.source} is computed in {model.dtype}, and kept experts (cached_experts) on a "
-            f"GPU are multiplied by kernels for {' and '.join(KERNEL_TYPES)}: leave cached_experts "
-            "out"
-        )
     keeping = {(e.unit.layer, e.offset) for e in placement.entries if e.keeps_experts}
     found: dict[int, list[str]] = {}
     for name, place in offloaded.items():
@@ -114,7 +109,9 @@ def find_parts(
                     f"{name} of layer {layer} is not divided into {slots.num_experts} experts once "
                     f"loaded (found {list(value.shape)}): leave cached_experts out of its rule"
                 )
-        if device.type == "cuda" and not holds_codes(experts):
+        if on_gpu:
+            _refuse_orders(experts, layer)
+        if on_gpu and not holds_codes(experts):
             from offplan.runtime.model.experts import serves  # needs triton
 
             if not serves(experts):
@@ -160,11 +157,7 @@ class CachedExperts:
         parts: Mapping[int, list[str]],
         store: WeightStore,
     ) -> None:
-        """Give experts their slots in the store's memory; ``parts`` is what ``find_parts`` found.
-
-        Raises CheckpointError for weights whose inputs lie in an order of each expert's own, on a
-        GPU.
-        """
+        """Give experts their slots in the store's memory; ``parts`` is of ``find_parts``."""
         self._device = store.device
         self._num_chosen = model.experts.num_experts_per_token if model.experts else 0
         self._noted: torch.Tensor | None = None
@@ -206,7 +199,6 @@ class CachedExperts:
         if self._device.type == "cuda":
             from offplan.runtime.forms.table_kernels import address_parts  # needs triton
 
-            _refuse_orders(experts, layer)
             sources = [[store.by_phase[phase][name] for name in names] for phase in Phase]
             addresses, own = (address_parts(of_phase, slots.values()) for of_phase in sources)
         keep_in_slots(experts, table, slots, own)

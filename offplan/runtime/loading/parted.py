@@ -14,6 +14,14 @@ from offplan.runtime.transformers_private import list_experts
 from offplan.schedule import part_slots_of
 
 
+def check_package(placement: Placement) -> None:
+    """Raise OffplanError where prompts stream in parts, and the package for that is missing."""
+    if placement.parts and find_spec("greenlet") is None:
+        raise OffplanError(
+            "a rule has parts, and prompts in parts need the package greenlet: pip install greenlet"
+        )
+
+
 def check_parted(
     module: PreTrainedModel,
     placement: Placement,
@@ -21,12 +29,8 @@ def check_parted(
 ) -> None:
     """Raise PlanError for experts that cannot be read in parts, before anything is loaded.
 
-    The module is on the meta device. Raises OffplanError where a package is missing.
+    The module is on the meta device.
     """
-    if placement.parts and find_spec("greenlet") is None:
-        raise OffplanError(
-            "a rule has parts, and prompts in parts need the package greenlet: pip install greenlet"
-        )
     values = dict(module.named_parameters())
     for layer, names in _names_by_layer(placement, offloaded).items():
         groups = list_experts(decoder_layers(module)[layer])

@@ -1,17 +1,18 @@
 """A model without its weights, and where a plan puts them, on a device that has been asked."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
 
 from offplan.checkpoint.model import Model
-from offplan.errors import PlanError
 from offplan.held.held import hold
 from offplan.held.stage import Stage
 from offplan.hostmem.limits import check_host_room
 from offplan.placement import Placement, place
 from offplan.plan import Offload
+from offplan.refusals import require_runnable
+from offplan.runtime.forms import cores
 from offplan.runtime.loading.alike import find_owners
 from offplan.runtime.loading.by_cores import check_cores
 from offplan.runtime.loading.cached import find_parts
@@ -19,7 +20,7 @@ from offplan.runtime.loading.checks import list_shared
 from offplan.runtime.loading.codes import hold_codes
 from offplan.runtime.loading.mapping import map_tensors
 from offplan.runtime.loading.offloaded import find_offloaded, pin_split
-from offplan.runtime.loading.parted import check_parted
+from offplan.runtime.loading.parted import check_package, check_parted
 from offplan.runtime.loading.skeleton import build_skeleton, decoder_layers
 from offplan.runtime.loading.stock import build_stock
 from offplan.runtime.loading.target import Target
@@ -62,47 +63,55 @@ def prepare(
     ``stock`` builds it for transformers' own passes. With ``share_layers`` layers that are alike
     read the weights of the first of them; the plan then offloads none.
 
-    Raises PlanError for rules that do not fit the model, CheckpointError for a model that cannot
-    run or files whose headers do not fit it, MemoryLimitError where the host's memory or a second
-    GPU is lacking, OffplanError where the host's cores cannot compute what the plan gives them.
+    Raises what ``fit`` raises, MemoryLimitError where the host's memory or a second GPU is lacking,
+    and OffplanError where a package is, or what builds the kernels for the host's cores.
     """
     stage = hold(model, offload.packing, stock=stock)
+    prepared = fit(stage, offload, on_gpu=device.type == "cuda")
+    placement = prepared.placement
+    check_package(placement)
+    if any(entry.decode.is_by_cores for entry in placement.entries):
+        cores.load()
+    peer = _find_store(placement, offload, device)
+    owners: dict[str, str] = {}
+    if share_layers:
+        module, wanted = prepared.module, prepared.wanted
+        owners = find_owners(decoder_layers(module), module, stage, wanted)
+    spared = sum(prepared.wanted.pop(name).nbytes for name in owners)
+    check_host_room(_host_bytes(placement, device, peer) - (device.type == "cpu") * spared)
+    return replace(prepared, peer=peer, owners=owners)
+
+
+def fit(stage: Stage, offload: Offload, *, on_gpu: bool) -> Prepared:
+    """Build a model without weights, and find where a decision places each parameter.
+
+    ``stage`` is held by the decision's packing. Nothing is asked of this machine, and ``on_gpu``
+    says whether a GPU is to run it. Raises PlanError for a decision that does not fit the model or
+    that ``run`` refuses, and CheckpointError for a model that cannot run or files whose headers do
+    not fit it.
+    """
+    model, stock = stage.model, stage.runner.is_stock
     module = build_stock(model) if stock else build_skeleton(model)
     targets = map_tensors(module, stage)
     shared = list_shared(module, targets) if stock else {}
     hold_codes(module, targets)
-    _check_types(stage, device)
+    _check_types(stage, on_gpu)
     state = module.state_dict()
     wanted = {name: state[name] for name in targets}
     stage = pin_split(stage, targets, wanted, shared) if stock else stage
     placement = place(stage, offload)
-    if stock and placement.expert_slots:
-        raise PlanError(
-            "a rule has cached_experts, and transformers' own passes are to run the model: kept "
-            "experts need offplan's own passes, so make a plan with `stock=True`"
-        )
-    if stock and placement.parts:
-        raise PlanError(
-            "a rule has parts, and transformers' own passes are to run the model, whose layers "
-            "take one chunk after the other: make a plan with `stock=True`"
-        )
+    require_runnable(stage, placement, offload, on_gpu=on_gpu)
     offloaded = find_offloaded(placement, targets, wanted)
     check_parted(module, placement, offloaded)
     check_cores(module, placement, offloaded, wanted, getattr(torch, model.dtype))
-    peer = _find_store(placement, offload, device)
-    owners: dict[str, str] = {}
-    if share_layers:
-        owners = find_owners(decoder_layers(module), module, stage, wanted)
-    spared = sum(wanted.pop(name).nbytes for name in owners)
-    check_host_room(_host_bytes(placement, device, peer) - (device.type == "cpu") * spared)
-    cached = find_parts(model, module, placement, offloaded, device)
-    return Prepared(stage, placement, module, targets, wanted, offloaded, peer, cached, owners)
+    cached = find_parts(model, module, placement, offloaded, on_gpu=on_gpu)
+    return Prepared(stage, placement, module, targets, wanted, offloaded, None, cached, {})
 
 
-def _check_types(stage: Stage, device: torch.device) -> None:
+def _check_types(stage: Stage, on_gpu: bool) -> None:
     """Raise CheckpointError for experts that a GPU would have to expand, all of a layer at once."""
     coded = (p for p in stage.parameters if p.is_expert and not p.form.is_raw)
-    if device.type == "cuda" and stage.dtype == "float32" and any(coded):
+    if on_gpu and stage.dtype == "float32" and any(coded):
         raise refuse(f"{stage.model.source} has experts stored as codes and is computed in float32")
 
 
