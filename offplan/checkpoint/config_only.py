@@ -58,7 +58,7 @@ def read_config_only(path: Path, on_progress: Progress, dtype: str | None = None
     notes = ["sizes come from the config alone: no weights were seen"]
     named = config
     if dtype not in (None, architecture.dtype) and architecture.quantisation is None:
-        named = _with_dtype(config, str(dtype))
+        named = with_dtype(config, str(dtype))
         stated = architecture.dtype or "no dtype"
         notes.append(f"sized as stored in {dtype}; the config names {stated}")
     elif architecture.dtype is None:
@@ -79,10 +79,10 @@ def read_config_only(path: Path, on_progress: Progress, dtype: str | None = None
     return Stored(config, tensors, generation=generation, notes=tuple(notes))
 
 
-def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Return a config whose every part states this type."""
     parts = {
-        key: _with_dtype(value, dtype) if isinstance(value, Mapping) else value
+        key: with_dtype(value, dtype) if isinstance(value, Mapping) else value
         for key, value in config.items()
         if key != "torch_dtype"
     }

@@ -161,6 +161,17 @@ class Model:
         """Fingerprint of all in the config that may change what the model gives."""
         return fingerprint(self.config)
 
+    @cached_property
+    def key(self) -> str:
+        """Name what every answer about the model depends on, for answers that are kept on disk.
+
+        That is all that the model was made of: the stored names, types and shapes, the whole
+        config, the type that weights are computed in, and code of its own. ``config_sha256`` leaves
+        types out.
+        """
+        content = [self.headers_sha256, dict(self.config), self.dtype, self.generation, self.code]
+        return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
     @property
     def generation_config_sha256(self) -> str | None:
         """Fingerprint of the generation config; None where there is none, or none is known."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from offplan.checkpoint.architecture import read_architecture
 from offplan.checkpoint.assemble import assemble
+from offplan.checkpoint.config_only import with_dtype
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.quantise import Use, quantise
@@ -59,6 +60,9 @@ def requantise(model: Model, bits: int) -> Model | None:
         return None
     unquantised = ("quantization_config", "compression_config", "quantization")
     config = {key: value for key, value in model.config.items() if key not in unquantised}
+    # what is not quantised is stored, and all is computed, in the model's type: the config may
+    # state another one, in whose place the caller named a type
+    config = with_dtype(config, model.dtype)
     config["quantization_config"] = _SCHEMES[bits]
     built = [
         *(each for layer in model.layers for p in layer.parameters for each in _restore(p)),

@@ -83,10 +83,7 @@ def find_passes(model: Model) -> StockPasses:
 
     No weight is read. Raises CheckpointError where they cannot be counted.
     """
-    key = {
-        "model": [model.headers_sha256, model.config_sha256, model.dtype, model.code],
-        **installed_versions(),
-    }
+    key = {"model": model.key, **installed_versions()}
     found = _PASSES.find(key)
     if found is None:
         found = _ask_process(model)

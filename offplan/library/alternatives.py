@@ -44,14 +44,7 @@ def find_alternatives(question: Question, plan: Plan | None) -> tuple[Alternativ
         return ()
     if question.machine.is_cpu:
         return ()
-    model = question.model
-    key = {
-        "model": [model.headers_sha256, model.config_sha256],
-        "machine": question.machine.fingerprint,
-        "asked": [each.model_dump(mode="json") for each in (question.workload, question.budget)],
-        "goal": [goal.model_dump(mode="json"), question.store],
-        **installed_versions(),
-    }
+    key = {**question.key, **installed_versions()}
     found = _KEPT.find(key)
     if found is None:
         found = tuple(_plan_each(question))

@@ -66,7 +66,7 @@ def why_not_run(
         return str(error)
     key = {
         "stock": is_stock,
-        "model": [model.source, model.headers_sha256, model.config_sha256, model.code],
+        "model": [model.source, model.key],
         # a plan may have some of it packed
         "held": [stage.outside_key, *(layer.key for layer in stage.layers)],
         "asked": [on_gpu, _describe_places(stage, placement)],
@@ -104,7 +104,7 @@ def needs_stock(model: Model, context: int) -> bool:
     That they can is kept on disk.
     """
     key = {
-        "model": [model.source, model.headers_sha256, model.config_sha256, model.code],
+        "model": [model.source, model.key],
         "is_long": is_long(model, context),
         **installed_versions(),
     }

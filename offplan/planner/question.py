@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from offplan.backends import Backend
 from offplan.checkpoint.model import Model
@@ -67,6 +68,26 @@ class Question:
         if self.goal.parts != "off":
             require_parts(self)
         _ = self.planned_machine  # which refuses a link that is not known
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """Name everything that an answer depends on, as plain JSON: each field by its content.
+
+        The names of files are left out, whose content is there.
+        """
+        stages = [[each.ranks, each.number, each.outside_key] for each in self.held.stages]
+        routing = self.held.stage.routing
+        return {
+            "model": self.model.key,
+            "runner": [self.held.runner.name, self.held.runner.is_stock],
+            "stages": [*stages, self.held.planned],
+            "routing": None if routing is None else routing.fingerprint,
+            "machine": self.machine.fingerprint,
+            "workload": self.workload.model_dump(mode="json"),
+            "budget": self.budget.model_dump(mode="json"),
+            "goal": self.goal.model_dump(mode="json"),
+            "store": self.store,
+        }
 
     @property
     def backends(self) -> tuple[Backend, ...]:

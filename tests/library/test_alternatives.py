@@ -79,3 +79,19 @@ def test_a_config_of_float32_is_planned_as_bfloat16(
     assert cli("replan", plan).out == plan.read_text("utf-8")
     code, _, err = cli("plan", TINY_MOE, "--machine", "cpu", "--dtype", "float32")
     assert (code, "--dtype is for a config.json alone" in err) == (2, True)
+
+
+def test_fewer_bits_are_computed_in_the_type_that_was_asked_for(tmp_path: Path) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256}
+    config |= {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    for name in ("float32", "bfloat16"):
+        (tmp_path / name).mkdir()
+        path = tmp_path / name / "config.json"
+        path.write_text(json.dumps({**config, "dtype": name}), "utf-8")
+    asked = open_model(tmp_path / "float32" / "config.json", dtype="bfloat16")
+    stated = open_model(tmp_path / "bfloat16" / "config.json")
+    assert asked.headers_sha256 == stated.headers_sha256
+    made = [requantise(model, 4) for model in (asked, stated)]
+    assert [model.dtype for model in made if model is not None] == ["bfloat16"] * 2
+    assert asked.key != stated.key

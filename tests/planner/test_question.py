@@ -1,6 +1,7 @@
 """A question decides its plan, byte for byte, and is recorded in it."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from offplan.library.asking import pose
 from offplan.machine.profile import LayerTime, dump_profile, parse_profile
 from offplan.plan import Budget, Goal, Workload, dump_plan
 from offplan.planner.make import make_plan
+from offplan.planner.question import Question
 from tests.costs.builders import make_machine, moe_model
 from tests.planner.cases import (
     MODELS,
@@ -125,3 +127,41 @@ def test_a_saved_profile_gives_the_same_plan(
     assert dump_plan(make_plan(ask(model, read, share, workload)).plan) == dump_plan(plan)
     memory = plan.prediction.gpu_memory.model_dump()
     assert memory.pop("total_bytes") == sum(memory.values())
+
+
+CHANGED: dict[str, Any] = {
+    "machine": make_machine(h2d=3e9),
+    "workload": WORKLOAD.model_copy(update={"context": 800}),
+    "budget": Budget(gpu_memory=2**30),
+    "goal": Goal(packing=False),
+    "store": "peer",
+}
+"""Another value of each field of a question that its answers depend on, beside the model."""
+NAMES = {"profile", "routing_file"}
+"""Fields that name files, whose content is in other fields."""
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_every_field_changes_the_key_of_kept_answers(name: str) -> None:
+    assert {each.name for each in fields(Question)} == {*CHANGED, *NAMES, "held"}
+    question = pose(MODELS["dense"], make_machine(peer=20e9), WORKLOAD, UNLIMITED)
+    other = replace(question, **{name: CHANGED[name]})
+    assert other.key != question.key
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "float32"},
+        {"config": {**MODELS["moe"].config, "dtype": "float32"}},
+        {"headers_sha256": "other"},
+        {"code": "some"},
+        {"generation": "other"},
+    ],
+)
+def test_every_fact_of_a_model_changes_the_key_of_kept_answers(changes: dict[str, Any]) -> None:
+    model = MODELS["moe"]
+    other = replace(model, **changes)
+    assert other.key != model.key
+    asked = make_machine(), WORKLOAD, UNLIMITED
+    assert pose(other, *asked).key != pose(model, *asked).key

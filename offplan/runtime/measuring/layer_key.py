@@ -1,7 +1,6 @@
 """Names all that a model's layer times depend on, so that they can be kept and found again."""
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,11 @@ _OF_WHOLE_PLANS = (
     *("accelerated", "bench", "timed_link", "versus"),
 )
 """Files of the runtime that no layer's time depends on."""
+_BESIDE = (
+    *("forms", "held", "backends.py", "expert_slots.py", "kernel_sizes.py"),
+    *("placement.py", "schedule.py"),
+)
+"""What the runtime computes by that lies beside it."""
 
 
 def layer_times_key(stage: Stage, workload: Workload, chunks: Sequence[int]) -> dict[str, Any]:
@@ -28,7 +32,6 @@ def layer_times_key(stage: Stage, workload: Workload, chunks: Sequence[int]) -> 
     The runtime counts by its source: a checkout changes more often than its version.
     """
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    config = json.dumps(dict(stage.model.config), sort_keys=True, default=str)
     return {
         "gpu": [gpu.name, gpu.total_memory, gpu.multi_processor_count],
         # its version and build, as Linux tells them; empty elsewhere
@@ -41,8 +44,7 @@ def layer_times_key(stage: Stage, workload: Workload, chunks: Sequence[int]) -> 
         "layers": [stage.time_key(layer.key) for layer in stage.layers],
         "outside": stage.time_key(stage.outside_key),
         # heads, positions and activations show in no parameter's shape
-        "config_sha256": _sha256(config.encode()),
-        "dtype": stage.dtype,
+        "model": stage.model.key,
         "phases": ["prefill", "decode"],
         "batch": workload.batch,
         "context": workload.context,
@@ -56,7 +58,9 @@ def timed_sources() -> list[Path]:
     """Files of what runs a layer and of what times it, in a fixed order."""
     files = (path.relative_to(_RUNTIME) for path in _RUNTIME.rglob("*.py"))
     timed = [_RUNTIME / path for path in sorted(files) if path.stem not in _OF_WHOLE_PLANS]
-    return [*timed, _RUNTIME.with_name("kernel_sizes.py")]
+    beside = (_RUNTIME.with_name(name) for name in _BESIDE)
+    shared = [each for path in beside for each in sorted(path.rglob("*.py")) or [path]]
+    return [*timed, *shared]
 
 
 def _sha256(content: bytes) -> str:
