@@ -551,8 +551,8 @@ class Plan(Record):
     offload: Offload
     prediction: Prediction
 
-    _folder: Path = PrivateAttr(default=Path())
-    """Where a path that the plan names starts: the folder of its file, or the current one."""
+    _file: Path | None = PrivateAttr(default=None)
+    """The file that the plan was read from, with no link in its path; None where it was in none."""
 
     @model_validator(mode="after")
     def _keeps_its_budget(self, info: ValidationInfo) -> "Plan":
@@ -600,7 +600,12 @@ class Plan(Record):
 
     def locate(self, path: str) -> str:
         """Return a path that the plan names as it is from here: it starts at the plan's file."""
-        return str(self._folder / path)
+        return str((Path() if self._file is None else self._file.parent) / path)
+
+    @property
+    def weights_file(self) -> Path | None:
+        """Where the SHA-256 of the weights stand beside the plan; None for a plan of no file."""
+        return None if self._file is None else self._file.with_suffix(".weights.sha256")
 
 
 def load_plan(path: StrPath, *, in_any_budget: bool = False) -> Plan:
@@ -624,7 +629,7 @@ def load_plan(path: StrPath, *, in_any_budget: bool = False) -> Plan:
     if not is_plan and (kind := describe_kind(path, "a plan")) is not None:
         raise PlanError(f"{path} is not a plan: {kind}")
     plan = parse_plan(data, str(path), in_any_budget=in_any_budget)
-    plan._folder = Path(path).resolve().parent  # that of the file itself, also by way of a link
+    plan._file = Path(path).resolve()  # the file itself, also by way of a link
     return plan
 
 

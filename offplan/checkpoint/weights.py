@@ -21,7 +21,7 @@ def find_weights(model: Model, on_progress: Progress | None = None) -> Path:
     source = Path(model.source)
     if model.revision is None and source.is_dir():
         return source
-    sizes = _shard_bytes(model)
+    sizes = shard_bytes(model)
     if not sizes or model.revision is None:
         raise InputError(
             f"{model.source} has no weights: name a folder with weights (`model=DIR`), or run "
@@ -38,7 +38,7 @@ def find_weights(model: Model, on_progress: Progress | None = None) -> Path:
 
 def has_weights(model: Model) -> bool:
     """Whether a model is known from its shards, and not from a config alone."""
-    return bool(_shard_bytes(model))
+    return bool(shard_bytes(model))
 
 
 def find_small_files(model: Model, filenames: tuple[str, ...]) -> Path:
@@ -55,7 +55,7 @@ def find_small_files(model: Model, filenames: tuple[str, ...]) -> Path:
     return _find_snapshot(model.source, model.revision)
 
 
-def _shard_bytes(model: Model) -> dict[str, int]:
+def shard_bytes(model: Model) -> dict[str, int]:
     """Return the bytes of each shard, as its header says."""
     sizes: defaultdict[str, int] = defaultdict(int)
     parameters = (parameter for layer in model.layers for parameter in layer.parameters)

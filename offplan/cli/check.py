@@ -20,6 +20,22 @@ def check(
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure this machine's link, too.")
     ] = False,
+    weights: Annotated[
+        bool,
+        typer.Option(
+            "--weights", help="Read all weights once, and compare their SHA-256 with those known."
+        ),
+    ] = False,
+    record_weights: Annotated[
+        bool,
+        typer.Option(
+            "--record-weights",
+            help="Do so, and write the SHA-256 beside the plan, as PLAN.weights.sha256.",
+        ),
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail where something could not be compared.")
+    ] = False,
     engine: Annotated[
         str | None,
         options.engine(
@@ -39,15 +55,17 @@ def check(
     Exits with 4 where something is not as a plan has it (drift), else with 3 where memory lacks,
     else with 2 where `run` or the engine refuses the plan, or a file cannot be read. Without a GPU,
     and with --file-only, all is checked but this machine; with --engine, a running engine in its
-    place. --file-only does not ask the Hub: of a model that is not on this disk it checks the
+    place. With --strict it exits with 1 where all else holds and something could not be compared.
+    --file-only does not ask the Hub: of a model that is not on this disk it checks the
     plan's own figures and its profile.
     """
     from offplan.cli.planning import open_plan
     from offplan.library.machines import require_gpu
     from offplan.plan import load_plan
-    from offplan.report.check import findings_payload, render_findings, worst_verdict
-    from offplan.upkeep.checking import Finding, check_plan
+    from offplan.report.check import MARKS, findings_payload, render_findings, worst_verdict
+    from offplan.upkeep.checking import check_plan
     from offplan.upkeep.engine_start import check_start, read_start
+    from offplan.upkeep.finding import Finding
 
     if measure and file_only:
         raise InputError("--file-only leaves this machine out: leave --measure out, too")
@@ -70,6 +88,8 @@ def check(
                 with_machine=not file_only and engine is None,
                 with_network=not file_only,
                 measure=measure,
+                weights=weights or record_weights,
+                record_weights=record_weights,
                 on_stage=ProgressBar,
             )
         except OffplanError as error:
@@ -83,15 +103,22 @@ def check(
         [(name, findings)] = found.items()
         startup = read_start(engine, log, url)
         found[name] = (*findings, *check_start(*open_plan(plans[0], model), engine, startup))
-    payload = {"plans": [findings_payload(*each) for each in found.items()]}
+    payload = {"plans": [findings_payload(*each, strict=strict) for each in found.items()]}
     print_result(payload, *(render_findings(*each) for each in found.items()), json=json)
-    kinds = {"drift": DriftError, "infeasible": InfeasibleError, "refused": InputError}
-    told = [
-        f"{verdict}: {', '.join(failed)}"
-        for verdict in (*kinds, "error")
-        if (failed := [name for name, each in found.items() if worst_verdict(each) == verdict])
-    ]
+    named = max((error.exit_code for error in errors.values()), default=0)
+    kinds = {
+        "drift": DriftError,
+        "infeasible": InfeasibleError,
+        "refused": InputError,
+        "error": InputError if named == InputError.exit_code else OffplanError,
+        "unknown": OffplanError,
+    }
+    worst = {name: worst_verdict(each, strict=strict) for name, each in found.items()}
+    failed = {kind: [name for name in worst if worst[name] == kind] for kind in kinds}
+    told = {
+        kind: f"{MARKS[kind] if kind == 'unknown' else kind}: {', '.join(of)}"
+        for kind, of in failed.items()
+        if of
+    }
     if told:
-        named = max((error.exit_code for error in errors.values()), default=0)
-        unread = InputError if named == InputError.exit_code else OffplanError
-        raise kinds.get(told[0].partition(":")[0], unread)("; ".join(told))
+        raise kinds[next(iter(told))]("; ".join(told.values()))

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from offplan.report.table import make_grid
 from offplan.report.wording import name_options
-from offplan.upkeep.checking import Finding
+from offplan.upkeep.finding import Finding
 
 MARKS = {
     "holds": "ok",
@@ -31,16 +31,22 @@ def render_findings(title: str, findings: Sequence[Finding]) -> RenderableType:
     return Group(Text(title), table)
 
 
-def findings_payload(title: str, findings: Sequence[Finding]) -> dict[str, Any]:
+def findings_payload(
+    title: str, findings: Sequence[Finding], *, strict: bool = False
+) -> dict[str, Any]:
     """Return what was found of one plan as JSON."""
     return {
         "plan": title,
-        "verdict": worst_verdict(findings),
+        "verdict": worst_verdict(findings, strict=strict),
         "findings": [{**vars(finding), "text": name_options(finding.text)} for finding in findings],
     }
 
 
-def worst_verdict(findings: Sequence[Finding]) -> str:
-    """Return the verdict of all findings together: the first of ``FAILURES`` that is among them."""
+def worst_verdict(findings: Sequence[Finding], *, strict: bool = False) -> str:
+    """Return the verdict of all findings together: the first of ``FAILURES`` that is among them.
+
+    Where a check is ``strict``, what could not be compared is a failure, too, and the least.
+    """
     verdicts = {finding.verdict for finding in findings}
-    return next((each for each in FAILURES if each in verdicts), "holds")
+    failures = (*FAILURES, "unknown") if strict else FAILURES
+    return next((each for each in failures if each in verdicts), "holds")

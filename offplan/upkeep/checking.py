@@ -2,9 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from offplan.checkpoint.model import Model
 from offplan.engines.export import export_plan
@@ -25,26 +23,16 @@ from offplan.plan import Plan, RoutingRef, take_plan
 from offplan.progress import Stages, silent
 from offplan.routing.profile import check_routing, load_routing
 from offplan.units import format_bytes, format_rate
+from offplan.upkeep.figures import list_contradictions
+from offplan.upkeep.finding import Finding, Verdict
 from offplan.upkeep.local_gpu import LocalGPU, find_local_gpu
+from offplan.upkeep.weights import check_weights
 
-Verdict = Literal["holds", "drift", "infeasible", "refused", "unknown", "error"]
-"""Whether something is as the plan has it, is not, lacks memory, is refused by what is to run it,
-could not be compared, or could not be read."""
 MEASURED_TO = 0.05
 """Part of a link's rate by which a measurement may be off before that is drift.
 
 Source: chosen, between the spread of samples and a link that has lost half of its lanes.
 """
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was checked."""
-
-    subject: str
-    verdict: Verdict
-    text: str
-    """What was found, and what to do about it, in words for people."""
 
 
 def check_plan(
@@ -54,25 +42,30 @@ def check_plan(
     with_machine: bool = True,
     with_network: bool = True,
     measure: bool = False,
+    weights: bool = False,
+    record_weights: bool = False,
     on_stage: Stages = silent,
 ) -> tuple[Finding, ...]:
     """Check whether a plan still holds, and whether it could run now.
 
-    ``plan`` is the plan or its file. The model's headers and config are held against the plan's,
-    its profile against the fingerprint, and its prediction against what its decision costs by this
-    version of offplan. ``run``, or the engine that the plan is for, is asked whether it refuses the
-    plan. ``with_machine`` also looks at the GPU here, if there is one, and the memory
-    that it and the host have free; without ``with_network`` a model that is neither on this disk
-    nor in the Hub's cache is not compared. ``measure`` measures the link. ``model`` is where the
-    model is to be read instead of where the plan says. ``on_stage`` hears what begins.
+    ``plan`` is the plan or its file. Its figures are held against each other, the model's headers
+    and config against the plan's, its profile against the fingerprint, and its prediction against
+    what its decision costs by this version of offplan. ``run``, or the engine that the plan is for,
+    is asked whether it refuses the plan. ``with_machine`` also looks at the GPU here, if there is
+    one, and the memory that it and the host have free; without ``with_network`` a model that is
+    neither on this disk nor in the Hub's cache is not compared. ``measure`` measures the link.
+    ``weights`` reads all weights that are on this disk and compares their digests, and
+    ``record_weights`` writes these beside the plan's file, too. ``model`` is where the model is to
+    be read instead of where the plan says. ``on_stage`` hears what begins.
 
-    Raises CheckpointError and HubError where the model cannot be read, and what measuring raises.
+    Raises CheckpointError and HubError where the model cannot be read, InputError for a list of
+    digests that is not valid or has others, and what measuring raises.
     """
     plan = take_plan(plan)
     read = read_planned_model if with_network else find_planned_model
     found = read(plan, model, on_stage("reading headers"))
     profile, finding = _check_profile(plan, found)
-    figures = [finding]
+    figures = [_check_figures(plan), finding]
     if plan.routing is not None:
         figures.append(_check_routing(plan, plan.routing, found))
     if found is None:
@@ -80,7 +73,7 @@ def check_plan(
         findings = [
             Finding("model", "unknown", f"{absent} (name a local copy as `model`)"),
             *figures,
-            Finding("prediction", "unknown", "offplan prices a decision by its model's headers"),
+            _check_budget(plan),
         ]
     else:
         timed = all(each.verdict == "holds" for each in figures)
@@ -89,6 +82,11 @@ def check_plan(
         running = _check_running(plan, found)
         if running.text != findings[-1].text:
             findings.append(running)
+        if weights:
+            progress = on_stage("reading weights")
+            findings.append(
+                check_weights(found, plan.weights_file, progress, record=record_weights)
+            )
     if not with_machine:
         return tuple(findings)
     here = find_local_gpu()
@@ -124,8 +122,6 @@ def _check_profile(plan: Plan, model: Model | None) -> tuple[MachineProfile | No
     if machine is None:
         text = f"figures were measured on {plan.machine.name} and kept in no profile"
         return None, Finding("profile", "unknown", text)
-    if machine.fingerprint == plan.machine.fingerprint:
-        return machine, Finding("profile", "holds", f"the figures of {name} are unchanged")
     planned = plan.machine
     figures = (
         ("name", planned.name, machine.name),
@@ -134,6 +130,11 @@ def _check_profile(plan: Plan, model: Model | None) -> tuple[MachineProfile | No
         ("uva", format_rate(planned.uva), format_rate(machine.uva.value)),
     )
     changes = [f"{figure} {old} -> {new}" for figure, old, new in figures if old != new]
+    if machine.fingerprint == planned.fingerprint:
+        if not changes:
+            return machine, Finding("profile", "holds", f"the figures of {name} are unchanged")
+        text = f"the plan was edited, {name} says otherwise ({'; '.join(changes)}): undo the edit"
+        return machine, Finding("profile", "drift", text)
     with suppress(PlanError):  # which is told of the prediction
         if model is not None:
             changes += list_changes(plan, price_on(plan, model, machine))
@@ -159,6 +160,21 @@ def _check_routing(plan: Plan, routing: RoutingRef, model: Model | None) -> Find
     was, now = routing.fingerprint[:12], profile.fingerprint[:12]
     text = f"the plan was made from {routing.file} as {was}, which is {now} by now: {again}"
     return Finding("routing", "drift", text)
+
+
+def _check_figures(plan: Plan) -> Finding:
+    """Hold the plan's figures against each other, for which the plan alone is needed."""
+    if contradictions := list_contradictions(plan):
+        told = "; ".join(contradictions)
+        return Finding("figures", "drift", f"edited: {told}: offplan replan makes the plan again")
+    return Finding("figures", "holds", "the plan's figures agree with each other")
+
+
+def _check_budget(plan: Plan) -> Finding:
+    """Hold the plan's own figures against its budget, where no headers are there to price it by."""
+    if (excess := plan.describe_excess()) is not None:
+        return Finding("prediction", "infeasible", excess)
+    return Finding("prediction", "unknown", "offplan prices a decision by its model's headers")
 
 
 def _check_prediction(plan: Plan, model: Model, *, timed: bool) -> Finding:

@@ -179,6 +179,7 @@ HOLDS = """\
 plan.yaml
 ok        model         headers, config.json and generation_config.json of model \
 are unchanged since the plan
+ok        figures       the plan's figures agree with each other
 ok        profile       the figures of cpu are unchanged
 ok        prediction    the decision costs what the plan says
 ok        run           `run` can execute the decision

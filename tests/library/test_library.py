@@ -119,7 +119,7 @@ def test_a_path_is_a_text_or_a_path(kind: type) -> None:
     assert load_plan(file) == plan
     assert make_plan(ask_again(file, model=folder)).plan.offload == plan.offload
     checked = offplan.check_plan(file, model=folder, with_machine=False)
-    assert [each.verdict for each in checked] == ["holds"] * 4
+    assert [each.verdict for each in checked] == ["holds"] * 5
     assert offplan.compare_plans(file, file).is_empty
     with pytest.raises(ExportError, match="more of GPU memory"):
         offplan.export_plan(file, model, "vllm-worker")

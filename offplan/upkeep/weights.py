@@ -1,0 +1,81 @@
+"""The bytes of a plan's weights, held against digests that were taken of them before."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from offplan.checkpoint.digests import (
+    dump_list,
+    find_hub_digest,
+    locate_shards,
+    parse_list,
+    read_digest,
+)
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.weights import shard_bytes
+from offplan.errors import InputError
+from offplan.files import write_whole
+from offplan.progress import Progress
+from offplan.upkeep.finding import Finding
+
+
+def check_weights(
+    model: Model, listed: Path | None, on_progress: Progress, *, record: bool = False
+) -> Finding:
+    """Read all weights of a model once, and compare their digests with those known.
+
+    ``listed`` is the list of digests beside the plan, which comes before those of the Hub. With
+    ``record`` it is written where no known digest contradicts it. ``on_progress`` hears (bytes
+    read, bytes in all).
+
+    Raises CheckpointError for a file that cannot be read, and InputError for a list that is not
+    valid, or that is there with other digests and is to be written.
+    """
+    shards, wanted = locate_shards(model), shard_bytes(model)
+    absent = [name for name in wanted if name not in shards]
+    if absent or not wanted:
+        what = f"{len(absent)} of {len(wanted)} shards are" if wanted else "the weights are"
+        return Finding("weights", "unknown", f"{what} not on this disk: not read")
+    given = {name: find_hub_digest(path, name) for name, path in shards.items()}
+    expected = {name: digest for name, digest in given.items() if digest is not None}
+    whose = "(the Hub's)"
+    if listed is not None and listed.exists():
+        expected, whose = parse_list(listed), f"(in {listed.name})"
+    found = _read_all(shards, on_progress)
+    wrong = [
+        f"{shards[name]} has SHA-256 {digest[:12]}, expected {expected[name][:12]} {whose}"
+        for name, digest in found.items()
+        if expected.get(name, digest) != digest
+    ]
+    if wrong:
+        return Finding("weights", "drift", f"{'; '.join(wrong)}: fetch the file again")
+    if record and listed is not None:
+        _record(listed, found)
+        return Finding("weights", "holds", f"wrote the digests of {len(found)} files to {listed}")
+    unknown = [name for name in found if name not in expected]
+    if unknown:
+        text = (
+            f"no digest is known of {unknown[0]}"
+            + (f" and {len(unknown) - 1} more" if unknown[1:] else "")
+            + ": --record-weights writes those of today beside the plan"
+        )
+        return Finding("weights", "unknown", text)
+    return Finding("weights", "holds", f"{len(found)} files have the SHA-256 expected {whose}")
+
+
+def _read_all(shards: Mapping[str, Path], on_progress: Progress) -> dict[str, str]:
+    total = sum(path.stat().st_size for path in shards.values())
+    done = 0
+
+    def count(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        on_progress(min(done, total), total)
+
+    return {name: read_digest(path, count) for name, path in shards.items()}
+
+
+def _record(path: Path, found: Mapping[str, str]) -> None:
+    text = dump_list(found)
+    if path.exists() and path.read_text("utf-8") != text:
+        raise InputError(f"{path} is there with other files' digests: remove it to write it again")
+    write_whole(path, text.encode())

@@ -1,0 +1,91 @@
+"""Bytes of weights that changed under an unchanged header are found by their SHA-256."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli import CLI, ROOT
+
+TEXT = (ROOT / "plans" / "tiny-moe.yaml").read_text("utf-8")
+
+
+@pytest.fixture
+def plan(tmp_path: Path, copy: Path) -> Path:
+    """A plan of the checkpoint in the folder ``model`` beside it."""
+    path = tmp_path / "plan.yaml"
+    path.write_text(TEXT.replace("source: tiny-moe", "source: model"), "utf-8")
+    return path
+
+
+def shards(plan: Path) -> list[Path]:
+    return sorted((plan.parent / "model").glob("*.safetensors"))
+
+
+def flip_last_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def check(cli: CLI, plan: Path, *options: str) -> tuple[int, str]:
+    code, out, _ = cli("check", plan, "--file-only", *options)
+    return code, " ".join(out.split())
+
+
+def test_digests_beside_the_plan(cli: CLI, plan: Path) -> None:
+    code, out = check(cli, plan, "--weights")
+    assert (code, "not told weights no digest is known of model-00001-of" in out) == (0, True)
+    assert check(cli, plan, "--weights", "--strict")[0] == 1
+    assert check(cli, plan, "--record-weights")[0] == 0
+    listed = plan.with_suffix(".weights.sha256").read_text("utf-8")
+    wanted = [f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.name}\n" for p in shards(plan)]
+    assert listed == "".join(wanted)
+    code, out = check(cli, plan, "--weights", "--strict")
+    assert (code, "ok weights 3 files have the SHA-256 expected" in out) == (0, True)
+    flip_last_byte(shards(plan)[1])
+    assert check(cli, plan)[0] == 0  # headers are as they were
+    code, out = check(cli, plan, "--weights")
+    assert (code, "DRIFT weights" in out, shards(plan)[1].name in out) == (4, True, True)
+    assert check(cli, plan, "--record-weights")[0] == 4
+    assert plan.with_suffix(".weights.sha256").read_text("utf-8") == listed
+
+
+def test_a_list_that_is_not_valid(cli: CLI, plan: Path) -> None:
+    plan.with_suffix(".weights.sha256").write_text("no digest\n", "utf-8")
+    code, _, err = cli("check", plan, "--file-only", "--weights")
+    assert (code, "expected a SHA-256, two spaces and the name" in err) == (2, True)
+
+
+def test_digests_that_the_hub_gave_a_folder(cli: CLI, plan: Path) -> None:
+    folder = plan.parent / "model" / ".cache" / "huggingface" / "download"
+    folder.mkdir(parents=True)
+    for path in shards(plan):
+        etag = hashlib.sha256(path.read_bytes()).hexdigest()
+        (folder / f"{path.name}.metadata").write_text(f"{'0' * 40}\n{etag}\n1.5\n", "utf-8")
+    assert check(cli, plan, "--weights", "--strict")[0] == 0
+    flip_last_byte(shards(plan)[0])
+    code, out = check(cli, plan, "--weights")
+    assert (code, "(the Hub's): fetch the file again" in out) == (4, True)
+    assert check(cli, plan, "--record-weights")[0] == 4
+    assert not plan.with_suffix(".weights.sha256").exists()
+
+
+def test_digests_that_name_files_of_the_hubs_cache(cli: CLI, plan: Path) -> None:
+    for path in shards(plan):
+        blob = plan.parent / hashlib.sha256(path.read_bytes()).hexdigest()
+        path.rename(blob)
+        path.symlink_to(blob)
+    assert check(cli, plan, "--weights", "--strict")[0] == 0
+    flip_last_byte(shards(plan)[2].resolve())
+    assert check(cli, plan, "--weights")[0] == 4
+
+
+def test_weights_that_are_not_here(cli: CLI, plan: Path) -> None:
+    text = plan.read_text("utf-8")
+    plan.write_text(text.replace("source: model", "source: model/config.json"), "utf-8")
+    code, out, _ = cli("check", plan, "--file-only", "--weights", "--json")
+    findings = {each["subject"]: each for each in json.loads(out)["plans"][0]["findings"]}
+    assert findings["weights"]["verdict"] == "unknown"
+    assert code in (0, 4)
