@@ -41,6 +41,30 @@ class LayerReuse(Record):
         """Distinct experts that all steps chose, summed up."""
         return sum(self.distances) + self.first_uses
 
+    def why_impossible(self, steps: int, most: int) -> str | None:
+        """Say why no ``steps``, each of ``most`` distinct experts at most, count so; else None.
+
+        A step chooses what lies at one place of the order of use once at most. So many experts as
+        lie before a place, and the one at it, were used for the first time before.
+        """
+        if not steps <= self.choices <= steps * most:
+            return (
+                f"chose {self.choices} experts in {steps} steps, expected {steps} to "
+                f"{steps * most}: a step chooses {most} distinct ones at most"
+            )
+        if (largest := max(self.distances)) > steps:
+            return (
+                f"chose one place of the order of use {largest} times in {steps} steps, expected "
+                "once a step at most"
+            )
+        reached = max((place for place, count in enumerate(self.distances) if count), default=-1)
+        if self.first_uses <= reached:
+            return (
+                f"chose an expert behind {reached} others, and {self.first_uses} first uses were "
+                f"counted: expected {reached + 1} or more"
+            )
+        return None
+
 
 class BatchReuse(Record):
     """The reuse in batches of one size."""
@@ -130,8 +154,25 @@ class RoutingProfile(Record):
                         f"layer {layer.layer} has {len(layer.distances)} distances; expected "
                         f"{self.num_experts}, one for each expert"
                     )
-                if not layer.choices:
-                    raise ValueError(f"layer {layer.layer} of batch {each.batch} chose no expert")
+        return self
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> "RoutingProfile":
+        """Refuse counts that no run gives: such a profile would promise what nothing keeps."""
+        chosen = self.num_experts_per_token
+        if chosen > self.num_experts:
+            raise ValueError(f"a token chooses {chosen} of {self.num_experts} experts")
+        for each in self.batches:
+            where = f"batch {each.batch}"
+            if each.batch * each.steps > self.tokens:
+                raise ValueError(
+                    f"{where} has {each.steps} steps of {each.batch} tokens, and {self.tokens} "
+                    "tokens were recorded in all"
+                )
+            most = min(self.num_experts, each.batch * chosen)
+            for layer in each.layers:
+                if (why := layer.why_impossible(each.steps, most)) is not None:
+                    raise ValueError(f"layer {layer.layer} of {where} {why}: record it again")
         return self
 
     @cached_property
@@ -195,6 +236,16 @@ def check_routing(profile: RoutingProfile, model: Model, name: str) -> None:
             f"{name} is of {sizes[0]} experts a layer and {sizes[1]} a token; {model.source} has "
             f"{experts.num_experts} and {experts.num_experts_per_token}: {again}"
         )
+    if model.architecture.routing.has_idle:
+        return  # tokens may choose experts that there are not
+    for each in profile.batches:
+        for layer in each.layers:
+            if layer.choices < each.steps * sizes[1]:
+                raise InputError(
+                    f"{name} has {layer.choices} choices of layer {layer.layer} in {each.steps} "
+                    f"steps of batch {each.batch}; a token chooses {sizes[1]} experts, so at least "
+                    f"{each.steps * sizes[1]} are expected: {again}"
+                )
 
 
 def make_routing(

@@ -234,3 +234,16 @@ def test_a_plan_by_hand_divides_what_is_missed(cli: CLI, profile: Path, tmp_path
     code, out, err = cli("run", path, "--prompt", "Weights", "--device", "cpu", "--json")
     found = json.loads(out)["experts"]["counted"]
     assert 0 < found["by_cores"] < found["misses"]
+
+
+def test_a_profile_of_fewer_choices_than_tokens_make_is_refused(
+    cli: CLI, profile: Path, tmp_path: Path
+) -> None:
+    data = json.loads(profile.read_text("utf-8"))
+    batch = data["batches"][0]
+    layer = batch["layers"][0]
+    layer.update(distances=[batch["steps"], *[0] * (len(layer["distances"]) - 1)], first_uses=1)
+    path = tmp_path / "routing.json"
+    path.write_text(json.dumps(data), "utf-8")
+    code, _, err = cli(*ask(path))
+    assert (code, "a token chooses" in err) == (2, True), err

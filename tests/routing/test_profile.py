@@ -67,7 +67,21 @@ def test_no_step_is_no_profile() -> None:
         (lambda d: d["batches"][0]["layers"][0].update(first_uses=-1), "first_uses"),
         (
             lambda d: d["batches"][0]["layers"][0].update(distances=[0] * 8, first_uses=0),
-            "chose no",
+            "chose 0 experts in 140 steps",
+        ),
+        (lambda d: d.update(num_experts_per_token=9), "a token chooses 9 of 8 experts"),
+        (lambda d: d.update(tokens=139), "140 steps of 1 tokens, and 139 tokens were recorded"),
+        (
+            lambda d: d["batches"][0]["layers"][1].update(distances=[200] + [0] * 7),
+            "layer 3 of batch 1 chose one place of the order of use 200 times in 140 steps",
+        ),
+        (
+            lambda d: d["batches"][0]["layers"][1].update(distances=[140] * 8),
+            "in 140 steps, expected 140 to 280: a step chooses 2 distinct ones at most",
+        ),
+        (
+            lambda d: d["batches"][0]["layers"][0].update(first_uses=3),
+            "chose an expert behind 7 others, and 3 first uses were counted",
         ),
         (lambda d: d.update(batches=[]), "batches"),
         (lambda d: d.pop("model"), "model: it is missing"),
