@@ -115,6 +115,14 @@ class Rules:
         """Bytes of the smallest slot that a rule of each option asks for."""
         return np.minimum.reduceat(self.loads.slot_bytes[0, :-1], self._starts)
 
+    @cached_property
+    def least_slabs(self) -> Floats:
+        """Bytes of slabs that each rule takes at least, or one behind it of the same option."""
+        least = self.loads.slab_bytes[0].copy()
+        for start, end in zip(self._starts, self.ends, strict=True):
+            least[start:end] = np.minimum.accumulate(least[start:end][::-1])[::-1]
+        return least
+
     def find(self, setting: Ints, least_bytes: Floats) -> Ints:
         """Find of each option the smallest rule that takes so many bytes, [rows, options].
 

@@ -21,7 +21,7 @@ from offplan.costs.work import makes_values
 from offplan.held.held import Held
 from offplan.held.packing import pack_everything, packable
 from offplan.plan import Budget, Offload
-from offplan.planner.aims import NEVER, Aim, Fastest, limits_ps
+from offplan.planner.aims import NEVER, Aim, Fastest, Floats, limits_ps
 from offplan.planner.candidates import NO_RULE, Candidates, Ints, choose, count_on
 from offplan.planner.estimates import Rules, estimate, list_rules, most_rounded_ps
 from offplan.planner.firsts import Firsts, Rows, list_firsts
@@ -241,6 +241,8 @@ class _Run:
         num_slots = rows.num_slots[row]
         streams = np.where(num_slots == 0, turns == 0, turns > num_slots)
         row, second = row[streams], second[streams]
+        # what two rules take of a layer lies in one slab, which is no smaller than both
+        row, second = self._hold(rows, row, second, rules.least_slabs)
         # a larger second rule frees room for rungs: the smallest says nothing then
         climbing = loads.climbing[0]
         climbs = (climbing[rows.first[row]] >= 0) | (climbing[second] >= 0)
@@ -250,8 +252,15 @@ class _Run:
         )
         # every rule of the option from the smallest one on
         which, second = count_on(second, rules.ends[rules.option[second]] - second)
-        row, second = self._better(rows, row[which], second)
+        row, second = self._hold(rows, row[which], second, loads.slab_bytes[0])
+        row, second = self._better(rows, row, second)
         return self._pair(choose(rows, row), second)
+
+    def _hold(self, rows: Rows, row: Ints, second: Ints, slab_bytes: Floats) -> tuple[Ints, Ints]:
+        """Keep the pairs that the store has room for, if each second rule takes ``slab_bytes``."""
+        taken = self.rules.loads.slab_bytes[0, rows.first[row]] + slab_bytes[second]
+        kept = taken <= self.room.host_bytes[rows.setting[row]]
+        return row[kept], second[kept]
 
     def _pair(self, rows: Rows, second: Ints) -> Rows:
         """Add second rules to first ones."""

@@ -6,9 +6,11 @@ import pytest
 
 from offplan.errors import InfeasibleError
 from offplan.plan import Budget, Goal
+from offplan.planner.candidates import Candidates, Ints
 from offplan.planner.infeasible import RESOLUTION
 from offplan.planner.make import make_plan
-from tests.costs.builders import make_machine
+from offplan.planner.prices import Prices
+from tests.costs.builders import DENSE, MOE, make_machine, make_model
 from tests.engines.builders import deepseek, qwen3
 from tests.planner.cases import MODELS, ask, budget_for, plan_for
 from tests.tiers import first_quick
@@ -39,6 +41,28 @@ def test_host_memory_is_kept() -> None:
     room = needed // 3 + error.value.shortfall_bytes
     roomy = Budget(gpu_memory=budget.gpu_memory, host_memory=room)
     assert plan_for(model, machine, roomy).prediction.host_memory_bytes <= room
+
+
+def test_plans_that_the_host_has_no_room_for_are_not_weighed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That no plan fits is told by counting bytes, and not by trying each pair of rules."""
+    model, machine = make_model([DENSE, MOE] * 4), make_machine()
+    budget = budget_for(model, machine, 0.5)
+    needed = plan_for(model, machine, budget).prediction.host_memory_bytes
+    weighed, number_all = [0], Prices.number_all
+
+    def count(prices: Prices, candidates: Candidates) -> Ints:
+        weighed[0] += len(candidates.setting)
+        return number_all(prices, candidates)
+
+    monkeypatch.setattr(Prices, "number_all", count)
+    plan_for(model, machine, budget)
+    of_plan, weighed[0] = weighed[0], 0
+    limited = budget.model_copy(update={"host_memory": 3 * needed // 5})
+    with pytest.raises(InfeasibleError, match="host memory"):
+        plan_for(model, machine, limited)
+    assert weighed[0] <= of_plan
 
 
 def test_the_second_gpu_limits_the_store() -> None:
