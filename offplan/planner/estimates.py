@@ -118,7 +118,7 @@ class Rules:
     @cached_property
     def least_slabs(self) -> Floats:
         """Bytes of slabs that each rule takes at least, or one behind it of the same option."""
-        least = self.loads.slab_bytes[0].copy()
+        least: Floats = self.loads.slab_bytes[0].copy()
         for start, end in zip(self._starts, self.ends, strict=True):
             least[start:end] = np.minimum.accumulate(least[start:end][::-1])[::-1]
         return least
