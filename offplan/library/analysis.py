@@ -105,11 +105,17 @@ def analyze_result(question: Question, result: PlanResult) -> Analysis:
     )
 
 
-def why_not_plan(model: Model, plan: Plan) -> str | None:
-    """Return why ``run`` cannot execute a model by a plan, None where it can."""
+def why_not_plan(model: Model, plan: Plan, *, edited: bool = False) -> str | None:
+    """Return why ``run`` cannot execute a model by a plan, None where it can.
+
+    A decision that was made here has passed the list of refusals, and only what the host's cores
+    are to multiply is asked of transformers' class besides: each answer takes a process of its own.
+    Of a plan that may be ``edited`` the whole decision is asked.
+    """
     try:
         plan.require_one_gpu()
     except PlanError as error:
         return str(error)
     stage = hold(model, plan.offload.packing, stock=plan.goal.stock)
-    return why_not_run(stage, plan.workload.context, plan.offload, not plan.machine.is_cpu)
+    asked = plan.offload if edited or plan.has_cores else None
+    return why_not_run(stage, plan.workload.context, asked, not plan.machine.is_cpu)

@@ -64,6 +64,8 @@ def why_not_run(
         require_runnable(stage, placement, offload, on_gpu=on_gpu)
     except PlanError as error:
         return str(error)
+    # of anything else a GPU's answer is a CPU's
+    on_gpu = on_gpu and (stage.dtype == "float32" or bool(placement.expert_slots))
     key = {
         "stock": is_stock,
         "model": [model.source, model.key],

@@ -206,7 +206,7 @@ def _check_prediction(plan: Plan, model: Model, *, timed: bool) -> Finding:
 def _check_running(plan: Plan, model: Model) -> Finding:
     """Ask what the plan is for, ``run`` or an engine, whether it refuses the plan."""
     if (engine := plan.goal.engine) is None:
-        why = why_not_plan(model, plan)
+        why = why_not_plan(model, plan, edited=True)
         if why is None:
             return Finding("run", "holds", "`run` can execute the decision")
         return Finding("run", "refused", why)
