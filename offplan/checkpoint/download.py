@@ -103,13 +103,12 @@ def _download(
     counter = _make_counter(f"{repo}: {filename}", max_bytes, arrived)
 
     def ask() -> Path:
-        checked_session()
-        # How far it is comes to what stands where a bar would be shown.
-        return Path(
-            hf_hub_download(
+        with checked_session():
+            # How far it is comes to what stands where a bar would be shown.
+            path = hf_hub_download(
                 repo, filename, revision=revision, library_name=AGENT, tqdm_class=counter
             )
-        )
+        return Path(path)
 
     with explaining(repo, revision, filename):
         return retry(ask)

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,14 +60,17 @@ def load_own_class(model: "Model", key: str) -> Any:
         )
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+    from offplan.checkpoint.answers import checked_session
+
     try:
-        return get_class_from_dynamic_module(
-            named,
-            model.source,
-            revision=model.revision,
-            code_revision=model.revision,
-            local_files_only=model.revision is None,
-        )
+        with checked_session() if model.revision is not None else nullcontext():
+            return get_class_from_dynamic_module(
+                named,
+                model.source,
+                revision=model.revision,
+                code_revision=model.revision,
+                local_files_only=model.revision is None,
+            )
     except Exception as error:  # it is anyone's code
         raise CheckpointError(
             f"{model.source}: its own code fails ({describe(error, 300)}); install what it needs, "

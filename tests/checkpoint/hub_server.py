@@ -25,12 +25,12 @@ huggingface_hub.get_session()
 """
 """What the processes begin with: above all what huggingface_hub imports of others."""
 _CHILD = """
-import json, sys, time
+import json, os, resource, sys, time
 # huggingface_hub reads the environment where it is imported
 for name in [name for name in sys.modules if name.startswith("huggingface_hub")]:
     del sys.modules[name]
 assert "offplan.checkpoint.hub_errors" not in sys.modules
-from offplan.checkpoint import download, ranges
+from offplan.checkpoint import answers, download, ranges
 sleep = time.sleep
 waits = [0]
 def short_sleep(seconds):
@@ -43,6 +43,9 @@ from offplan.errors import OffplanError
 from offplan.held.held import hold
 ranges.RETRY_WAITS_S = (0.01, 0.01, 0.01)
 ranges._PATIENCE_S = 0.3
+answers._ASIDE_S = 0.5
+if "THIS_IS_HOME" in os.environ:
+    answers.constants.HUGGINGFACE_CO_URL_HOME = answers.constants.ENDPOINT + "/"
 download.PATIENCE_S = float(sys.argv[3])
 download.MAX_JSON_BYTES = 2**20
 heard = []
@@ -56,7 +59,10 @@ try:
         for folder in (find_weights(model), find_small_files(model, names)):
             files |= {path.name: path.stat().st_size for path in folder.iterdir()}
 except OffplanError as error:
-    print(json.dumps({"error": str(error), "exit_code": error.exit_code, "wait": max(waits)}))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({
+        "error": str(error), "exit_code": error.exit_code, "wait": max(waits), "peak_bytes": peak,
+    }))
 else:
     print(json.dumps({
         "sha": model.headers_sha256, "revision": model.revision, "heard": heard,
@@ -97,7 +103,9 @@ class Hub:
     drip: str = ""
     """A file of which a byte is sent now and then."""
     answers: dict[str, Callable[["_Handler"], None]] = field(default_factory=dict)
-    """What answers all requests for a file in place of the server."""
+    """What answers all requests for a file, or for a path, in place of the server."""
+    everywhere: Callable[["_Handler"], None] | None = None
+    """What answers all requests."""
     released: threading.Event = field(default_factory=threading.Event)
     """Ends the stall, at the latest with the test."""
 
@@ -121,6 +129,9 @@ class _Handler(BaseHTTPRequestHandler):
     def answer(self, body: bool) -> None:
         hub, path = self.hub, self.path
         time.sleep(hub.delay_s)
+        if (answer := hub.everywhere or hub.answers.get(path)) is not None:
+            hub.requests.append((self.command, path, ""))
+            return self.answer_by(answer)
         if hub.old_name and path.startswith(f"/{hub.old_name}/resolve/"):
             return self.redirect(path.replace(f"/{hub.old_name}", f"/{REPO}", 1))
         if path.startswith("/elsewhere/"):
@@ -132,10 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
         hub.requests.append((self.command, name, self.headers.get("Range", "")))
         hub.tokens.add(self.headers.get("Authorization", ""))
         if name in hub.answers:
-            self.close_connection = True
-            with suppress(OSError):
-                hub.answers[name](self)
-            return None
+            return self.answer_by(hub.answers[name])
         planned = hub.statuses.get(name)
         if planned:
             status = planned.pop(0) if len(planned) > 1 else planned[0]
@@ -148,6 +156,11 @@ class _Handler(BaseHTTPRequestHandler):
         if hub.elsewhere and name.endswith(".safetensors"):
             return self.redirect(f"{hub.url.replace('127.0.0.1', 'localhost')}/elsewhere/{name}")
         return self.serve(name, body)
+
+    def answer_by(self, answer: Callable[["_Handler"], None]) -> None:
+        self.close_connection = True
+        with suppress(OSError):
+            answer(self)
 
     def redirect(self, location: str) -> None:
         self.send_response(307)

@@ -1,3 +1,4 @@
+import gzip
 import json
 import os
 import shutil
@@ -401,6 +402,67 @@ def test_endless_config(single, tmp_path):
     assert single.sent_bytes < 2**26
 
 
+def endless(handler):
+    handler.send_head(200, X_Repo_Commit=COMMIT, ETag='"a"')
+    if handler.command == "GET":
+        handler.send_on(b" " * 2**16)
+
+
+def endless_slowly(handler):
+    handler.send_head(200)
+    handler.send_slowly(b" ")
+
+
+def endless_redirect(handler):
+    handler.send_head(302, Location=handler.path)
+    if handler.command == "GET":
+        handler.send_on(b" " * 2**16)
+
+
+def unfolding(handler):
+    nested = gzip.compress(gzip.compress(bytes(2**26)))
+    encoding = {"Content_Encoding": "gzip, gzip", "Content_Length": str(len(nested))}
+    handler.send_head(200, X_Repo_Commit=COMMIT, ETag='"a"', **encoding)
+    if handler.command == "GET":
+        handler.wfile.write(nested)
+
+
+AGENTS = "/api/agent-harnesses"
+"""What huggingface_hub 2 asks for before its first request, and reads whole."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["everywhere", AGENTS])
+@pytest.mark.parametrize("answer", [endless, endless_slowly, endless_redirect, unfolding])
+def test_hostile_hub_takes_little_memory(single, folders, tmp_path, where, answer):
+    options: dict[str, Any] = {"HF_HUB_DISABLE_TELEMETRY": "0", "patience_s": 2}
+    if where == AGENTS:
+        single.answers = {AGENTS: answer}
+        assert open_from(single.url, tmp_path, **options)["revision"] == COMMIT
+    else:
+        single.everywhere = answer
+        got = open_from(single.url, tmp_path, **options)
+        assert "config.json: " in got["error"] or "not to be trusted" in got["error"]
+        assert got["peak_bytes"] < 600 * 2**20
+    if any(path == AGENTS for _, path, _ in single.requests):  # huggingface_hub 1 asks for none
+        assert single.requests[0] == ("GET", AGENTS, "")
+    assert single.sent_bytes < 2**25
+
+
+@pytest.mark.slow
+def test_checks_outlast_a_client_that_failed(single, tmp_path):
+    """huggingface_hub makes another client where a connection fails, and tries again with it."""
+    from huggingface_hub import close_session, get_session
+
+    from offplan.checkpoint.answers import _check, checked_session
+
+    with checked_session() as session:
+        close_session()
+        assert get_session() is not session
+        assert _check in get_session().event_hooks["response"]
+        assert get_session().follow_redirects
+
+
 def slow_head(handler):
     handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
     handler.send_slowly(b"a")
@@ -494,11 +556,20 @@ def test_revision_that_leads_out_of_the_cache(single, tmp_path, revision):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["route", "link"])
-@pytest.mark.parametrize("route", ["{elsewhere}/token", "http://127.0.0.1@localhost:1/", "["])
-def test_token_goes_to_no_other_host_for_xet(serve, folders, tmp_path, way, route):
+@pytest.mark.parametrize(
+    ("route", "home"),
+    [
+        ("{elsewhere}/token", {"THIS_IS_HOME": "1"}),
+        ("http://127.0.0.1@localhost:1/", {"THIS_IS_HOME": "1"}),
+        ("[", {"THIS_IS_HOME": "1"}),
+        ("{here}/token", {}),
+    ],
+)
+def test_xet_is_for_the_hub_itself_alone(serve, folders, tmp_path, way, route, home):
     hub = serve(folders[0])
     config, hub.files["token"] = hub.files["config.json"], b"{}"
-    route = route.format(elsewhere=hub.url.replace("127.0.0.1", "localhost") + "/elsewhere")
+    here = hub.url + "/elsewhere"
+    route = route.format(here=here, elsewhere=here.replace("127.0.0.1", "localhost"))
 
     def answer(handler):
         named = {"X_Xet_Refresh_Route": route} if way == "route" else {}
@@ -509,7 +580,7 @@ def test_token_goes_to_no_other_host_for_xet(serve, folders, tmp_path, way, rout
             handler.wfile.write(config)
 
     hub.answers = {"config.json": answer}
-    got = open_from(hub.url, tmp_path, HF_TOKEN="hf_secret")
+    got = open_from(hub.url, tmp_path, HF_TOKEN="hf_secret", **home)
     assert hub.tokens_elsewhere == set()
     # It is fetched the plain way, or not at all.
     assert "no valid answer" in got["error"] if route == "[" else got["revision"] == COMMIT
