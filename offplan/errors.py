@@ -14,6 +14,7 @@
      +- MemoryLimitError         the host or the GPU ran out of memory
      +- HubError                 the Hub was not reached, or failed
      +- NotANumberError          the model gave NaN in place of logits
+    OffplanWarning               no error: it works, and worse than it could
 """
 
 
@@ -105,3 +106,7 @@ class NotANumberError(OffplanError):
             f"by them; {cause}. Fetch the checkpoint again; if NaN stays, compare with transformers"
         )
         self.cause, self.numbers = cause, numbers
+
+
+class OffplanWarning(UserWarning):
+    """Something works in a worse way than it could, and the user can mend it."""

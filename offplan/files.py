@@ -2,6 +2,7 @@
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -9,21 +10,32 @@ StrPath = str | os.PathLike[str]
 """The path of a file or a folder, as the library takes it everywhere."""
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file, replacing what is there and keeping its mode; its folder exists.
+def write_whole(path: Path, content: bytes, *, mode: int | None = None, sync: bool = True) -> None:
+    """Write a file, replacing what is there; its folder exists.
 
-    Raises OSError.
+    It gets ``mode``; left out, what is replaced keeps its own. With ``sync`` it is whole after a
+    power failure, too. Raises OSError, which names the file.
     """
     # in the same folder: a rename is atomic only within one file system; and another run may write
     # the same file
     temporary = path.with_name(f".{uuid4().hex}.part")
-    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
+    if mode is None and path.exists():
+        mode = stat.S_IMODE(path.stat().st_mode)
     try:
         # who may not read what is replaced may not read this while it is written
         temporary.touch(0o666 if mode is None else 0o600)
-        temporary.write_bytes(content)
-        if mode is not None:
-            temporary.chmod(mode)
+        with temporary.open("wb") as file:
+            file.write(content)
+            if mode is not None:
+                temporary.chmod(mode)
+            if sync:
+                file.flush()
+                # a file system may keep the rename, and lose the content that it is of
+                os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        # a full disk names no file, and the user knows no temporary one
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()

@@ -1,5 +1,6 @@
 """Files written whole."""
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -26,3 +27,16 @@ def test_a_new_file_gets_the_mode_of_the_umask(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o640
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "plan.yaml"
+    path.write_bytes(b"old")
+    monkeypatch.setattr(os, "fsync", fill)
+    with pytest.raises(OSError, match=rf"No space left on device: '{path}'"):
+        write_whole(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [*tmp_path.iterdir()] == [path]

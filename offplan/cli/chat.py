@@ -189,7 +189,7 @@ class _Conversation:
     def _save(self, path: Path) -> None:
         try:
             save_file(path, json.dumps({"messages": self._said}) + "\n", force=False)
-        except (InputError, OSError) as error:
+        except OffplanError as error:
             print_note(str(error))
 
     def _say(self, text: str) -> None:

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from offplan.cli.output import QUIET
+from offplan.cli.output import QUIET, print_note
+from offplan.errors import OffplanWarning
 
 Quiet = Annotated[
     bool, typer.Option("-q", "--quiet", help="Print only errors to stderr: no notes, no progress.")
@@ -43,7 +44,7 @@ def with_habits(command: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def _libraries_hushed() -> Iterator[None]:
-    """Keep warnings of libraries from the user, who can do nothing about them.
+    """Keep warnings of libraries from the user, who can do nothing about them; print offplan's own.
 
     Python's ``-W`` and PYTHONWARNINGS show them to a developer.
     """
@@ -57,6 +58,12 @@ def _libraries_hushed() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            warnings.simplefilter("always", OffplanWarning)
+            vars(warnings)["showwarning"] = _show
             yield
     finally:
         logging.disable(before)
+
+
+def _show(message: Warning | str, *_: object, **__: object) -> None:
+    print_note(str(message))

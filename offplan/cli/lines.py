@@ -7,6 +7,7 @@ was finished and goes on from there.
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,8 +16,8 @@ from typing import IO, Any
 from offplan.checkpoint.jsontext import quote, unique_keys
 from offplan.cli.inputs import read_input
 from offplan.cli.locked import open_locked
-from offplan.cli.output import STANDARD, check_writable, print_note
-from offplan.errors import InputError
+from offplan.cli.output import STANDARD, check_writable, print_note, writing
+from offplan.errors import InputError, OffplanError
 from offplan.serve.errors import ApiError
 from offplan.serve.requests import ChatRequest, CompletionRequest, Request, parse_request
 
@@ -177,7 +178,8 @@ class Results:
             return
         check_writable(path, force=True)
         # before it is read: what another run adds behind our back would be made a second time
-        file = open_locked(path)
+        with writing(path):
+            file = open_locked(path)
         try:
             whole = 0 if force else self._read(path, {line.number: line for line in lines})
             file.truncate(whole)  # a line that was being written when the process ended
@@ -222,7 +224,8 @@ class Results:
     def write(self, line: Line, result: Mapping[str, Any]) -> None:
         """Add a line's result, at once."""
         record = {"line": line.number, **line.record, **result, "settings": self._settings}
-        print(json.dumps(record), file=self._file, flush=True)
+        with writing(self.path) if self._file is not None else nullcontext():
+            print(json.dumps(record), file=self._file, flush=True)
         self.done.add(line.number)
 
     def __enter__(self) -> "Results":
@@ -236,7 +239,12 @@ class Results:
     ) -> None:
         if self._file is None:
             return
-        self._file.close()
+        try:
+            with writing(self.path):
+                self._file.close()
+        except OffplanError:  # after a write that failed, closing fails once more
+            if kind is None:
+                raise
         if kind is not None:
             print_note(
                 f"{len(self.done)} of {self._num_lines} texts are in {self.path}; the same "

@@ -53,6 +53,7 @@ def _run() -> int | str | None:
     """Run a command, and return its exit code."""
     try:
         _prepare_streams()
+        _check_docstrings()
         _look_for_little_garbage()
         _let_waiting_threads_sleep()
         # it takes a while, in which people may have thought better of it
@@ -75,6 +76,8 @@ def tell(error: BaseException) -> int:
     An OSError is a full disk or a lost network share, a module that cannot be imported or fails
     without saying why a broken installation or too little memory: no traceback helps.
     """
+    import errno
+
     from offplan.cli.output import print_note
     from offplan.errors import OffplanError
 
@@ -88,6 +91,9 @@ def tell(error: BaseException) -> int:
     text = str(error)
     if isinstance(error, MemoryError):
         text = f"out of memory{text and f' ({text})'}: raise the limit, or close what else takes it"
+    elif isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+        # what writes a file names it
+        text = f"standard output cannot be written ({error.strerror}): make room where it leads"
     elif isinstance(error, (ImportError, SystemError)):
         cause = text.strip().rpartition("\n")[2]  # numpy's text is a page, which ends with it
         text = f"a module cannot be used ({cause}): install offplan again, or give it memory"
@@ -102,6 +108,17 @@ def _is_interrupt(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error is not None
+
+
+def _check_docstrings() -> None:
+    """Raise InputError where Python leaves docstrings out, of which transformers makes code."""
+    if sys.flags.optimize > 1:
+        from offplan.errors import InputError
+
+        raise InputError(
+            f"found Python at optimisation level {sys.flags.optimize}, which leaves out docstrings "
+            "that transformers needs, expected 0 or 1: unset PYTHONOPTIMIZE, or leave -OO out"
+        )
 
 
 def _look_for_little_garbage() -> None:

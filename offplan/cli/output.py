@@ -1,5 +1,6 @@
 """Where results go: reports and JSON to stdout, everything else to stderr, files whole or not."""
 
+import errno
 import json
 import os
 import sys
@@ -134,16 +135,42 @@ def check_writable(*paths: Path | None, force: bool) -> None:
             raise InputError(f"{path} exists; --force overwrites it")
         if not target.parent.is_dir():
             raise InputError(f"the folder of {path} does not exist; create it first")
-        if not os.access(target.parent, os.W_OK):
-            raise InputError(f"the folder of {path} cannot be written to; name another one")
+        _check_room(path, target.parent)
     if len(set(map(_follow, named))) < len(named):
         raise InputError(f"{named[0]} is named for two outputs; name two files")
+
+
+def _check_room(path: Path, folder: Path) -> None:
+    """Make a file in the folder of an output, which leaves no trace.
+
+    Access rights do not say that a file system is full, read-only, or as /proc one of its own.
+    """
+    import tempfile  # --help does without
+
+    with writing(path), tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name a file that the system refuses to write meanwhile.
+
+    Raises OffplanError where the disk is full or fails, and InputError where no file can be.
+    """
+    try:
+        yield
+    except OSError as error:
+        why = f"{path} cannot be written ({error.strerror or error})"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise OffplanError(f"{why}: make room there, or name another place") from error
+        raise InputError(f"{why}: name a file in another folder") from error
 
 
 def write_file(path: Path, text: str, *, force: bool) -> None:
     """Write a file so that it appears whole or not at all, where a link leads if it is one.
 
-    ``-`` is stdout. Raises InputError if it exists and ``force`` is not given, and OSError.
+    ``-`` is stdout. Raises InputError if it exists and ``force`` is not given, and where its folder
+    takes no file, and OffplanError where the disk is full.
     """
     if path == STANDARD:
         sys.stdout.write(text)
@@ -151,7 +178,8 @@ def write_file(path: Path, text: str, *, force: bool) -> None:
     from offplan.files import write_whole  # it takes a while to import, which --help does without
 
     check_writable(path, force=force)
-    write_whole(_follow(path), text.encode())
+    with writing(path):
+        write_whole(_follow(path), text.encode())
 
 
 def save_file(path: Path, text: str, *, force: bool) -> None:

@@ -1,9 +1,12 @@
 """The library is compiled once for each source and compiler, into a folder that is the user's own.
 
+Its file's name has a digest of its content, which is checked before the file is loaded.
 Code is loaded from that folder, so nobody else may be able to write there: the owners and modes of
 the file, its folder and all folders above are checked each time.
 """
 
+import ctypes
+import errno
 import hashlib
 import os
 import platform
@@ -13,10 +16,13 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from offplan.errors import OffplanError
+from offplan.errors import InputError, OffplanError, OffplanWarning
+from offplan.files import write_whole
 from offplan.forms.form import BASE_BYTES, PATCH_ROWS
 from offplan.forms.host_kernels import CHUNK_COLUMNS, MOST_COLUMNS
 
@@ -60,9 +66,9 @@ _ZIG_PROCESSORS = {
 _TIMEOUT_S = 300
 
 
-def refuse(why: str) -> OffplanError:
+def refuse(why: str, kind: type[OffplanError] = OffplanError) -> OffplanError:
     """Make the error for a host whose cores cannot compute ``decode: host``."""
-    return OffplanError(f"`decode: host` {why}; or plan without the host's cores: `decode: uva`")
+    return kind(f"`decode: host` {why}; or plan without the host's cores: `decode: uva`")
 
 
 def check_platform() -> None:
@@ -74,31 +80,140 @@ def check_platform() -> None:
         )
 
 
-def find_library() -> Path:
-    """Find the library for this source and compiler, compiling it first where it is not there yet.
+def load_code() -> ctypes.CDLL:
+    """Load the library for this source and compiler, compiling it first where it is not there yet.
 
     That takes some ten seconds, once. What came with offplan's wheel is taken as it is, unless CXX
-    names a compiler. Raises OffplanError where there is no compiler, it fails, or the folder is not
-    the user's alone.
+    names a compiler. Where nothing can be kept in the cache, or loaded from there, the library is
+    compiled for this process alone, with an OffplanWarning. Raises InputError for a CXX that names
+    no compiler, and OffplanError where there is none, it fails, or the cache is not the user's
+    alone.
     """
     check_platform()
-    prebuilt = PREBUILT / f"hostcores-{_digest()}.so"
-    if prebuilt.exists() and not os.environ.get("CXX"):
-        return prebuilt  # who can write there can write offplan's own code, too
-    folder = _make_folder()
+    prebuilt = _find_whole(PREBUILT, _digest())
+    if prebuilt is not None and not os.environ.get("CXX"):
+        return _load(prebuilt)  # who can write there can write offplan's own code, too
     compiler = find_compiler()
-    path = folder / f"hostcores-{_digest(compiler)}.so"
-    if not path.exists():
-        _compile(compiler, folder, path)
-    check_own(path)
+    source = _digest(compiler)
+    folder = _cache_folder()
+    try:
+        _make_own(folder)
+        if (kept := _find_whole(folder, source)) is not None:
+            check_own(kept)
+            return _load(kept)
+        unusable = None
+    except OSError as error:
+        unusable = _say_why(error)
+    with _room_to_compile() as made:
+        built = made / "hostcores.so"
+        _compile(compiler, made, built)
+        if unusable is None:
+            try:
+                kept = _keep(built, folder, source)
+                check_own(kept)
+                return _load(kept)
+            except OSError as error:
+                unusable = _say_why(error)
+        mend = "set XDG_CACHE_HOME to a folder of your own, with 2 MiB of room and without noexec"
+        try:
+            code = _load(built)
+        except OSError as error:
+            raise refuse(
+                f"can load its kernels neither from {folder} ({unusable}) nor from {made.parent} "
+                f"({_say_why(error)}): {mend}"
+            ) from error
+    warnings.warn(
+        f"the kernels of the host's cores are compiled anew for each process, which takes ten "
+        f"seconds: {folder} cannot be used ({unusable}); {mend}",
+        OffplanWarning,
+        stacklevel=2,
+    )
+    return code
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(path))
+
+
+def _say_why(error: OSError) -> str:
+    """Say what the system has against a file; its linker's words begin with the file's name."""
+    return error.strerror or str(error).rpartition(": ")[2]
+
+
+def _cache_folder() -> Path:
+    """Return the folder that libraries are kept in: a relative one where there is no home."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home if home.startswith("~") else os.path.realpath(home), "offplan", "hostcores")
+
+
+def _make_own(folder: Path) -> None:
+    """Make a folder for the user alone; raises OSError and what ``check_own`` raises."""
+    if not folder.is_absolute():
+        raise OSError(errno.ENOENT, "HOME is not set, and the user has no entry in passwd")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_own(folder)
+
+
+@contextmanager
+def _room_to_compile() -> Iterator[Path]:
+    """Make a folder for the user alone, which is removed in the end."""
+    try:
+        room = tempfile.TemporaryDirectory(prefix="offplan-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise refuse(
+            f"has no room to compile its kernels in ({_say_why(error)}): set TMPDIR to a folder "
+            "with 10 MiB of it"
+        ) from error
+    with room as made:
+        folder = Path(made).resolve()
+        check_own(folder)
+        yield folder
+
+
+def _find_whole(folder: Path, source: str) -> Path | None:
+    """Find a library made of ``source`` whose content is what its name says; remove any other.
+
+    A file that was cut short would end the process by SIGBUS once its kernels run.
+    """
+    for path in sorted(folder.glob(f"hostcores-{source}-*.so")):
+        if path.stem.rpartition("-")[2] == _digest_of(path.read_bytes()):
+            return path
+        with suppress(OSError):
+            path.unlink()
+    return None
+
+
+def _keep(built: Path, folder: Path, source: str) -> Path:
+    """Put a library into a folder, under the name that ``_find_whole`` looks for."""
+    content = built.read_bytes()
+    path = folder / f"hostcores-{source}-{_digest_of(content)}.so"
+    write_whole(path, content, mode=0o700)  # of two processes that compile, either's will do
     return path
 
 
+def _digest_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
 def find_compiler() -> list[str]:
-    """Find a C++ compiler, as the words of its command; raises OffplanError where there is none."""
-    if named := shlex.split(os.environ.get("CXX", "")):
+    """Find a C++ compiler, as the words of its command.
+
+    Raises InputError for a CXX that names none, and OffplanError where there is none.
+    """
+    text = os.environ.get("CXX", "")
+    try:
+        named = shlex.split(text)
+    except ValueError as error:
+        raise refuse(
+            f"needs a C++ compiler, and CXX is no command ({error}), found {text!r}: correct it, "
+            "or unset CXX",
+            InputError,
+        ) from None
+    if named:
         if shutil.which(named[0]) is None:
-            raise refuse(f"needs a C++ compiler, and CXX names {named[0]}, which is not there")
+            raise refuse(
+                f"needs a C++ compiler, and CXX names {named[0]}, which is not there", InputError
+            )
         return named
     found = next(filter(None, map(shutil.which, COMPILERS)), None)
     if found is None:
@@ -124,23 +239,8 @@ def check_own(path: Path) -> None:
             raise refuse(
                 f"loads code from {path}, and {each} could be written by others (owner "
                 f"{found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}): chmod go-w {each}, or set "
-                "XDG_CACHE_HOME to a folder of your own"
+                "XDG_CACHE_HOME (or TMPDIR) to a folder of your own"
             )
-
-
-def _make_folder() -> Path:
-    """Make the folder that libraries are kept in, for the user alone."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(home).expanduser().resolve() / "offplan" / "hostcores"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise refuse(
-            f"keeps its kernels in {folder}, which cannot be made ({error.strerror}): set "
-            "XDG_CACHE_HOME to a folder of your own"
-        ) from error
-    check_own(folder)
-    return folder
 
 
 def prebuild() -> Path:
@@ -150,8 +250,10 @@ def prebuild() -> Path:
     """
     shutil.rmtree(PREBUILT, ignore_errors=True)
     PREBUILT.mkdir()
-    path = PREBUILT / f"hostcores-{_digest()}.so"
-    _compile([*_ZIG], PREBUILT, path, _ZIG_PROCESSORS)
+    with _room_to_compile() as made:
+        built = made / "hostcores.so"
+        _compile([*_ZIG], made, built, _ZIG_PROCESSORS)
+        path = _keep(built, PREBUILT, _digest())
     path.chmod(0o755)
     return path
 
@@ -171,22 +273,17 @@ def _digest(compiler: Sequence[str] = ()) -> str:
 def _compile(
     compiler: list[str],
     folder: Path,
-    path: Path,
+    library: Path,
     processors: Mapping[str, Sequence[str]] = _FILES,
 ) -> None:
-    """Compile the files, each for its processor, in a folder of the user's."""
-    with tempfile.TemporaryDirectory(dir=folder) as made:
-        objects = [Path(made, name).with_suffix(".o") for name in _FILES]
-        commands = [
-            [*compiler, *_FLAGS, *_DEFINES, *flags, "-c", str(SOURCE / name), "-o", str(to)]
-            for (name, flags), to in zip(processors.items(), objects, strict=True)
-        ]
-        whole = Path(made, path.name)
-        link = [*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(whole)]
-        _run(commands)
-        _run([link])
-        whole.chmod(0o700)
-        whole.replace(path)  # there whole, or not at all; of two that compile, either will do
+    """Compile the files, each for its processor, in ``folder``, and link them to ``library``."""
+    objects = [(folder / name).with_suffix(".o") for name in _FILES]
+    commands = [
+        [*compiler, *_FLAGS, *_DEFINES, *flags, "-c", str(SOURCE / name), "-o", str(to)]
+        for (name, flags), to in zip(processors.items(), objects, strict=True)
+    ]
+    _run(commands)
+    _run([[*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(library)]])
 
 
 def _run(commands: list[list[str]]) -> None:
@@ -204,9 +301,15 @@ def _run(commands: list[list[str]]) -> None:
             _, said = process.communicate()
         if process.returncode and failed is None:
             first = next((line for line in said.splitlines() if "error" in line), said[:200])
+            mend = (
+                "Use a compiler that knows AVX-512 BF16 (GCC 10, Clang 11 or newer), and name it "
+                "in CXX"
+            )
+            if os.strerror(errno.ENOSPC) in said:
+                mend = "Make room there, or set TMPDIR to another folder"
             failed = refuse(
-                f"could not build its kernels: {' '.join(command)} failed ({first.strip()}). Use a "
-                "compiler that knows AVX-512 BF16 (GCC 10, Clang 11 or newer), and name it in CXX"
+                f"could not build its kernels: {' '.join(command)} failed "
+                f"({first.strip() or f'exit code {process.returncode}'}). {mend}"
             )
     if failed is not None:
         raise failed

@@ -19,10 +19,9 @@ from ctypes import (
 )
 from enum import IntEnum
 from functools import cache
-from pathlib import Path
 
 from offplan.errors import OffplanError
-from offplan.hostcores.build import find_library, refuse
+from offplan.hostcores.build import load_code, refuse
 
 _NUM_PARTS = 8
 
@@ -196,15 +195,12 @@ class Team:
 class Library:
     """The compiled library."""
 
-    def __init__(self, path: Path, fp4: Sequence[float], fp8: Sequence[float]) -> None:
-        """Load it, and give it what codes of FP4 and FP8 stand for, 16 and 256 numbers.
+    def __init__(self, calls: ctypes.CDLL, fp4: Sequence[float], fp8: Sequence[float]) -> None:
+        """Give it what codes of FP4 and FP8 stand for, 16 and 256 numbers.
 
         Raises OffplanError where the processor has not what it needs.
         """
-        try:
-            self.calls = calls = ctypes.CDLL(str(path))
-        except OSError as error:
-            raise refuse(f"cannot load its kernels ({error}): remove {path}") from error
+        self.calls = calls
         calls.offplan_instruction_sets.restype = c_int64
         calls.offplan_kernels.argtypes, calls.offplan_kernels.restype = [c_int64], c_void_p
         calls.offplan_row_order.argtypes = [c_int64]
@@ -271,7 +267,7 @@ def load_library(fp4: tuple[float, ...], fp8: tuple[float, ...]) -> Library:
 
     Raises OffplanError where it cannot be built or loaded, or the processor has not what it needs.
     """
-    return Library(find_library(), fp4, fp8)
+    return Library(load_code(), fp4, fp8)
 
 
 @cache

@@ -1,10 +1,14 @@
 """Faults as users see them: one line on stderr, the right exit code, no traceback."""
 
+import errno
 import gc
+import io
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 
@@ -12,9 +16,12 @@ import pytest
 import torch
 
 from offplan.cli import main
+from offplan.cli.lines import Line, Results
+from offplan.errors import OffplanError
 from offplan.library import benchmark, sessions
 from offplan.runtime.loading import loaded
 from offplan.runtime.passes.runner import ModelRunner
+from offplan.serve.requests import CompletionRequest
 from tests.cli import CLI, ROOT, TINY_MOE
 from tests.tiers import first_quick
 
@@ -129,3 +136,64 @@ def test_ctrl_c_while_generating() -> None:
     assert process.returncode == 130
     assert err.endswith("offplan: interrupted\n")
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("why", "code", "advice"), [(errno.ENOSPC, 1, "make room"), (errno.EROFS, 2, "another folder")]
+)
+def test_an_output_that_cannot_be_is_named_before_the_work(
+    cli: CLI, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: int, code: int, advice: str
+) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError(why, os.strerror(why))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    path = tmp_path / "p.yaml"
+    got = cli("analyze", TINY_MOE, "--machine", "cpu", "-o", path)
+    assert (got.code, got.out) == (code, "")
+    assert f"{path} cannot be written ({os.strerror(why)})" in got.err
+    assert advice in got.err
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system of the kernel's")
+def test_an_output_among_processes(cli: CLI) -> None:
+    got = cli("analyze", TINY_MOE, "--machine", "cpu", "-o", "/proc/x.yaml")
+    assert got.code == 2
+    assert "/proc/x.yaml cannot be written (" in got.err
+
+
+class FullDisk(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_results_on_a_disk_that_gets_full(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    line = Line(1, {"prompt": "a"}, CompletionRequest(prompt="a"))
+    results = Results(path, [line], "", force=False)
+    with results:
+        pass
+    results._file = FullDisk()
+    with pytest.raises(OffplanError, match=rf"{path} cannot be written \(No space left"):
+        results.write(line, {})
+
+
+@pytest.mark.slow
+def test_a_full_standard_output() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "offplan", "show", str(PLAN)]
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT
+        )
+    assert done.returncode == 1
+    assert "standard output cannot be written (No space left on device)" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_python_without_docstrings() -> None:
+    command = [sys.executable, "-OO", "-m", "offplan", "machines"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 2
+    assert "unset PYTHONOPTIMIZE" in done.stderr
+    assert done.stderr.count("\n") == 1
