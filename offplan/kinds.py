@@ -18,7 +18,10 @@ _REMEDIES = {
     ("a profile", "a model"): "name the profile as `machine`",
     ("a model", "a plan"): "make a plan of it: offplan plan {path} -o plan.yaml",
     ("a model", "a machine"): _NAME_A_MACHINE,
-    ("a folder", "a plan"): "name the plan's file",
+    (
+        "a folder",
+        "a plan",
+    ): "name the plan's file",
     ("a folder", "a machine"): _NAME_A_MACHINE,
 }
 _SHORT = {
@@ -39,6 +42,12 @@ def describe_kind(path: str | os.PathLike[str], wanted: str) -> str | None:
     if remedy is None:
         return None
     return f"found {kind}, expected {wanted}; {remedy.format(path=path)}"
+
+
+def find_plans(folder: Path) -> list[Path]:
+    """Find the plan files that a folder has itself, by name."""
+    named = sorted(path for path in folder.iterdir() if path.suffix in (".yaml", ".yml"))
+    return [path for path in named if _find_kind(path) == "a plan"]
 
 
 def _find_kind(path: Path) -> str | None:

@@ -23,7 +23,7 @@ ARROWS = {
     "choices": [],
     "hostmem": ["errors", "units"],
     "forms": ["errors"],
-    "hostcores": ["errors", "forms"],
+    "hostcores": ["errors", "files", "forms"],
     "checkpoint": ["errors", "units", "progress", "kept", "kinds", "forms"],
     "machine": ["records", "kinds", "progress", "kept", "hostmem", "choices", "ranks"],
     "segments": [],

@@ -11,7 +11,9 @@ from offplan.errors import DriftError, InfeasibleError, InputError, OffplanError
 
 
 def check(
-    plans: Annotated[list[Path], typer.Argument(metavar="PLAN...", help="Plan files.")],
+    plans: Annotated[
+        list[Path], typer.Argument(metavar="PLAN...", help="Plan files, or folders of them.")
+    ],
     model: options.LocalModel = None,
     file_only: Annotated[
         bool,
@@ -67,6 +69,7 @@ def check(
     from offplan.upkeep.engine_start import check_start, read_start
     from offplan.upkeep.finding import Finding
 
+    plans = [path for given in plans for path in _expand(given)]
     if measure and file_only:
         raise InputError("--file-only leaves this machine out: leave --measure out, too")
     if model is not None and len(plans) > 1:
@@ -122,3 +125,15 @@ def check(
     }
     if told:
         raise kinds[next(iter(told))]("; ".join(told.values()))
+
+
+def _expand(given: Path) -> list[Path]:
+    """Return the plans of a folder; the path itself where it is none, or holds no plan."""
+    from offplan.kinds import find_plans
+
+    try:
+        return (find_plans(given) if given.is_dir() else []) or [given]
+    except OSError as error:
+        raise InputError(
+            f"the folder {given} cannot be read ({error.strerror}): name its plans"
+        ) from None

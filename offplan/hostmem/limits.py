@@ -21,17 +21,24 @@ def peak_host_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 2**10
 
 
-def check_host_room(num_bytes: int) -> None:
+def check_host_room(num_bytes: int, device_bytes: int = 0) -> None:
     """Raise MemoryLimitError when the host or its container cannot give ``num_bytes``.
 
+    ``device_bytes`` of them a plan has on the GPU, and the CPU stands in for that.
     Past a container's limit the kernel ends the process without a word, so this is asked first.
     """
     room = min(host_room(Path("/proc"), Path("/sys/fs/cgroup")), default=None)
     if room is not None and num_bytes > room[0]:
+        stands_in, instead = "", "plan with a smaller `host_memory`"
+        if device_bytes:
+            stands_in = (
+                f" ({format_bytes(num_bytes - device_bytes)} as planned, and the "
+                f"{format_bytes(device_bytes)} of a GPU, for which the CPU stands in)"
+            )
+            instead = "run the plan on a GPU"
         raise MemoryLimitError(
-            f"the weights take {format_bytes(num_bytes)} of host memory; {room[1]} has "
-            f"{format_bytes(room[0])} left: raise its limit, close what else uses it, or plan with "
-            "a smaller `host_memory`"
+            f"the weights take {format_bytes(num_bytes)} of host memory{stands_in}; {room[1]} has "
+            f"{format_bytes(room[0])} left: raise its limit, close what else uses it, or {instead}"
         )
 
 

@@ -10,6 +10,7 @@ from offplan.held.held import Held, hold
 from offplan.library.alternatives import Alternative, find_alternatives
 from offplan.library.runnable import why_not_run
 from offplan.library.shares import StageShare, list_shares
+from offplan.machine.name import why_no_run
 from offplan.machine.profile import MachineProfile
 from offplan.packing_sample import find_unpackable
 from offplan.plan import Plan
@@ -83,7 +84,7 @@ def analyze_question(question: Question) -> Analysis:
         return analyze_result(question, make_plan(question))
     except InfeasibleError as error:
         stage = hold(question.model, stock=question.goal.stock)
-        why_not = why_not_run(stage, question.workload.context)
+        why_not = why_no_run(question.machine.name) or why_not_run(stage, question.workload.context)
         others = find_alternatives(question, None)
         return Analysis(
             question.held, why_not, question.machine, alternatives=others, infeasible=error
@@ -95,7 +96,7 @@ def analyze_result(question: Question, result: PlanResult) -> Analysis:
     plan = result.plan
     return Analysis(
         question.held,
-        why_not_plan(question.model, plan),
+        why_no_run(question.machine.name) or why_not_plan(question.model, plan),
         question.machine,
         result,
         find_sooner(question, result),

@@ -14,7 +14,17 @@ SHIPPED = Path(__file__).parent / "profiles"
 _CHANGE = re.compile(r",(?=[a-z0-9_]+=)", re.IGNORECASE)
 _PCIE = re.compile(r"([0-9])(?:\.0)?x([0-9]+)", re.IGNORECASE)
 _MAKERS = re.compile(r"nvidia|geforce|gpu|[^a-z0-9]")
-_OTHER_NAMES = {"gb10-c2c": ("dgxspark", "spark")}
+_OTHER_NAMES = {
+    "gb10-c2c": ("dgxspark", "spark"),
+    **{
+        f"{name}-pcie5": tuple(f"{name}{form}" for form in ("sxm", "sxm5", f"{size}gb", "hgx"))
+        for name, size in (("h100", 80), ("h200", 141), ("h20", 96))
+    },
+    "b200-pcie5": ("b200sxm", "b200hgx", "dgxb200"),
+    "b300-pcie5": ("b300sxm", "b300hgx", "dgxb300", "b300288gb"),
+    "h100-nvl-pcie5": ("h10094gb",),
+    "a100-pcie4": ("a100pcie", "a10080gb", "a10080gbpcie"),
+}
 _CARD = re.compile(
     r"(?:rtx|gtx)?([0-9]{2})([0-9]0)(ti)?(super)?(laptop|mobile|m)?(?:([0-9]{1,2})gb?)?"
 )
@@ -26,6 +36,17 @@ _VRAM_GIB = {
     **dict.fromkeys(("1080ti",), 11),
 }
 """GPU memory of cards of which no profile is shipped. Source: NVIDIA's specifications."""
+_OTHER_MAKERS = {
+    "AMD": r"(amd|instinct|radeon)+.*|mi[0-9]{2,3}[axp]?|(pro)?(rx|w)[0-9]{3,4}(xtx|xt|gre|m|s)*",
+    "Intel": r"(intel|arc|gaudi|flex|max1[0-9]{3})+.*|[ab][3-7][1578]0m?",
+    "Apple": r"apple.*|m[1-9](pro|max|ultra)?",
+}
+"""Normalised names of GPUs of other makers than NVIDIA."""
+_BEFORE_TURING = re.compile(
+    r"(tesla|quadro|titan)*((v|gv|p|gp|m|k)([1-9]0?|100|104)(s|pcie|sxm[23]?)?([0-9]{2}gb)?|"
+    r"gtx(9|10)[0-9]{2}(ti)?|xp|v)"
+)
+"""Normalised names of NVIDIA's GPUs of Volta and before."""
 _GPU_MEMORY = re.compile(r"^gpu_memory: \{value: ([0-9]+) G", re.MULTILINE)
 _SHORT_KEYS = {"pcie": "link", "ram": "host_memory", "vram": "gpu_memory"}
 
@@ -64,6 +85,12 @@ class MachineName(NamedTuple):
             return path
         if self.base.isprintable() and (kind := describe_kind(self.base, "a machine")) is not None:
             raise ProfileError(f"no machine profile {self.base!r}: {kind}")
+        if (maker := _find_maker(self.base)) is not None:
+            raise ProfileError(
+                f"no machine profile {self.base!r}: offplan runs models on NVIDIA's GPUs, and "
+                f"comes with figures of none by {maker}; name a GPU that `offplan machines` lists, "
+                "or, to plan for another engine, a profile's file with that GPU's figures"
+            )
         nearest = find_nearest(self.base)
         if not nearest:
             forms = {form: name for name in shipped_profiles() for form in _forms(name)}
@@ -114,6 +141,28 @@ def parse_name(text: str) -> MachineName:
     wanted = _normalise(base)
     loose = (name for name in shipped_profiles() if wanted in _forms(name))
     return named._replace(base=next(loose, base))
+
+
+def why_no_run(gpu: str) -> str | None:
+    """Return why ``run`` cannot execute a model on a GPU of this name, None where none is known.
+
+    Source: CUDA 13.0's release notes: Maxwell, Pascal and Volta are dropped. PyPI's wheels of the
+    torch that offplan is tested with are built for it.
+    """
+    if (maker := _find_maker(gpu)) is not None:
+        return f"`offplan run` executes models on NVIDIA's GPUs, found one by {maker}, {gpu}"
+    if _BEFORE_TURING.fullmatch(_normalise(gpu)):
+        return (
+            f"`offplan run` needs a GPU of Turing (RTX 20, T4) or newer, found {gpu}: CUDA 13, for "
+            "which torch's wheels are built, supports none before"
+        )
+    return None
+
+
+def _find_maker(gpu: str) -> str | None:
+    """Find who makes a GPU, None where no name of another maker than NVIDIA is known."""
+    name = _normalise(gpu)
+    return next((each for each, known in _OTHER_MAKERS.items() if re.fullmatch(known, name)), None)
 
 
 class _Card(NamedTuple):

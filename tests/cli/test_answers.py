@@ -166,3 +166,18 @@ def test_the_next_command_has_weights_to_run_with(cli: CLI, tmp_path: Path) -> N
 def test_an_answer_for_an_engine_is_not_about_run(cli: CLI) -> None:
     asked = ("plan", TINY_MOE, "--machine", "cpu", "--context", 1024, "--for", "vllm")
     assert "`offplan run` can execute" not in cli(*asked).err
+
+
+def test_no_model_runs_on_a_gpu_that_run_does_not_support(cli: CLI, tmp_path: Path) -> None:
+    profile = tmp_path / "mi300x.yaml"
+    profile.write_text(
+        "name: AMD MI300X\nlink: PCIe 5 x16\nhbm: 5.3 TB/s\nmatmul: 1300 TFLOP/s\n"
+        "gpu_memory: 192 GB\n"
+    )
+    for machine, why in (("v100", "needs a GPU of Turing"), (profile, "found one by AMD")):
+        asked = ("--machine", machine, "--prompt-tokens", 32, "--context", 256)
+        finished = cli("plan", TINY_MOE, *asked)
+        assert finished.code == 0
+        assert why in finished.err
+        assert "can execute this model" not in finished.err
+        assert why in json.loads(cli("plan", TINY_MOE, *asked, "--json").out)["run"]["why_not"]

@@ -329,6 +329,23 @@ def test_check_looks_at_the_host(cli: CLI, folder: Path, monkeypatch: pytest.Mon
     assert "not told page locks ulimit -l is 8 KiB, less than 96 KiB" in out
 
 
+def test_check_takes_the_plans_of_a_folder(cli: CLI, folder: Path) -> None:
+    (folder / "notes.yaml").write_text("a: note")
+    (folder / "other.yml").write_text((folder / "plan.yaml").read_text())
+    finished = cli("check", folder, "--file-only", "--json")
+    assert finished.code == 0
+    assert [each["plan"] for each in json.loads(finished.out)["plans"]] == [
+        str(folder / "other.yml"),
+        str(folder / "plan.yaml"),
+    ]
+    (folder / "broken.yaml").write_text("offplan: 1\n")
+    assert cli("check", folder, "--file-only").code == 2
+    (folder / "empty").mkdir()
+    finished = cli("check", folder / "empty")
+    assert finished.code == 2
+    assert "found a folder, expected a plan" in finished.err
+
+
 def test_check_measures_only_where_there_is_a_gpu(cli: CLI, folder: Path) -> None:
     code, _, err = cli("check", "plan.yaml", "--measure")
     assert (code, "no CUDA device" in err) == (1, True)

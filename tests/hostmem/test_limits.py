@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from offplan.errors import MemoryLimitError
+from offplan.hostmem import limits
 from offplan.hostmem.cgroups import core_quota
 from offplan.hostmem.limits import pin_limit
 
@@ -65,3 +67,16 @@ def test_the_quota_of_cores(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert core_quota(proc=tmp_path, cgroup=tmp_path) == expected
+
+
+def test_a_cpu_that_stands_in_for_a_gpu_is_why_more_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "host_room", lambda *_: [(2**30, "this machine")])
+    with pytest.raises(MemoryLimitError) as told:
+        limits.check_host_room(5 * 2**30, 3 * 2**30)
+    assert str(told.value) == (
+        "the weights take 5 GiB of host memory (2 GiB as planned, and the 3 GiB of a GPU, for "
+        "which the CPU stands in); this machine has 1 GiB left: raise its limit, close what else "
+        "uses it, or run the plan on a GPU"
+    )

@@ -3,7 +3,8 @@
 import pytest
 
 from offplan.errors import ProfileError
-from offplan.machine.name import parse_name
+from offplan.machine.name import parse_name, shipped_profiles, why_no_run
+from offplan.machine.profile import load_profile
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,11 @@ from offplan.machine.name import parse_name
         ("A40", "a40-pcie4"),
         ("DGX Spark", "gb10-c2c"),
         ("gb10", "gb10-c2c"),
+        ("h100 sxm", "h100-pcie5"),
+        ("H100 SXM5", "h100-pcie5"),
+        ("h100-nvl", "h100-nvl-pcie5"),
+        ("NVIDIA H20", "h20-pcie5"),
+        ("b300", "b300-pcie5"),
     ],
 )
 def test_what_people_type(typed: str, found: str) -> None:
@@ -40,9 +46,38 @@ def test_what_people_type(typed: str, found: str) -> None:
         ("rtx4050 laptop", "rtx4060-laptop-pcie4"),
         ("rtx5060ti-8gb", "rtx4060ti-pcie4"),
         ("rtx3050", "rtx3060ti-pcie4"),
-        ("h20O", "h200-pcie5"),
+        ("h20O", "h20-pcie5"),
     ],
 )
 def test_the_nearest_card_is_nearest_in_kind_and_memory(typed: str, nearest: str) -> None:
     with pytest.raises(ProfileError, match=f"is {nearest}"):
         parse_name(typed).find_file()
+
+
+@pytest.mark.parametrize(
+    ("typed", "maker"),
+    [
+        ("mi300x", "AMD"),
+        ("AMD Instinct MI325X", "AMD"),
+        ("RX 7900 XTX", "AMD"),
+        ("Radeon Pro W7900", "AMD"),
+        ("Arc B580", "Intel"),
+        ("gaudi3", "Intel"),
+        ("m4 max", "Apple"),
+    ],
+)
+def test_gpus_of_other_makers_are_called_so(typed: str, maker: str) -> None:
+    with pytest.raises(ProfileError, match=f"none by {maker}; name a GPU that") as told:
+        parse_name(typed).find_file()
+    assert "meant?" not in str(told.value)
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA V100", "Tesla P40", "NVIDIA GeForce GTX 1080 Ti"])
+def test_run_needs_turing(gpu: str) -> None:
+    assert f"needs a GPU of Turing (RTX 20, T4) or newer, found {gpu}" in str(why_no_run(gpu))
+
+
+def test_run_is_for_nvidia() -> None:
+    assert why_no_run("AMD MI300X") is not None
+    shipped = {name: why_no_run(load_profile(name).name) for name in shipped_profiles()}
+    assert {name for name, why in shipped.items() if why} == {"v100-pcie3", "v100-32gb-pcie3"}

@@ -78,7 +78,9 @@ def prepare(
         module, wanted = prepared.module, prepared.wanted
         owners = find_owners(decoder_layers(module), module, stage, wanted)
     spared = sum(prepared.wanted.pop(name).nbytes for name in owners)
-    check_host_room(_host_bytes(placement, device, peer) - (device.type == "cpu") * spared)
+    stands_in = device.type == "cpu" and peer is None
+    device_bytes = _device_bytes(placement) - spared if stands_in else 0
+    check_host_room(_host_bytes(placement, peer) + device_bytes, device_bytes)
     return replace(prepared, peer=peer, owners=owners)
 
 
@@ -124,9 +126,11 @@ def _find_store(
     return find_peer(device, placement.slab_bytes)
 
 
-def _host_bytes(placement: Placement, device: torch.device, peer: torch.device | None) -> int:
-    """Count the bytes that the weights will take on the host."""
-    if peer is not None:
-        return placement.offloaded_bytes - placement.slab_bytes
-    on_device = placement.resident_bytes + placement.ring_bytes + placement.expert_slots_bytes
-    return placement.offloaded_bytes + (on_device if device.type == "cpu" else 0)
+def _host_bytes(placement: Placement, peer: torch.device | None) -> int:
+    """Count the bytes of the weights that a plan has on the host."""
+    return placement.offloaded_bytes - (0 if peer is None else placement.slab_bytes)
+
+
+def _device_bytes(placement: Placement) -> int:
+    """Count the bytes that the weights take on the GPU, or in host memory if the CPU plays it."""
+    return placement.resident_bytes + placement.ring_bytes + placement.expert_slots_bytes
