@@ -157,4 +157,4 @@ def _is_home(response: Any) -> bool:
         return False
     link = links.get(constants.HUGGINGFACE_HEADER_LINK_XET_AUTH_KEY, {}).get("url")
     route = link or headers.get(constants.HUGGINGFACE_HEADER_X_XET_REFRESH_ROUTE, "")
-    return urlsplit(urljoin(constants.ENDPOINT, route))[:2] == home
+    return bool(urlsplit(urljoin(constants.ENDPOINT, route))[:2] == home)

@@ -555,9 +555,11 @@ def test_a_full_disk_exits_1_without_a_traceback(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.replace", fail)
-    code, _, err = cli("plan", "plans/tiny-moe", *OFFLOADING, "-o", tmp_path / "plan.yaml")
+    path = tmp_path / "plan.yaml"
+    code, _, err = cli("plan", "plans/tiny-moe", *OFFLOADING, "-o", path)
     assert code == 1
-    assert err.endswith(f"{RUNS}offplan: [Errno 28] No space left on device\n")
+    why = f"{path} cannot be written (No space left on device): make room there, or name another"
+    assert err.endswith(f"{RUNS}offplan: {why} place\n")
     assert list(tmp_path.iterdir()) == []
 
 

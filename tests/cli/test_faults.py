@@ -169,7 +169,7 @@ class FullDisk(io.StringIO):
 
 def test_results_on_a_disk_that_gets_full(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    line = Line(1, {"prompt": "a"}, CompletionRequest(prompt="a"))
+    line = Line(1, {"prompt": "a"}, CompletionRequest(prompt=["a"]))
     results = Results(path, [line], "", force=False)
     with results:
         pass
