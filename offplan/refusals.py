@@ -44,12 +44,12 @@ def _list_refusals(
     if stage.runner.is_stock and placement.expert_slots:
         yield (
             "a rule has cached_experts, and transformers' own passes are to run the model: kept "
-            "experts need offplan's own passes, so make a plan with --stock"
+            "experts need offplan's own passes, so make a plan with `stock=True`"
         )
     if stage.runner.is_stock and placement.parts:
         yield (
             "a rule has parts, and transformers' own passes are to run the model, whose layers "
-            "take one chunk after the other: make a plan with --stock"
+            "take one chunk after the other: make a plan with `stock=True`"
         )
     keeping = [layer for layer in stage.layers if layer.index in placement.expert_slots]
     if on_gpu and (what := find_unread(stage, keeping)) is not None:

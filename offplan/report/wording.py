@@ -9,7 +9,7 @@ _OPTIONS = {
             *("gpu_memory", "host_memory", "batch", "prompt_tokens", "output_tokens", "context"),
             *("model", "machine", "dtype", "revision", "trust_remote_code", "dummy_weights"),
             *("device", "store", "stock", "cached_experts", "parts", "host_cores", "host_threads"),
-            *("leave_unpacked", "routing", "record_routing"),
+            *("leave_unpacked", "routing", "record_routing", "record_weights"),
         )
     },
     "packing=False": "--no-packing",

@@ -56,7 +56,7 @@ def check_weights(
         text = (
             f"no digest is known of {unknown[0]}"
             + (f" and {len(unknown) - 1} more" if unknown[1:] else "")
-            + ": --record-weights writes those of today beside the plan"
+            + ": `record_weights` writes those of today beside the plan"
         )
         return Finding("weights", "unknown", text)
     return Finding("weights", "holds", f"{len(found)} files have the SHA-256 expected {whose}")
