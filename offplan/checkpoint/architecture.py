@@ -1,10 +1,10 @@
 """The architecture that a ``config.json`` describes, read here and asked by everybody.
 
-Source: the config classes and attention modules of transformers 5.23; what these know and the
+Source: the config classes and attention modules of transformers 5.24; what these know and the
 file need not say stands in ``model_types``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -155,20 +155,34 @@ class Architecture:
     """Parts of names whose parameters stay in float32 when bfloat16 or float16 is computed in."""
     float32_parts_in_float16: tuple[str, ...]
     """Parts of names whose parameters stay in float32 when float16 is computed in."""
+    routers: tuple[str, ...]
+    """Parts of names of routers that every pass widens to float32: they stay as they are stored."""
     head_is_tied: bool | None
     """Whether the head is the input embedding; None where neither config nor model type says."""
     notes: tuple[str, ...]
     """Sentences on what the config leaves open."""
 
-    def kept_bits(self, name: str, dtype: str) -> int:
-        """Return the bits of an element of loaded floats in a model computed in ``dtype``."""
-        return 32 if self.keeps_float32(name, dtype) else FLOAT_BITS[dtype]
+    def kept_bits(self, name: str, dtype: str, *, is_wide: bool) -> int:
+        """Return the bits of an element of loaded floats in a model computed in ``dtype``.
 
-    def keeps_float32(self, name: str, dtype: str) -> bool:
+        ``is_wide`` says whether they are stored in float32.
+        """
+        return 32 if self.keeps_float32(name, dtype, is_wide=is_wide) else FLOAT_BITS[dtype]
+
+    def keeps_float32(self, name: str, dtype: str, *, is_wide: bool) -> bool:
         """Whether a parameter stays in float32 in a model that is computed in ``dtype``."""
         parts = self.float32_parts if dtype in ("bfloat16", "float16") else ()
         parts += self.float32_parts_in_float16 if dtype == "float16" else ()
-        return any(f".{part}." in f".{name}." for part in parts)
+        parts += self.routers if is_wide and dtype in ("bfloat16", "float16") else ()
+        return _has_part(name, parts)
+
+    def is_router(self, name: str) -> bool:
+        """Whether a parameter is a router that every pass widens to float32."""
+        return _has_part(name, self.routers)
+
+
+def _has_part(name: str, parts: Iterable[str]) -> bool:
+    return any(f".{part}." in f".{name}." for part in parts)
 
 
 def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Architecture:
@@ -227,6 +241,7 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
         float32_parts=model_types.FLOAT32_PARTS.get(model_type, ())
         + model_types.FLOAT32_PARTS_STORED.get(model_type, ()),
         float32_parts_in_float16=model_types.FLOAT32_PARTS_IN_FLOAT16.get(model_type, ()),
+        routers=model_types.WIDENED_ROUTERS.get(model_type, ()),
         head_is_tied=model_types.TIED_BY_DEFAULT.get(model_type) if tie is None else tie,
         notes=notes,
     )

@@ -4,11 +4,12 @@ That takes seconds, most of them to import torch: what was built is kept on disk
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offplan.checkpoint.architecture import Routing, read_architecture
+from offplan.checkpoint.architecture import Architecture, Routing, read_architecture
 from offplan.checkpoint.built_cache import BUILT, BuiltTensors, built_key
 from offplan.checkpoint.folder import is_file, read_config, read_generation, read_index
 from offplan.checkpoint.jsontext import quote
@@ -68,6 +69,7 @@ def read_config_only(path: Path, on_progress: Progress, dtype: str | None = None
         notes.append(f"the config names no dtype: took {taken}")
     built = _find_tensors(named, str(path), on_progress)
     built = _without_idle_experts(architecture.routing, built)
+    built = _with_published_routers(architecture, built)
     tensors = quantise(built, architecture, str(path))
     if architecture.quantisation is not None and architecture.quantisation.note is not None:
         notes.append(architecture.quantisation.note)
@@ -182,6 +184,21 @@ def _without_idle_experts(routing: Routing, built: BuiltTensors) -> BuiltTensors
         return built
     indices = (split_expert(tensor.name) for tensor, _ in built)
     return [each for each, at in zip(built, indices, strict=True) if not at or at[0] < num_experts]
+
+
+def _with_published_routers(architecture: Architecture, built: BuiltTensors) -> BuiltTensors:
+    """Return the tensors with routers in the type of the matrices beside them.
+
+    Source: DeepSeek-V2-Lite and DeepSeek-V3. The classes of transformers 5.24 have float32 there.
+    """
+    types = Counter(tensor.dtype for tensor, use in built if use is Use.PRODUCT)
+    if not types:
+        return built
+    ((main, _),) = types.most_common(1)
+    return [
+        (tensor._replace(dtype=main) if architecture.is_router(tensor.name) else tensor, use)
+        for tensor, use in built
+    ]
 
 
 def _model_class(built: Any) -> Any:

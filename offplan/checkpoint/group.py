@@ -76,10 +76,12 @@ def resize(parameter: Parameter, architecture: Architecture, dtype: str) -> Para
     """Return a parameter that knows what it takes once loaded in a model computed in ``dtype``.
 
     Floats become that type, or float32 where the model keeps them so; codes stay as they are.
+    A router that every pass widens stays as it is stored.
     """
     if not parameter.form.is_raw:
         return parameter
-    kept = architecture.kept_bits(parameter.name, dtype)
+    is_wide = any(tensor.dtype == "F32" for tensor in parameter.tensors)
+    kept = architecture.kept_bits(parameter.name, dtype, is_wide=is_wide)
     changes = any(t.dtype in FLOATS and DTYPE_BITS[t.dtype] != kept for t in parameter.tensors)
     return replace(parameter, resized=kept) if changes else parameter
 

@@ -156,6 +156,16 @@ class Model:
         last = max((layer.index for layer in self.layers), default=-1)
         return read_architecture(self.config, last + 1)
 
+    def keeps_float32(self, name: str) -> bool:
+        """Whether a parameter stays in float32, whatever the model is computed in."""
+        return self.architecture.keeps_float32(name, self.dtype, is_wide=self._has_wide_routers)
+
+    @cached_property
+    def _has_wide_routers(self) -> bool:
+        routers = (p for layer in self.layers for p in layer.parameters)
+        routers = (p for p in routers if self.architecture.is_router(p.name))
+        return any(tensor.dtype == "F32" for router in routers for tensor in router.tensors)
+
     @cached_property
     def config_sha256(self) -> str:
         """Fingerprint of all in the config that may change what the model gives."""

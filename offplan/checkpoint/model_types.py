@@ -35,8 +35,8 @@ FLOAT32_PARTS_STORED = _float32_parts("float32_stored")
 that a class makes in float32 whatever the model is computed in."""
 FLOAT32_PARTS_IN_FLOAT16 = _float32_parts("float32_in_float16")
 """Parts of names whose parameters stay in float32 in a model computed in float16 only."""
-
-
+WIDENED_ROUTERS = _float32_parts("widened_routers")
+"""Parts of names of routers that every pass widens to float32, exactly: they stay as stored."""
 INDEX_TOPK: dict[str, int] = _FACTS["indexed"]
 """Tokens that an indexer chooses of a longer text where the config does not say how many."""
 STOCK_CHUNKS = frozenset(_FACTS["stock_chunks"])

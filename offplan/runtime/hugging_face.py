@@ -1,32 +1,61 @@
 """A session as a model of transformers: what takes a model takes it."""
 
 from collections.abc import Sequence
-from copy import deepcopy
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from offplan.checkpoint.transformers_config import build_config_of
 from offplan.errors import InputError
 from offplan.runtime.rows import Rows
 from offplan.runtime.session import Session
 
 _NEVER = (
-    *("inputs_embeds", "past_key_values", "position_ids"),
+    *("inputs_embeds", "cache", "past_key_values", "position_ids"),
     *("output_attentions", "output_hidden_states"),
 )
 """Arguments of a model's ``forward`` that a session cannot do anything with."""
+
+_WITHOUT_WEIGHTS = (
+    *("parameters", "named_parameters", "buffers", "named_buffers", "named_non_persistent_buffers"),
+    *("state_dict", "load_state_dict", "gather_sharded_state_dict_for_save"),
+    *("from_pretrained", "save_pretrained", "save_distributed_checkpoint", "push_to_hub"),
+    *("get_memory_footprint", "init_weights", "dequantize", "to_empty", "share_memory", "apply"),
+    *("get_input_embeddings", "set_input_embeddings", "resize_token_embeddings"),
+    *("get_output_embeddings", "set_output_embeddings", "resize_position_embeddings"),
+    *("get_position_embeddings", "get_decoder", "set_decoder", "get_encoder", "set_encoder"),
+    *("add_adapter", "load_adapter", "set_adapter", "delete_adapter", "get_adapter_state_dict"),
+    *("enable_adapters", "disable_adapters", "active_adapters"),
+    *("set_attn_implementation", "set_experts_implementation", "set_use_kernels", "kernelize"),
+    *("compile", "generate_batch", "init_continuous_batching"),
+)
+"""Methods that read or change weights or modules, of which this model has none."""
+_TRAINING = (
+    *("gradient_checkpointing_enable", "activation_checkpointing_enable"),
+    *("enable_input_require_grads", "enable_peft_hotswap"),
+)
+"""Methods that prepare a model to be trained."""
+_UNTRAINED = "a plan executes a model and cannot train it"
+
+
+class OffplanConfig(PreTrainedConfig):
+    """What transformers' registry of models lists ``OffplanForCausalLM`` under, and no more."""
+
+    model_type = "offplan"
 
 
 class OffplanForCausalLM(PreTrainedModel, GenerationMixin):
     """A session behind the interface of transformers' causal language models.
 
     It has no parameters of its own: the session keeps the weights where its plan says, and moves
-    what it is given. Logits come on the device of the tokens. ``generate`` keeps the cache in the
-    session's rows, and reads only what they do not hold yet.
+    what it is given. Methods that would read or change parameters raise InputError. Logits come on
+    the device of the tokens. ``generate`` keeps the cache in the session's rows, and reads only what
+    they do not hold yet.
     """
 
+    config_class = OffplanConfig
     main_input_name = "input_ids"
     _is_stateful = True  # transformers then refuses by name to go back in the text
     _supports_attention_backend = True
@@ -36,14 +65,14 @@ class OffplanForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, session: Session) -> None:
         """Stand for ``session``, which nobody else uses meanwhile, and which its owner closes."""
-        module = session.loaded.module
-        config = deepcopy(module.config.get_text_config())
-        config._attn_implementation = "eager"  # what the session runs is its own affair
-        super().__init__(config)
+        # not the module's, which names attention and experts that the session has registered
+        super().__init__(build_config_of(session.loaded.model).get_text_config())
         self._session = session
         self._rows: Rows | None = None
         self._held: dict[int, tuple[int, list[int]]] = {}
         """The row of each sequence that is being generated, and the tokens that it holds."""
+        self._read_together: list[list[int]] = []
+        """The sequences that transformers' own passes have read, where these are run."""
         self.eval()
 
     @property
@@ -69,10 +98,49 @@ class OffplanForCausalLM(PreTrainedModel, GenerationMixin):
             )
         return self
 
+    def cpu(self) -> "OffplanForCausalLM":
+        """Stay where the plan says."""
+        return self
+
+    def cuda(self, device: Any = None) -> "OffplanForCausalLM":
+        """Stay where the plan says."""
+        return self
+
+    def half(self, *args: Any) -> "OffplanForCausalLM":
+        """Do what ``to(torch.float16)`` does."""
+        return self.to(torch.float16)
+
+    def bfloat16(self) -> "OffplanForCausalLM":
+        """Do what ``to(torch.bfloat16)`` does."""
+        return self.to(torch.bfloat16)
+
+    def float(self, *args: Any) -> "OffplanForCausalLM":
+        """Do what ``to(torch.float32)`` does."""
+        return self.to(torch.float32)
+
+    def double(self) -> "OffplanForCausalLM":
+        """Do what ``to(torch.float64)`` does."""
+        return self.to(torch.float64)
+
+    def type(self, dst_type: Any) -> "OffplanForCausalLM":
+        """Do what ``to`` does."""
+        return self.to(dst_type)
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Return the number of the checkpoint's parameters; raises InputError for some of them."""
+        if only_trainable or exclude_embeddings:
+            raise InputError("num_parameters: a plan's model counts all parameters, not some")
+        return self._session.loaded.model.num_parameters
+
+    def requires_grad_(self, requires_grad: bool = True) -> "OffplanForCausalLM":
+        """Stay as it is; raises InputError where gradients are asked for."""
+        self.train(requires_grad)
+        return self
+
     def train(self, mode: bool = True) -> "OffplanForCausalLM":
         """Stay as it is; raises InputError where the model is to be trained."""
         if mode:
-            raise InputError("a plan executes a model and cannot train it: load it by transformers")
+            raise InputError(f"{_UNTRAINED}: load it by transformers")
         return super().train(False)
 
     @classmethod
@@ -153,6 +221,8 @@ class OffplanForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _continue(self, texts: Sequence[list[int]]) -> torch.Tensor:
         """Return the logits that follow each text, [batch, vocabulary], on the host."""
+        if self._session.loaded.stage.runner.is_stock:
+            return self._continue_together(texts)
         if self._rows is None or self._rows.num_rows != len(texts):
             self._rows, self._held = Rows(self._session, len(texts)), {}
         rows, stepped, joining = self._rows, dict[int, int](), list[int]()
@@ -181,9 +251,32 @@ class OffplanForCausalLM(PreTrainedModel, GenerationMixin):
                     self._held[number] = (each.row, texts[number])
         return torch.stack([parts[number] for number in range(len(texts))])
 
+    def _continue_together(self, texts: Sequence[list[int]]) -> torch.Tensor:
+        """Do what ``_continue`` does by transformers' own passes, whose cache has no rows.
+
+        Raises InputError for texts of unlike lengths.
+        """
+        if len({len(tokens) for tokens in texts}) > 1:
+            raise InputError(
+                "found sequences of unlike lengths, and transformers' own passes generate those of "
+                "one length together: generate one at a time"
+            )
+        before, self._read_together = self._read_together, []
+        if before == [tokens[:-1] for tokens in texts] and before[0]:
+            with self._session.stream():
+                new = torch.tensor([tokens[-1:] for tokens in texts]).to(self._session.device)
+            logits = self._session.decode(new)
+        else:
+            logits = self._session.prefill(torch.tensor(texts))
+        with self._session.stream():
+            made = logits.cpu()
+        self._session.check()
+        self._read_together = [*texts]
+        return made
+
     def _forget(self) -> None:
         """Leave the rows: what reads all positions takes their cache."""
-        self._rows, self._held = None, {}
+        self._rows, self._held, self._read_together = None, {}, []
 
 
 def _refuse(given: dict[str, Any]) -> None:
@@ -212,3 +305,22 @@ def _strip(
             )
         texts.append((tokens[start : start + num_seen], start))
     return texts
+
+
+def _refusal(name: str, why: str) -> Any:
+    """Make the method ``name`` that raises InputError, saying ``why``."""
+
+    def refuse(self: OffplanForCausalLM, *args: Any, **options: Any) -> Any:
+        raise InputError(f"{name}: {why}")
+
+    refuse.__name__ = name
+    refuse.__doc__ = f"Raise InputError: {why}."
+    return refuse
+
+
+_HELD = "a plan's session holds the weights, and this model has none to read or change"
+for _name in _WITHOUT_WEIGHTS:
+    setattr(OffplanForCausalLM, _name, _refusal(_name, f"{_HELD}: load it by transformers"))
+for _name in _TRAINING:
+    setattr(OffplanForCausalLM, _name, _refusal(_name, f"{_UNTRAINED}: load it by transformers"))
+AutoModelForCausalLM.register(OffplanConfig, OffplanForCausalLM)  # or pipelines print all they know

@@ -1,7 +1,6 @@
 """All that the runtime uses of transformers beyond what transformers documents.
 
-Every name in this file was tried with transformers 5.17 and 5.23; try them again before another
-version is allowed.
+``TRIED`` names the versions that it was tried with.
 """
 
 import inspect
@@ -34,6 +33,9 @@ from transformers.models.phimoe.modeling_phimoe import (
     PhimoeRotaryEmbedding as PhimoeRotaryEmbedding,
 )
 from transformers.utils.chat_parsing import ResponseParser as ResponseParser
+
+TRIED = ("5.17", "5.23", "5.24")
+"""Versions of transformers that every name in this file was tried with, oldest first."""
 
 GATED_DELTA_NETS = frozenset(
     {
@@ -89,6 +91,16 @@ def compute_buffers(model: PreTrainedModel, module: nn.Module) -> None:
     Source: transformers builds on the meta device too, and recomputes them in ``_init_weights``.
     """
     model._init_weights(module)
+
+
+CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")
+"""Names under which models take and return their caches, transformers 5.24's own first."""
+
+
+def name_cache(model: Any) -> str:
+    """Return the name of the argument by which a model's ``forward`` takes its cache."""
+    taken = inspect.signature(model.forward).parameters
+    return next((name for name in CACHES if name in taken), CACHES[0])
 
 
 def build_own(own_class: Any, config: Any, dtype: torch.dtype) -> PreTrainedModel:

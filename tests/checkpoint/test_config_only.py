@@ -9,6 +9,7 @@ from offplan.checkpoint.model import Experts, KVCache
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError
 from offplan.held.held import hold
+from offplan.runtime.transformers_private import name_cache
 from tests.checkpoint.architectures import LATENT, MODELS, TINY
 
 torch = pytest.importorskip("torch")
@@ -63,7 +64,8 @@ def test_kv_cache_is_what_transformers_allocates(saved, name):
     num_tokens = 3  # within gemma3's window
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(torch.ones(2, num_tokens, dtype=torch.long), past_key_values=cache, use_cache=True)
+        tokens = torch.ones(2, num_tokens, dtype=torch.long)
+        model(tokens, use_cache=True, **{name_cache(model): cache})
     for layer, held in zip(open_model(str(folder)).layers, cache.layers, strict=True):
         if isinstance(held, LinearAttentionCacheLayerMixin):
             states = [*held.conv_states.values(), *held.recurrent_states.values()]

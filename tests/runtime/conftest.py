@@ -20,6 +20,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
@@ -93,6 +94,7 @@ OTHERS: dict[str, PreTrainedConfig] = {
         num_experts=4,
         num_experts_per_tok=2,
     ),
+    "mixtral": MixtralConfig(**SIZES, **HEADS, num_local_experts=4),
     "deepseek_v3": DeepseekV3Config(**SIZES, **LATENTS, q_lora_rank=16),
     "deepseek_v32": DeepseekV32Config(
         **SIZES,

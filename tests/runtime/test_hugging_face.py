@@ -1,12 +1,13 @@
 """A session as a model of transformers, held against stock."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, TextIteratorStreamer, pipeline
+from transformers import AutoTokenizer, PreTrainedModel, TextIteratorStreamer, pipeline
 
 from offplan.errors import InputError
 from offplan.runtime.session import Session
@@ -17,6 +18,7 @@ from tests.runtime.plans import group, offload, open_session
 from tests.tiers import first_quick
 
 PROMPT = torch.randint(1, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+MIXTURES = ["mixtral", "qwen3_moe_tied", "deepseek_v2", "deepseek_v3", "linear_experts"]
 PADDED = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9])
 
 
@@ -78,11 +80,13 @@ def test_generate(session: Session, folder: Path, asked: dict[str, Any]) -> None
     assert made[1].tolist() == made[0].tolist()
 
 
-def test_a_pipeline_and_a_streamer() -> None:
+def test_a_pipeline_and_a_streamer(capfd: pytest.CaptureFixture[str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(TINY_MOE)
+    capfd.readouterr()
     with open_session(TINY_MOE, offload(group(2, 1))) as session:
         model = session.as_transformers()
         generate: Any = pipeline("text-generation", model=model, tokenizer=tokenizer)
+        assert capfd.readouterr().err == ""  # not all that a pipeline knows
         (made,) = generate("Weights", max_new_tokens=12, do_sample=False)
         assert made["generated_text"] == "Weights that do not"
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
@@ -110,3 +114,45 @@ def test_what_is_refused(session: Session) -> None:
     assert model.to("cpu") is model
     with pytest.raises(InputError, match="context is"):
         model(torch.zeros(1, 99, dtype=torch.int64))
+    with pytest.raises(InputError, match=r"computes in torch\.float32"):
+        model.half()
+    assert model.float().cuda().requires_grad_(False) is model
+
+
+WEIGHTS = re.compile(
+    r"(parameters|state_dict(_for_save)?|embeddings|adapters?|buffers|checkpointing_enable|decoder)$"
+    r"|^(save_|push_|load_(?!custom)|from_pre|init_weights)"
+)
+"""Names of methods that would read, change, save or train weights."""
+
+
+def test_what_would_miss_the_weights_is_refused_by_name(session: Session, tmp_path: Path) -> None:
+    model: Any = session.as_transformers()
+    named = [
+        name
+        for name in dir(PreTrainedModel)
+        if WEIGHTS.search(name) and not name.startswith(("_", "register_"))
+    ]
+    assert {"parameters", "state_dict", "save_pretrained", "push_to_hub"} <= {*named}
+    for name in sorted({*named} - {"num_parameters"}):
+        with pytest.raises(InputError, match=f"^{name}: a plan"):
+            getattr(model, name)(tmp_path)
+    assert [*tmp_path.iterdir()] == []
+    assert model.num_parameters() == session.loaded.model.num_parameters
+    with pytest.raises(InputError, match="^num_parameters: "):
+        model.num_parameters(only_trainable=True)
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["own", "stock"])
+@pytest.mark.parametrize("family", first_quick(MIXTURES))
+def test_a_mixture_of_experts_after_a_prompt(family: str, stock: bool, tmp_path: Path) -> None:
+    folder = save_tiny(family, tmp_path)
+    asked: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    with torch.inference_mode():
+        model = load_stock(folder)
+        logits, text = model(PROMPT).logits, model.generate(PROMPT, eos_token_id=None, **asked)
+    with open_session(folder, offload(group(2, 1), prefill_chunk=16), stock=stock) as session:
+        session.prefill(PROMPT)
+        planned = session.as_transformers()
+        close(planned(PROMPT, logits_to_keep=1).logits, logits[:, -1:])
+        assert planned.generate(PROMPT, eos_token_id=None, **asked).tolist() == text.tolist()

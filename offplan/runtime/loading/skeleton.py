@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +60,7 @@ def build_skeleton(model: Model) -> PreTrainedModel:
     take_in_spans(layers)
     route(skeleton)
     hand_over(skeleton)
-    keep_in_float32(skeleton, model)
+    set_types(skeleton, model)
     with _experts_without_weights(skeleton, model):
         for module, asked in probe_attention(skeleton, layers).items():
             vars(module)["asked"] = asked
@@ -92,15 +91,17 @@ def _remove_towers(skeleton: PreTrainedModel) -> None:
         delattr(skeleton.base_model, name)
 
 
-def keep_in_float32(skeleton: PreTrainedModel, model: Model) -> None:
+def set_types(skeleton: PreTrainedModel, model: Model) -> None:
     """Widen what stays in float32 in a model that is computed in a shorter type.
 
-    Source: transformers 5.23, ``_keep_in_fp32_modules_strict`` and ``_keep_in_fp32_modules``.
+    Routers that every pass widens are left as they are stored, also where their class has them wide.
+    Source: transformers 5.24, ``_keep_in_fp32_modules_strict`` and ``_keep_in_fp32_modules``.
     """
-    keeps = partial(model.architecture.keeps_float32, dtype=model.dtype)
     for name, tensor in [*skeleton.named_parameters(), *skeleton.named_buffers()]:
-        if tensor.is_floating_point() and keeps(name):
+        if tensor.is_floating_point() and model.keeps_float32(name):
             tensor.data = tensor.data.float()
+        elif model.architecture.is_router(name):
+            tensor.data = tensor.data.to(getattr(torch, model.dtype))
 
 
 def _check_attention(skeleton: PreTrainedModel, model: Model) -> None:

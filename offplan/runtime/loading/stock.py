@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.own_code import MODEL_CLASS, load_own_class
 from offplan.checkpoint.transformers_config import build_config_of, cannot_build, runs_own_code
-from offplan.runtime.loading.skeleton import keep_in_float32, name_layers
+from offplan.runtime.loading.skeleton import name_layers, set_types
 from offplan.runtime.refusal import refuse
 from offplan.runtime.transformers_private import asks_for_decoders, build_own, rename
 
@@ -45,7 +45,7 @@ def build_stock(model: Model) -> PreTrainedModel:
     except Exception as error:
         raise cannot_build(model.source, error) from error
     name_layers(skeleton, find_layers(skeleton, model))
-    keep_in_float32(skeleton, model)
+    set_types(skeleton, model)
     return skeleton.eval().requires_grad_(False)
 
 

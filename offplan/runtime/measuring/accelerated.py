@@ -21,7 +21,7 @@ from offplan.runtime.loading.skeleton import build_skeleton, decoder_layers
 from offplan.runtime.loading.stock import build_stock
 from offplan.runtime.measuring.bench import Bench, Measurement, PhaseCost, Spread, time_requests
 from offplan.runtime.model.generation import StockGeneration
-from offplan.runtime.transformers_private import rescale_layers
+from offplan.runtime.transformers_private import name_cache, rescale_layers
 
 
 def require_accelerate() -> Any:
@@ -54,19 +54,19 @@ def bench_accelerate(bench: Bench, on_stage: Stages = silent) -> Measurement:
         module, offloaded = _load(bench, on_stage("loading"))
     for part in _largest_modules(module, offloaded):
         cpu_offload(part, execution_device=bench.device)
-    prompt = bench.prompt.to(bench.device)
+    prompt, cache = bench.prompt.to(bench.device), name_cache(module)
 
     def begin() -> tuple[torch.Tensor, Any]:
         if not bench.stock:
             return step(prompt, None)
         text = StockGeneration(module, prompt, bench.context + 1)
-        return text.prefill(0, prompt.shape[1]).argmax(-1, keepdim=True), text
+        return text.prefill(0, prompt.shape[1]).argmax(-1), text
 
     def step(tokens: torch.Tensor, kept: Any) -> tuple[torch.Tensor, Any]:
         if bench.stock:
             return kept.decode(tokens).argmax(-1, keepdim=True), kept
-        output = module(input_ids=tokens, past_key_values=kept, use_cache=True, logits_to_keep=1)
-        return output.logits[:, -1].argmax(-1, keepdim=True), output.past_key_values
+        output = module(input_ids=tokens, use_cache=True, logits_to_keep=1, **{cache: kept})
+        return output.logits[:, -1].argmax(-1, keepdim=True), output[cache]
 
     with torch.inference_mode(), on_device(bench.device):
         prefill_s, step_s = time_requests(

@@ -10,10 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from offplan.runtime.refusal import refuse
-from offplan.runtime.transformers_private import forget_states
+from offplan.runtime.transformers_private import CACHES, forget_states, name_cache
 
-_CACHES = ("past_key_values", "cache_params", "state", "mems")
-"""Names under which models return their caches. Source: ``ALL_CACHE_NAMES`` of generation/utils."""
 _TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 
 
@@ -27,11 +25,13 @@ class StockGeneration:
         """Begin texts of up to ``max_tokens`` with a prompt, int64 of [batch, tokens]."""
         self._model: Any = model
         self._kwargs: dict[str, Any] = {}
+        self._taken = inspect.signature(model.forward).parameters.keys()
+        self._cache_name = name_cache(model)
         forget_states(model)
         self.text = prompt
         """The tokens so far, int64 of [batch, tokens], on the model's device."""
         mask = {}
-        if "attention_mask" in inspect.signature(model.forward).parameters:
+        if "attention_mask" in self._taken:
             mask = {"attention_mask": torch.ones_like(prompt)}
         self._model.generate(
             prompt,
@@ -56,10 +56,15 @@ class StockGeneration:
         self.text, self._kwargs = input_ids, model_kwargs
         return input_ids
 
-    def prefill(self, start: int, stop: int) -> torch.Tensor:
-        """Read a chunk of the prompt; returns the logits of its last token, [batch, vocabulary]."""
+    def prefill(self, start: int, stop: int, num_last: int = 1) -> torch.Tensor:
+        """Read a chunk of the prompt.
+
+        Returns the logits of its ``num_last`` last tokens, [batch, num_last, vocabulary].
+        """
         kwargs, is_whole = self._kwargs, (start, stop) == (0, self.text.shape[1])
         given = dict(kwargs)
+        if "logits_to_keep" in given:
+            given["logits_to_keep"] = num_last
         if not is_whole:
             if kwargs.get("attention_mask") is not None:
                 given["attention_mask"] = kwargs["attention_mask"][:, :stop]
@@ -67,41 +72,44 @@ class StockGeneration:
                 given["position_ids"] = kwargs["position_ids"][..., start:stop]
             for key in _TOKEN_TYPES & kwargs.keys():
                 given[key] = kwargs[key][..., :stop]
-        inputs = self._model.prepare_inputs_for_generation(
+        made = self._call(
             self.text[:, start:stop],
             next_sequence_length=stop if is_whole else None,
             is_first_iteration=True,
             **given,
         )
-        made = self._model(**inputs, return_dict=True)
         if stop < self.text.shape[1]:
-            for key in _CACHES:
-                if key in made:
-                    self._kwargs[key] = made[key]
+            self._kwargs |= {key: value for key, value in made.items() if key in CACHES}
         else:
             self._update(made)
-        return _last_logits(made)
+        return _last_logits(made, num_last)
 
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Extend each text by a token, int64 of [batch, 1]; returns logits, [batch, vocabulary]."""
         self.text = torch.cat([self.text, tokens], dim=-1)
         with self._model._optimize_model_for_decode():
-            inputs = self._model.prepare_inputs_for_generation(
-                self.text, next_sequence_length=1, **self._kwargs
-            )
-            if inputs["input_ids"].shape[1] < self.text.shape[1] and not self.cache_bytes:
-                raise refuse(
-                    f"{type(self._model).__name__} keeps nothing of the tokens that it has read, "
-                    "and transformers gives it the last one alone"
-                )
-            made = self._model(**inputs, return_dict=True)
+            made = self._call(self.text, next_sequence_length=1, **self._kwargs)
         self._update(made)
-        return _last_logits(made)
+        return _last_logits(made, 1)[:, -1]
+
+    def _call(self, text: torch.Tensor, **given: Any) -> Any:
+        """Call the model on what of ``text``, [batch, tokens], its cache does not keep."""
+        inputs = self._model.prepare_inputs_for_generation(text, **given)
+        has_past = inputs["input_ids"].shape[1] < text.shape[1]
+        if has_past and not self.cache_bytes:
+            raise refuse(
+                f"{type(self._model).__name__} keeps nothing of the tokens that it has read, "
+                "and transformers gives it the last one alone"
+            )
+        # a checkpoint's own code may know the cache by the name of an older transformers
+        for key in inputs.keys() & {*CACHES} - self._taken:
+            inputs[self._cache_name] = inputs.pop(key)
+        return self._model(**inputs, return_dict=True)
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of what the model keeps of its texts."""
-        kept = {id(t): t for key in _CACHES for t in tensors_within(self._kwargs.get(key))}
+        kept = {id(t): t for key in CACHES for t in tensors_within(self._kwargs.get(key))}
         return sum(tensor.nbytes for tensor in kept.values())
 
     def has_layers(self, num_layers: int) -> bool:
@@ -117,7 +125,7 @@ class StockGeneration:
 
     @property
     def _cache(self) -> Any:
-        return next((self._kwargs[key] for key in _CACHES if self._kwargs.get(key)), None)
+        return next((self._kwargs[key] for key in CACHES if self._kwargs.get(key)), None)
 
     def _update(self, made: Any) -> None:
         self._kwargs = self._model._update_model_kwargs_for_generation(
@@ -125,10 +133,10 @@ class StockGeneration:
         )
 
 
-def _last_logits(made: Any) -> torch.Tensor:
+def _last_logits(made: Any, num_last: int) -> torch.Tensor:
     logits: torch.Tensor = made.logits
     # a view would keep those of all the prompt's tokens
-    return logits[:, -1].clone() if logits.shape[1] > 1 else logits[:, -1]
+    return logits[:, -num_last:].clone() if logits.shape[1] > num_last else logits
 
 
 def tensors_within(value: Any) -> list[torch.Tensor]:

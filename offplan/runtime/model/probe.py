@@ -22,7 +22,7 @@ from offplan.checkpoint.jsontext import describe
 from offplan.errors import CheckpointError
 from offplan.runtime.model.linear import find_linear
 from offplan.runtime.refusal import refuse, refuse_config
-from offplan.runtime.transformers_private import ExpertsInterface, choose_attention
+from offplan.runtime.transformers_private import ExpertsInterface, choose_attention, name_cache
 
 PROBE = "offplan_probe"
 NUM_NEW = 4
@@ -112,9 +112,9 @@ def _call(
             model(
                 input_ids=tokens,
                 position_ids=torch.arange(start, start + NUM_NEW, device="meta")[None],
-                past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=slice(-1, None),
+                **{name_cache(model): cache},
             )
         except CheckpointError:
             raise

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from offplan.runtime.model.caches import ALL, Position
 from offplan.runtime.model.filled import Filled, FindFilled, Way, filled_before
 from offplan.runtime.model.layers import DecoderLayers
-from offplan.runtime.transformers_private import choose_attention
+from offplan.runtime.transformers_private import choose_attention, name_cache
 
 LAST = slice(-1, None)
 """The tokens that get logits. As a number, 1, Gemma 4 would take it for leave to drop all others
@@ -35,6 +35,10 @@ class Forward:
     """A call says how attention is told what a step reads of the cache."""
     has_linear: bool
     """Whether some layers have linear attention."""
+
+    @cached_property
+    def _cache_name(self) -> str:
+        return name_cache(self.module)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Run one decode pass of the first rows at their positions; ``tokens`` is [batch, 1].
@@ -93,9 +97,9 @@ class Forward:
             input_ids=tokens,
             position_ids=new.expand(tokens.shape[0], -1),
             attention_mask=mask,
-            past_key_values=self.layers.cache,
             use_cache=True,
             logits_to_keep=keep,
+            **{self._cache_name: self.layers.cache},
         )
         logits: torch.Tensor = output.logits
         return logits

@@ -81,6 +81,16 @@ class StockRunner:
         Returns logits, [batch, vocabulary]. Raises InputError for a prompt that is empty or beyond
         the context, and for one of more tokens than a chunk where the family's are read whole.
         """
+        return self._read(prompt, 1)[-1][:, -1]
+
+    def prefill_all(self, prompt: torch.Tensor, num_last: int) -> Iterator[torch.Tensor]:
+        """Do what ``prefill`` does; make the logits of the ``num_last`` tokens of each sequence.
+
+        Returns [batch, some, vocabulary] of each chunk that has some, in order.
+        """
+        return iter(self._read(prompt, num_last))
+
+    def _read(self, prompt: torch.Tensor, num_last: int) -> list[torch.Tensor]:
         batch, num_tokens = prompt.shape
         if not batch or not 0 < num_tokens <= self._context:
             raise InputError(
@@ -95,6 +105,7 @@ class StockRunner:
                 "since transformers gives other results in chunks or that is not known",
                 remedy=f"plan with `prompt_tokens={num_tokens}` or more",
             )
+        parts = list[torch.Tensor]()
         with self._whole_or_afresh():
             self._forget()
             self._text = self._begin(prompt)
@@ -102,10 +113,13 @@ class StockRunner:
             ends = [*range(self._chunk, num_tokens, self._chunk), num_tokens]
             for start, stop in zip([0, *ends], ends, strict=False):
                 following = Phase.DECODE if stop == num_tokens else Phase.PREFILL
-                read = partial(self._text.prefill, start, stop)
+                wanted = stop - max(start, num_tokens - num_last)
+                read = partial(self._text.prefill, start, stop, max(1, wanted))
                 logits = self._run(Phase.PREFILL, following, read)
+                if wanted > 0:
+                    parts.append(logits)
             self.length, self._batch = num_tokens, batch
-        return logits
+        return parts
 
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Extend each sequence by one token, int64 of shape [batch, 1] on the device.
