@@ -51,7 +51,7 @@ from offplan.routing.use_order import UseOrder
 from offplan.runtime.forms.expert_table import NOTED_TOKENS
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.session import Session
-from offplan.runtime.transformers_private import list_experts
+from offplan.transformers_private import list_experts
 from offplan.units import parse_bytes
 
 

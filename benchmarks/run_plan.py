@@ -20,7 +20,7 @@ from offplan.checkpoint.open import open_model
 from offplan.plan import Offload, Packing, Rule
 from offplan.runtime.measuring.bench import time_link
 from offplan.runtime.session import Session
-from offplan.runtime.transformers_private import list_experts
+from offplan.transformers_private import list_experts
 
 
 def describe_machine() -> dict[str, object]:

@@ -120,19 +120,16 @@ def _build_tensors(config: Mapping[str, Any], where: str) -> BuiltTensors:
     """
     import torch
     import transformers
-    from transformers.core_model_loading import revert_weight_conversion
 
     from offplan.checkpoint.transformers_config import build_config, cannot_build
+    from offplan.transformers_private import build_eager, list_saved
 
     with quietly(transformers.logging), torch.device("meta"):
         built = build_config(config, where)
         try:
-            # The implementations are named, or a config's own could ask for kernels off the Hub.
-            model = _model_class(built)._from_config(
-                built, attn_implementation="eager", experts_implementation="eager"
-            )
+            model = build_eager(_model_class(built), built)
             marks = _mark_uses(model)
-            saved = revert_weight_conversion(model, _saved_state(model))
+            saved = list_saved(model)
         except Exception as error:
             raise cannot_build(where, error) from error
     types = {f"torch.{name}": dtype for dtype, name in TORCH_NAMES.items()}
@@ -150,7 +147,8 @@ def _mark_uses(model: Any) -> "dict[torch.dtype, tuple[torch.dtype, Use]]":
     """
     import torch
     from torch import nn
-    from transformers.pytorch_utils import Conv1D
+
+    from offplan.transformers_private import Conv1D
 
     present = {tensor.dtype for tensor in model.state_dict().values()}
     spare = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.bool, torch.complex64]
@@ -210,21 +208,6 @@ def _model_class(built: Any) -> Any:
         if getattr(stated, "config_class", None) is type(built):
             return stated
     return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(built)]
-
-
-def _saved_state(model: Any) -> "dict[str, torch.Tensor]":
-    """Return what ``save_pretrained`` keeps of a model's state: each tied weight once.
-
-    Source: transformers 5.23, ``modeling_utils.remove_tied_weights_from_state_dict``, which tells
-    ties by storage; on the meta device only the parameter objects tell them.
-    """
-    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    targets = getattr(model, "all_tied_weights_keys", None) or {}
-    named = model.state_dict(keep_vars=True)
-    # Of one tensor's names the last stays: that of a tie's source, or else the model's first.
-    names = (name for name in reversed(named) if name not in ignored)
-    kept = {id(named[name]): name for name in sorted(names, key=lambda name: name not in targets)}
-    return {name: named[name] for name in kept.values()}
 
 
 def _compare_with_index(path: Path, tensors: Tensors) -> list[str]:

@@ -58,7 +58,7 @@ def load_own_class(model: "Model", key: str) -> Any:
             f"{model.source}: its config names {quote(named)} for {key}, code of another "
             "repository, expected a module of its own; copy that code into the checkpoint's folder"
         )
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+    from offplan.transformers_private import get_class_from_dynamic_module
 
     from offplan.checkpoint.answers import checked_session
 

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from offplan.checkpoint.transformers_config import build_config_of
 from offplan.errors import InputError
 from offplan.runtime.rows import Rows
 from offplan.runtime.session import Session
+from offplan.transformers_private import ModelWithOwnCache
 
 _NEVER = (
     *("inputs_embeds", "cache", "past_key_values", "position_ids"),
@@ -46,22 +47,17 @@ class OffplanConfig(PreTrainedConfig):
     model_type = "offplan"
 
 
-class OffplanForCausalLM(PreTrainedModel, GenerationMixin):
+class OffplanForCausalLM(ModelWithOwnCache):
     """A session behind the interface of transformers' causal language models.
 
     It has no parameters of its own: the session keeps the weights where its plan says, and moves
     what it is given. Methods that would read or change parameters raise InputError. Logits come on
-    the device of the tokens. ``generate`` keeps the cache in the session's rows, and reads only what
-    they do not hold yet.
+    the device of the tokens. ``generate`` keeps the cache in the session, and reads only what it
+    does not hold yet.
     """
 
     config_class = OffplanConfig
     main_input_name = "input_ids"
-    _is_stateful = True  # transformers then refuses by name to go back in the text
-    _supports_attention_backend = True
-    _supports_sdpa = True
-    _supports_flash_attn = True
-    _supports_flex_attn = True
 
     def __init__(self, session: Session) -> None:
         """Stand for ``session``, which nobody else uses meanwhile, and which its owner closes."""
@@ -142,11 +138,6 @@ class OffplanForCausalLM(PreTrainedModel, GenerationMixin):
         if mode:
             raise InputError(f"{_UNTRAINED}: load it by transformers")
         return super().train(False)
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        """Have ``generate`` make no cache: the session has one."""
-        return False
 
     def prepare_inputs_for_generation(
         self,

@@ -4,10 +4,10 @@ import json
 import secrets
 from typing import Any
 
-from offplan.runtime.transformers_private import ResponseParser
+from offplan.transformers_private import REASONING, ResponseParser
 
-SAID = ("content", "reasoning_content")
-"""Fields of a message that are text."""
+SAID = {"content": "content"} | dict.fromkeys(REASONING, "reasoning_content")
+"""Fields of a template that are text, each with the message's field that it becomes."""
 
 
 class CallParser:
@@ -38,7 +38,8 @@ class CallParser:
         for event in events:
             field, kind = event["field"], event["type"]
             if field in SAID and kind == "region_chunk":
-                delta[field] = delta.get(field, "") + event["text"]
+                said = SAID[field]
+                delta[said] = delta.get(said, "") + event["text"]
             elif field == "tool_calls" and kind == "region_chunk":
                 self._body += event["text"]
             elif field == "tool_calls" and kind == "region_close":

@@ -37,6 +37,6 @@ class TokenNames:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if "ByteLevel" not in repr(getattr(backend, "decoder", None)):
             return {}
-        from transformers.convert_slow_tokenizer import bytes_to_unicode
+        from offplan.transformers_private import bytes_to_unicode
 
         return {letter: byte for byte, letter in bytes_to_unicode().items()}

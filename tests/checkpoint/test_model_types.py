@@ -11,7 +11,7 @@ import pytest
 from offplan.checkpoint import model_types
 from offplan.checkpoint.architecture import read_architecture
 from offplan.checkpoint.config import class_type
-from offplan.runtime.transformers_private import TRIED
+from offplan.transformers_private import TRIED
 from tests.tiers import first_quick
 
 transformers = pytest.importorskip("transformers")

@@ -139,7 +139,7 @@ def test_what_would_miss_the_weights_is_refused_by_name(session: Session, tmp_pa
             getattr(model, name)(tmp_path)
     assert [*tmp_path.iterdir()] == []
     assert model.num_parameters() == session.loaded.model.num_parameters
-    with pytest.raises(InputError, match="^num_parameters: "):
+    with pytest.raises(InputError, match=r"^num_parameters: "):
         model.num_parameters(only_trainable=True)
 
 

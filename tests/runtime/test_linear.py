@@ -17,7 +17,7 @@ from offplan.runtime.measuring.layer_times import READ_ONCE_TOKENS
 from offplan.runtime.model import linear
 from offplan.runtime.model.linear import find_linear
 from offplan.runtime.session import Session
-from offplan.runtime.transformers_private import DELTA_RULE
+from offplan.transformers_private import DELTA_RULE
 from tests.held import open_stage
 from tests.runtime.conftest import NUM_LAYERS, save_tiny
 from tests.runtime.families import NUM_STEPS, TOLERANCE, load_stock, run_stock

@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 
+from offplan import transformers_private
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
 from offplan.held.held import hold
 from offplan.placement import Phase, Placement, Span
 from offplan.plan import Rule
 from offplan.progress import Progress
-from offplan.runtime import transformers_private
 from offplan.runtime.loading import loader, staging
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.mapping import map_tensors

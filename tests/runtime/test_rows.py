@@ -17,7 +17,7 @@ from offplan.runtime.model.layers import DecoderLayers
 from offplan.runtime.passes.forward import Forward
 from offplan.runtime.rows import Rows
 from offplan.runtime.session import Session
-from offplan.runtime.transformers_private import list_experts
+from offplan.transformers_private import list_experts
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import CONTEXT, group, offload, open_session
 from tests.tiers import each_value_once, first_quick

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from offplan.runtime.transformers_private import find_response_template
+from offplan.transformers_private import find_response_template
 from tests.serve import NAME, ScriptedRows, Served, scripted_texts, serving
 from tests.serve.conftest import Tiny
 

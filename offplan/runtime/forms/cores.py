@@ -20,7 +20,7 @@ from offplan.hostcores.library import Experts as Experts
 from offplan.hostcores.library import Matrix as Matrix
 from offplan.runtime.forms.operands import is_stacked
 from offplan.runtime.forms.reference import E2M1, PER_127, Parts, block_of, codes_of
-from offplan.runtime.transformers_private import apply_gate
+from offplan.transformers_private import apply_gate
 
 _KINDS = {
     Kind.RAW: cores.Kind.RAW,

@@ -9,7 +9,7 @@ from torch import nn
 from offplan.forms.form import Part
 from offplan.kernel_sizes import are_gathered
 from offplan.runtime.forms.stored import KERNEL_DTYPES, StoredWeight, part_name
-from offplan.runtime.transformers_private import (
+from offplan.transformers_private import (
     ExpertsInterface,
     apply_gate,
     multiply_groups,

@@ -10,7 +10,7 @@ from offplan.checkpoint.parameter import Parameter
 from offplan.forms.form import BITS, FP4_GROUPS, NESTED_BLOCK, Form, Kind, Part, WordOrder
 from offplan.forms.recognise import WORD_BITS
 from offplan.runtime.refusal import refuse
-from offplan.runtime.transformers_private import is_experts, name_first
+from offplan.transformers_private import is_experts, name_first
 
 BLOCK_OUT = 64
 """Outputs of a weight that a program of our kernels multiplies."""

@@ -28,7 +28,7 @@ from offplan.runtime.forms.stored import StoredLinear, StoredWeight, part_name
 from offplan.runtime.memory.servers import ByCores
 from offplan.runtime.memory.store import Offloaded, WeightStore
 from offplan.runtime.model.cached import divide, has_slots
-from offplan.runtime.transformers_private import is_experts, is_of_transformers, name_first
+from offplan.transformers_private import is_experts, is_of_transformers, name_first
 
 
 class Held(NamedTuple):

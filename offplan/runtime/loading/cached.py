@@ -33,7 +33,7 @@ from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.store import Offloaded, WeightStore
 from offplan.runtime.model.cached import keep_elsewhere, keep_in_slots, leave_slots
 from offplan.runtime.refusal import refuse
-from offplan.runtime.transformers_private import list_experts
+from offplan.transformers_private import list_experts
 
 
 @dataclass(frozen=True)

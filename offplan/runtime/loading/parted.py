@@ -10,8 +10,8 @@ from offplan.placement import Placement
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.store import Offloaded, WeightStore
 from offplan.runtime.model.parts import ExpertsInParts
-from offplan.runtime.transformers_private import list_experts
 from offplan.schedule import part_slots_of
+from offplan.transformers_private import list_experts
 
 
 def check_package(placement: Placement) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from offplan.runtime.loading.target import Piece, Source
-from offplan.runtime.transformers_private import Concatenate, MergeModulelist, WeightConverter
+from offplan.transformers_private import Concatenate, MergeModulelist, WeightConverter
 
 Shape = tuple[int, ...]
 

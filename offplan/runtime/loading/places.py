@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from offplan.runtime.loading.skeleton import has_named_layers
 from offplan.runtime.refusal import refuse, refuse_config
-from offplan.runtime.transformers_private import compute_buffers
+from offplan.transformers_private import compute_buffers
 
 Places = dict[str, list[tuple[dict[str, Any], str]]]
 """Every place in a model that holds one stored tensor, ties included, by each of its names: a

@@ -18,7 +18,7 @@ from offplan.runtime.model.linear import find_linear, take_in_spans
 from offplan.runtime.model.probe import PROBE, probe_attention
 from offplan.runtime.model.routed import route
 from offplan.runtime.refusal import refuse
-from offplan.runtime.transformers_private import choose_attention, cut_by_constants
+from offplan.transformers_private import choose_attention, cut_by_constants
 
 LAYER_LISTS = ("layers", "h")
 """Names of the list of a decoder's layers. Where encoders keep theirs, ``layer``, positions count
@@ -94,7 +94,7 @@ def _remove_towers(skeleton: PreTrainedModel) -> None:
 def set_types(skeleton: PreTrainedModel, model: Model) -> None:
     """Widen what stays in float32 in a model that is computed in a shorter type.
 
-    Routers that every pass widens are left as they are stored, also where their class has them wide.
+    Routers that every pass widens stay as they are stored, also where their class has them wide.
     Source: transformers 5.24, ``_keep_in_fp32_modules_strict`` and ``_keep_in_fp32_modules``.
     """
     for name, tensor in [*skeleton.named_parameters(), *skeleton.named_buffers()]:

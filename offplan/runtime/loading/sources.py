@@ -11,7 +11,7 @@ from offplan.forms.form import Kind, Part
 from offplan.held.stage import Stage
 from offplan.runtime.loading.target import Source
 from offplan.runtime.refusal import refuse
-from offplan.runtime.transformers_private import WeightConverter, rename
+from offplan.transformers_private import WeightConverter, rename
 
 
 @dataclass(frozen=True)

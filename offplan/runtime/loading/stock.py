@@ -9,7 +9,7 @@ from offplan.checkpoint.own_code import MODEL_CLASS, load_own_class
 from offplan.checkpoint.transformers_config import build_config_of, cannot_build, runs_own_code
 from offplan.runtime.loading.skeleton import name_layers, set_types
 from offplan.runtime.refusal import refuse
-from offplan.runtime.transformers_private import asks_for_decoders, build_own, rename
+from offplan.transformers_private import asks_for_decoders, build_own, rename
 
 
 def build_stock(model: Model) -> PreTrainedModel:

@@ -11,7 +11,7 @@ from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.forms.form import Form, Part
 from offplan.forms.names import part_of
-from offplan.runtime.transformers_private import WeightConverter, convert
+from offplan.transformers_private import WeightConverter, convert
 
 
 class Source(NamedTuple):

@@ -21,7 +21,7 @@ from offplan.runtime.loading.skeleton import build_skeleton, decoder_layers
 from offplan.runtime.loading.stock import build_stock
 from offplan.runtime.measuring.bench import Bench, Measurement, PhaseCost, Spread, time_requests
 from offplan.runtime.model.generation import StockGeneration
-from offplan.runtime.transformers_private import name_cache, rescale_layers
+from offplan.transformers_private import name_cache, rescale_layers
 
 
 def require_accelerate() -> Any:

@@ -40,7 +40,7 @@ from offplan.runtime.loading.stock import build_stock
 from offplan.runtime.model.calls import LayerCalls
 from offplan.runtime.model.generation import StockGeneration
 from offplan.runtime.refusal import refuse
-from offplan.runtime.transformers_private import decoding_as_on_gpu
+from offplan.transformers_private import decoding_as_on_gpu
 
 TOKENS = (126, 254, 1022, 4094)
 """Tokens of the prompts that are run without values: a window of more is taken for none.

@@ -15,7 +15,7 @@ from offplan.runtime.forms.experts import (
     forward_values,
     holds_codes,
 )
-from offplan.runtime.transformers_private import ExpertsInterface
+from offplan.transformers_private import ExpertsInterface
 
 CACHED_NAME = "offplan_cached"
 

@@ -15,7 +15,7 @@ from offplan.kernel_sizes import EXPERT_MULTIPLE, MAX_PAIRS
 from offplan.runtime.forms.experts import send
 from offplan.runtime.forms.pairs import Pairs, sort_pairs
 from offplan.runtime.gpu_limits import gpu_limits
-from offplan.runtime.transformers_private import ExpertsInterface, name_first
+from offplan.transformers_private import ExpertsInterface, name_first
 
 EXPERTS_NAME = "offplan"
 ROWS = 16

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offplan.runtime.transformers_private import list_experts
+from offplan.transformers_private import list_experts
 
 
 class ExtendedRows:

@@ -17,7 +17,7 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel
 
 from offplan.runtime.refusal import refuse
-from offplan.runtime.transformers_private import (
+from offplan.transformers_private import (
     Phi3RotaryEmbedding,
     PhimoeRotaryEmbedding,
     changes_by_positions,

@@ -1,7 +1,4 @@
-"""A model called as transformers' own ``generate`` calls it.
-
-What it uses of transformers is private there, and was tried with transformers 5.17 and 5.23.
-"""
+"""A model called as transformers' own ``generate`` calls it."""
 
 import inspect
 from typing import Any
@@ -10,7 +7,13 @@ import torch
 from transformers import PreTrainedModel
 
 from offplan.runtime.refusal import refuse
-from offplan.runtime.transformers_private import CACHES, forget_states, name_cache
+from offplan.transformers_private import (
+    CACHES,
+    continue_arguments,
+    decoding,
+    forget_states,
+    name_cache,
+)
 
 _TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 
@@ -87,7 +90,7 @@ class StockGeneration:
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Extend each text by a token, int64 of [batch, 1]; returns logits, [batch, vocabulary]."""
         self.text = torch.cat([self.text, tokens], dim=-1)
-        with self._model._optimize_model_for_decode():
+        with decoding(self._model):
             made = self._call(self.text, next_sequence_length=1, **self._kwargs)
         self._update(made)
         return _last_logits(made, 1)[:, -1]
@@ -128,9 +131,7 @@ class StockGeneration:
         return next((self._kwargs[key] for key in CACHES if self._kwargs.get(key)), None)
 
     def _update(self, made: Any) -> None:
-        self._kwargs = self._model._update_model_kwargs_for_generation(
-            made, self._kwargs, is_encoder_decoder=False
-        )
+        self._kwargs = continue_arguments(self._model, made, self._kwargs)
 
 
 def _last_logits(made: Any, num_last: int) -> torch.Tensor:

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from offplan.transformers_private import chosen_attention
+
 INLINED_TYPES = ("codegen", "gpt_neox_japanese", "gptj")
 """Model types whose attention calls ``self._attn(query, key, value, mask)``, which divides scores
 by the root of the heads' size and hides what the mask says, nothing else.
@@ -33,6 +35,6 @@ def _attend(
     attention_mask: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return [batch, heads, new, dim] for tensors of this layout; rotary queries may be wider."""
-    attend = _INTERFACE.get_interface(config._attn_implementation, None)
+    attend = _INTERFACE.get_interface(chosen_attention(config), None)
     out, _ = attend(module, query.to(value.dtype), key, value, attention_mask)
     return out.transpose(1, 2), None

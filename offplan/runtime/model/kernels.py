@@ -11,7 +11,7 @@ from offplan.placement import Phase
 from offplan.runtime.forms.experts import PLAIN_WAY, STORED_EXPERTS_NAME, holds_codes
 from offplan.runtime.model.cached import CACHED_NAME, has_slots
 from offplan.runtime.model.filled import FindFilled, filled_blocks, filled_mask, filled_up_to
-from offplan.runtime.transformers_private import ExpertsInterface, list_experts
+from offplan.transformers_private import ExpertsInterface, list_experts
 
 
 class ExpertKernels:

@@ -15,7 +15,7 @@ from torch import nn
 
 from offplan.kernel_sizes import SPAN_TOKENS
 from offplan.runtime.refusal import refuse
-from offplan.runtime.transformers_private import GATED_DELTA_NETS, compute_by_torch
+from offplan.transformers_private import GATED_DELTA_NETS, compute_by_torch
 
 
 def find_linear(layers: Iterable[nn.Module]) -> list[nn.Module | None]:

@@ -24,7 +24,7 @@ from offplan.runtime.forms.experts import (
     multiply_sorted,
 )
 from offplan.runtime.forms.stored import KERNEL_DTYPES
-from offplan.runtime.transformers_private import ExpertsInterface
+from offplan.transformers_private import ExpertsInterface, chosen_experts
 
 
 class Way(NamedTuple):
@@ -258,7 +258,7 @@ def _find_way(experts: Any, hidden: torch.Tensor) -> Way:
     interface = ExpertsInterface()
     batched, grouped = interface["batched_mm"], interface["grouped_mm"]
     if not holds_codes(experts):
-        plain = vars(experts).get(PLAIN_WAY) or interface[experts.config._experts_implementation]
+        plain = vars(experts).get(PLAIN_WAY) or interface[chosen_experts(experts.config)]
         return Way(plain, is_batched=plain is batched, is_grouped=plain is grouped)
     if hidden.is_cuda and hidden.dtype in KERNEL_DTYPES:
         return Way(forward_stored, is_grouped=True)

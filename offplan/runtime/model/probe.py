@@ -22,7 +22,7 @@ from offplan.checkpoint.jsontext import describe
 from offplan.errors import CheckpointError
 from offplan.runtime.model.linear import find_linear
 from offplan.runtime.refusal import refuse, refuse_config
-from offplan.runtime.transformers_private import ExpertsInterface, choose_attention, name_cache
+from offplan.transformers_private import ExpertsInterface, choose_attention, name_cache
 
 PROBE = "offplan_probe"
 NUM_NEW = 4

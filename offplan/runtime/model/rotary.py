@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from offplan.runtime.transformers_private import modeling_deepseek_v2
+from offplan.transformers_private import modeling_deepseek_v2
 
 
 def apply_rotary_emb(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from offplan.runtime.transformers_private import (
+from offplan.transformers_private import (
     Llama4TextExperts,
     Llama4TextMoe,
     let_experts_be_chosen,

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from offplan.runtime.model.caches import ALL, Position
 from offplan.runtime.model.filled import Filled, FindFilled, Way, filled_before
 from offplan.runtime.model.layers import DecoderLayers
-from offplan.runtime.transformers_private import choose_attention, name_cache
+from offplan.transformers_private import choose_attention, name_cache
 
 LAST = slice(-1, None)
 """The tokens that get logits. As a number, 1, Gemma 4 would take it for leave to drop all others

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from offplan.routing.use_order import Steps
-from offplan.runtime.transformers_private import list_experts
+from offplan.transformers_private import list_experts
 
 MOST_STEPS = 1024
 """Steps that are noted on the device before the host fetches them, which waits for the device."""

@@ -21,7 +21,6 @@ from offplan.runtime.passes.executor import Executor
 from offplan.runtime.passes.link import Link
 from offplan.runtime.passes.nan import NanFoundError, NanWatch
 from offplan.runtime.refusal import refuse
-from offplan.runtime.transformers_private import list_experts, rescale_layers
 from offplan.schedule import (
     Copy,
     Schedule,
@@ -33,6 +32,7 @@ from offplan.schedule import (
     read_at_use,
     slots_read,
 )
+from offplan.transformers_private import list_experts, rescale_layers
 
 
 class StockRunner:

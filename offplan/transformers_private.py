@@ -1,4 +1,4 @@
-"""All that the runtime uses of transformers beyond what transformers documents.
+"""All that offplan uses of transformers beyond what transformers documents.
 
 ``TRIED`` names the versions that it was tried with.
 """
@@ -13,13 +13,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.convert_slow_tokenizer import bytes_to_unicode as bytes_to_unicode
 from transformers.core_model_loading import Concatenate as Concatenate
 from transformers.core_model_loading import MergeModulelist as MergeModulelist
 from transformers.core_model_loading import WeightConverter as WeightConverter
-from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.dynamic_module_utils import (
+    get_class_from_dynamic_module as get_class_from_dynamic_module,
+)
 from transformers.integrations import moe
 from transformers.integrations.moe import ExpertsInterface as ExpertsInterface
 from transformers.integrations.moe import use_experts_implementation as use_experts_implementation
@@ -32,6 +41,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding as Phi3Ro
 from transformers.models.phimoe.modeling_phimoe import (
     PhimoeRotaryEmbedding as PhimoeRotaryEmbedding,
 )
+from transformers.pytorch_utils import Conv1D as Conv1D
 from transformers.utils.chat_parsing import ResponseParser as ResponseParser
 
 TRIED = ("5.17", "5.23", "5.24")
@@ -49,6 +59,21 @@ DELTA_RULE = (
     *("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
 )
 """Functions of their modules that they compute by."""
+
+
+def describe_untried(version: str) -> str | None:
+    """Say that a version of transformers is newer than all that this file was tried with, if so."""
+    found, newest = ([int(n) for n in re.findall(r"\d+", v)[:2]] for v in (version, TRIED[-1]))
+    if found <= newest:
+        return None
+    return (
+        f"offplan: found transformers {version}, and was tried with {TRIED[0]} to {TRIED[-1]}; if "
+        f"something fails: pip install 'transformers<{newest[0]}.{newest[1] + 1}'"
+    )
+
+
+if _untried := describe_untried(transformers.__version__):  # once a process: a module runs once
+    print(_untried, file=sys.stderr)
 
 
 def rename(
@@ -103,6 +128,72 @@ def name_cache(model: Any) -> str:
     return next((name for name in CACHES if name in taken), CACHES[0])
 
 
+def build_eager(model_class: Any, config: Any) -> PreTrainedModel:
+    """Build a model by its class, with no kernels that its config may ask to be fetched."""
+    built: PreTrainedModel = model_class._from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
+    return built
+
+
+def list_saved(model: Any) -> dict[str, torch.Tensor]:
+    """Return what ``save_pretrained`` keeps of a model's state, by the names that it writes.
+
+    Each tied weight is there once.
+    Source: transformers 5.23, ``modeling_utils.remove_tied_weights_from_state_dict``, which tells
+    ties by storage; on the meta device only the parameter objects tell them.
+    """
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    targets = getattr(model, "all_tied_weights_keys", None) or {}
+    named = model.state_dict(keep_vars=True)
+    # Of one tensor's names the last stays: that of a tie's source, or else the model's first.
+    names = (name for name in reversed(named) if name not in ignored)
+    kept = {id(named[name]): name for name in sorted(names, key=lambda name: name not in targets)}
+    saved: dict[str, torch.Tensor] = revert_weight_conversion(
+        model, {name: named[name] for name in kept.values()}
+    )
+    return saved
+
+
+class ModelWithOwnCache(PreTrainedModel, GenerationMixin):
+    """A model that ``generate`` makes no cache for, and whose attention is its own affair."""
+
+    _is_stateful = True  # transformers then refuses by name to go back in the text
+    _supports_attention_backend = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+
+def decoding(model: Any) -> Any:
+    """Return the context in which ``generate`` runs a model's decode steps."""
+    return model._optimize_model_for_decode()
+
+
+def continue_arguments(model: Any, made: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the step behind the one that made ``made``, as ``generate`` does."""
+    following: dict[str, Any] = model._update_model_kwargs_for_generation(
+        made, arguments, is_encoder_decoder=False
+    )
+    return following
+
+
+def chosen_attention(config: Any) -> str | None:
+    """Return the name of the attention that a config's model calls."""
+    name: str | None = config._attn_implementation
+    return name
+
+
+def chosen_experts(config: Any) -> str:
+    """Return the name of the way in which a config's model multiplies its experts."""
+    name: str = config._experts_implementation
+    return name
+
+
 def build_own(own_class: Any, config: Any, dtype: torch.dtype) -> PreTrainedModel:
     """Build a model of a class that a checkpoint's own code has, able to ``generate``.
 
@@ -111,6 +202,10 @@ def build_own(own_class: Any, config: Any, dtype: torch.dtype) -> PreTrainedMode
     own_class = add_generation_mixin_to_remote_model(own_class)
     built: PreTrainedModel = own_class._from_config(config, dtype=dtype)
     return built
+
+
+REASONING = ("reasoning_content", "thinking")
+"""Fields of a response template for a model's thoughts: the latter in older versions and files."""
 
 
 def find_response_template(tokenizer: Any, model_type: str) -> Any:
