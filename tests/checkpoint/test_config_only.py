@@ -1,5 +1,6 @@
 import json
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,8 @@ def test_kv_cache_is_what_transformers_allocates(saved, name):
     from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
     folder, model = saved(name)
+    if name == "llama4" and version("transformers").startswith("5.24."):
+        pytest.skip("transformers 5.24 fails where its multimodal Llama 4 is given no image")
     num_tokens = 3  # within gemma3's window
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
