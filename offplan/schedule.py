@@ -11,7 +11,7 @@ refilled for whoever uses it next: turn t + K of the same pass or, after the slo
 pass, turn t mod K of the next one. What the slot already holds is not copied again, so a layer that
 has a slot of its own is never copied twice. A layer that a pass calls several times has one slot
 for all its calls, and takes a turn in each. Where decode streams nothing, it finds in the ring what
-the last turns of prefill left there.
+the last turns of prefill left there; what an aborted pass took from there, decode copies anew.
 
 Layers in parts: of a layer whose experts a prompt streams in parts, all chunks first run up to the
 experts, then each part meets the tokens of all chunks. Parts take turns in PART_SLOTS slots of
@@ -164,10 +164,14 @@ def kept_after_prefill(placement: Placement) -> dict[int, tuple[int, Span]]:
     return {span.layer: (slot, span) for slot, span in last_users.items()}
 
 
+def _left_for(placement: Placement, phase: Phase) -> dict[int, tuple[int, Span]]:
+    """Return what a phase reads in the ring and does not stream, by layer index."""
+    return kept_after_prefill(placement) if phase is Phase.DECODE else {}
+
+
 def slots_read(placement: Placement, phase: Phase) -> dict[int, tuple[int, Span]]:
     """Return slot and span of every layer of which this phase reads a part in the ring."""
-    slots = slots_of(placement, phase)
-    return slots | kept_after_prefill(placement) if phase is Phase.DECODE else slots
+    return slots_of(placement, phase) | _left_for(placement, phase)
 
 
 def read_at_use(placement: Placement, phase: Phase) -> dict[int, list[SlabEntry]]:
@@ -176,7 +180,7 @@ def read_at_use(placement: Placement, phase: Phase) -> dict[int, list[SlabEntry]
     What prefill streamed and left in the ring decode finds there, whatever decode's backend is,
     but for experts that are kept one by one: decode reads these from their slots, or at use.
     """
-    kept = kept_after_prefill(placement) if phase is Phase.DECODE else {}
+    kept = _left_for(placement, phase)
     return {
         slab.layer: [
             entry
@@ -218,13 +222,19 @@ def build_pass(
         for layer, entries in read_at_use(placement, phase).items()
     }
 
+    def holds(slot: int, span: Span) -> bool:
+        return contents[slot] == span
+
     def fill(slot: int, span: Span, *, again: bool = False) -> None:
-        if again or contents[slot] != span:
+        if again or not holds(slot, span):
             operations.append(Copy(slot, span))
             contents[slot] = span
 
     for slot, span in _first_turns(placement, phase, order[phase]).items():
         fill(slot, span)  # what the previous pass did not leave ready
+    lost = {layer: turn for layer, turn in _left_for(placement, phase).items() if not holds(*turn)}
+    for slot, span in lost.values():
+        fill(slot, span)
     # of each turn the next one of its slot, found from the last turn back to the first
     later: list[int | None] = [None] * len(turns)
     upcoming: dict[int, int] = {}
@@ -252,6 +262,8 @@ def build_pass(
             (whole if span.part is None else parts).append(turn)
             turn += 1
         operations += [Wait(*turns[each]) for each in whole]
+        if layer in lost:
+            operations.append(Wait(*lost[layer]))
         operations += [Serve(phase, layer, backend) for backend in served.get(layer, ())]
         for number, each in enumerate(parts):
             group, part = divmod(number, len(placement.parts[layer]))
@@ -290,10 +302,13 @@ def build_repeated_pass(
     whatever a slot already holds.
     Source: vLLM 0.33, ``offloader.prefetch._get_next_prefetch_index``.
     """
-    spans, empty = placement.spans(phase)[: placement.num_slots], empty_ring(placement)
-    ring = (*spans, *empty[len(spans) :]) if finds_first else empty
+    spans, ring = placement.spans(phase)[: placement.num_slots], [*empty_ring(placement)]
+    if finds_first:
+        ring[: len(spans)] = spans
+    for slot, span in _left_for(placement, phase).values():
+        ring[slot] = span
     return build_pass(
-        placement, num_layers, phase, ring, phase, copies_again=True, in_order=in_order
+        placement, num_layers, phase, (*ring,), phase, copies_again=True, in_order=in_order
     )
 
 

@@ -77,6 +77,7 @@ def run_by_hand(placement: Placement, passes: list[Schedule], *, late: bool) -> 
     """
     slots: list[Span | None] = [None] * len(placement.slot_sizes)
     queue: list[Copy] = []
+    left = kept_after_prefill(placement)
     for schedule in passes:
         turns = turns_of(placement, schedule.phase)
         for op in schedule.operations:
@@ -88,6 +89,9 @@ def run_by_hand(placement: Placement, passes: list[Schedule], *, late: bool) -> 
                     slots[first.slot] = first.span
             else:
                 part = op.part if isinstance(op, ComputePart) else None
+                if schedule.phase is Phase.DECODE and op.layer in left:
+                    slot, span = left[op.layer]
+                    assert slots[slot] == span, f"layer {op.layer} finds another's bytes"
                 for slot, span in turns.get(op.layer, ()):
                     if span.part in (None, part):  # what it streams whole it reads all the while
                         assert slots[slot] == span, f"layer {op.layer} reads another's bytes"
@@ -117,13 +121,20 @@ def test_requests_are_safe(data: st.DataObject, model: Model, prefetch_step: int
 @pytest.mark.slow
 @given(st.data(), odd_models() | models_with_experts(), st.integers(1, 4))
 def test_any_order_of_phases_is_safe(data: st.DataObject, model: Model, prefetch_step: int) -> None:
-    """Passes whose successor is another than they were told: more copies, never wrong bytes."""
+    """Passes whose successor is another than they were told: more copies, never wrong bytes.
+
+    So it is where a pass believes the ring empty, as after one that was aborted.
+    """
     placement = place_or_skip(model, data.draw(rules_in_parts(model)), prefetch_step)
     ring = empty_ring(placement)
     passes: list[Schedule] = []
-    for phase, told in data.draw(
-        st.lists(st.tuples(st.sampled_from(Phase), st.sampled_from(Phase)), max_size=6)
+    for phase, told, follows_aborted in data.draw(
+        st.lists(
+            st.tuples(st.sampled_from(Phase), st.sampled_from(Phase), st.booleans()), max_size=6
+        )
     ):
+        if follows_aborted:
+            ring = empty_ring(placement)
         num_chunks = data.draw(st.integers(1, 7))
         passes.append(
             build_pass(placement, len(model.layers), phase, ring, told, num_chunks=num_chunks)
@@ -165,6 +176,18 @@ def test_prefetch_in_prefill_alone_leaves_decode_without_copies() -> None:
     request = build_request(placement, 4, empty_ring(placement))
     assert request.prefill.link_bytes > 0
     assert request.decode.operations == tuple(Compute(layer) for layer in range(4))
+
+
+def test_decode_copies_again_what_an_aborted_prompt_took_from_the_ring() -> None:
+    placement = place_rules(dense_model(4), [rule("mlp", decode=Backend.UVA)], 2)
+    decode = build_request(placement, 4, empty_ring(placement)).decode
+    mended = build_pass(placement, 4, Phase.DECODE, empty_ring(placement), Phase.DECODE)
+    kept = kept_after_prefill(placement)
+    for layer, turn in kept.items():
+        before = mended.operations[: mended.operations.index(Compute(layer))]
+        assert Copy(*turn) in before
+        assert before[-1] == Wait(*turn)
+    assert mended.after == decode.before
 
 
 @given(st.data(), odd_models(), st.integers(1, 4))
