@@ -93,7 +93,7 @@ class Routing:
     num_experts: int | None
     """Experts in a layer; None where the config does not say."""
     num_per_token: int | None
-    """Experts that a token is sent to; None where the config does not say."""
+    """Experts that a token is sent to; None where neither config nor model type says."""
     has_idle: bool
     """Whether there are experts beyond ``num_experts`` that compute nothing (LongCat)."""
     in_out: bool
@@ -233,7 +233,8 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
         linear=_read_linear(text),
         routing=Routing(
             num_experts=_read_nested(text, "ffn_config", *_NUM_EXPERTS.split()),
-            num_per_token=_read_nested(text, "ffn_config", *_NUM_PER_TOKEN.split()),
+            num_per_token=model_types.ROUTED_TO.get(model_type)
+            or _read_nested(text, "ffn_config", *_NUM_PER_TOKEN.split()),
             has_idle=read_count(text, "zero_expert_num") is not None,
             in_out=model_type in model_types.EXPERTS_IN_OUT,
         ),

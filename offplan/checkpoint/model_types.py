@@ -37,6 +37,10 @@ FLOAT32_PARTS_IN_FLOAT16 = _float32_parts("float32_in_float16")
 """Parts of names whose parameters stay in float32 in a model computed in float16 only."""
 WIDENED_ROUTERS = _float32_parts("widened_routers")
 """Parts of names of routers that every pass widens to float32, exactly: they stay as stored."""
+
+
+ROUTED_TO: dict[str, int] = _FACTS["routed_to"]
+"""Experts that a token is sent to, whatever the config says."""
 INDEX_TOPK: dict[str, int] = _FACTS["indexed"]
 """Tokens that an indexer chooses of a longer text where the config does not say how many."""
 STOCK_CHUNKS = frozenset(_FACTS["stock_chunks"])

@@ -155,6 +155,26 @@ def test_orientation_of_experts():
     assert not IS_NEWEST or transposed | own == set(model_types.EXPERTS_IN_OUT)
 
 
+@pytest.mark.parametrize("name", known(model_types.ROUTED_TO))
+def test_routers_that_heed_no_number_of_the_config(name):
+    """What others choose is what their configs say, as ``tests/runtime`` runs them by."""
+    config = CONFIG_MAPPING[name](
+        hidden_size=16,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        num_experts_per_tok=3,
+        vocab_size=8,
+        pad_token_id=0,
+    )
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+    routed = model.model.layers[0].mlp.router(torch.zeros(1, 16))[-1]
+    assert routed.shape[-1] == model_types.ROUTED_TO[name]
+    assert read_architecture(config.to_dict()).routing.num_per_token == routed.shape[-1]
+
+
 def test_shared_experts_are_added_last():
     ending = re.compile(
         r"hidden_states = self\.experts\(.*\)\.view\(\*orig_shape\)\n"

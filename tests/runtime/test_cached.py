@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, PhimoeConfig
 
 from offplan.errors import PlanError
 from offplan.plan import Offload, Packing, Rule
@@ -27,7 +28,7 @@ from tests.runtime.cached import (
     run_hostile,
     run_resident,
 )
-from tests.runtime.conftest import save_tiny
+from tests.runtime.conftest import SIZES, save_tiny
 from tests.runtime.plans import offload, open_session
 from tests.runtime.quantise import FORMS, save_stored
 from tests.tiers import each_value_once, first_quick
@@ -253,3 +254,25 @@ def test_texts_that_join_and_leave_beside_a_prompt_that_fails(tmp_path: Path, nu
     got, hits = run(keeping(num))
     assert hits
     assert all(map(torch.equal, got, expected))
+
+
+def test_a_router_that_heeds_no_number_of_the_config(tmp_path: Path) -> None:
+    """Phi-MoE's chooses two experts, and so does the plan."""
+    config = PhimoeConfig(
+        **SIZES,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=NUM_EXPERTS,
+        num_experts_per_tok=3,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    stock = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    stock.save_pretrained(tmp_path)
+    text = [3, 14, 15, 9, 26]
+    with open_session(tmp_path, offload(keeping(2, every=1))) as session:
+        got = [session.prefill(torch.tensor([text])).clone()]
+        got.append(session.decode(torch.tensor([[7]])).clone())
+    with torch.inference_mode():
+        wanted = stock(torch.tensor([[*text, 7]]), use_cache=False).logits[0, -2:]
+    assert torch.allclose(torch.cat(got), wanted, atol=1e-5)
