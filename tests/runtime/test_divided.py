@@ -120,14 +120,27 @@ def test_an_aborted_pass_leaves_slots_empty(folder: Path) -> None:
     decision = offload(dividing(2, 0.5), prefill_chunk=7)
     with open_session(folder, decision) as session:
         run_hostile(session)
-        session.loaded.cached.abort()
-        session.loaded.cached.mend()
+        session.loaded.cached.empty()
         got = [session.prefill(prompts(3)[0]).clone()]
         got += [session.decode(torch.tensor([[token]])).clone() for token in (3, 9, 9, 4)]
     with open_session(folder, decision) as session:
         expected = [session.prefill(prompts(3)[0]).clone()]
         expected += [session.decode(torch.tensor([[token]])).clone() for token in (3, 9, 9, 4)]
     assert all(map(torch.equal, got, expected))
+
+
+def test_what_another_expert_left_in_the_last_slot_is_not_seen(wide_folder: Path) -> None:
+    """Of a split expert some columns are not copied there; infinite ones times zero are NaN."""
+    made = []
+    for left in (0.0, torch.inf):
+        with open_session(wide_folder, offload(dividing(2, 0.5, splits=True))) as session:
+            logits = session.prefill(prompts(0)[0])
+            for layer in session.loaded.cached._layers.values():
+                for slots in layer.slots.values():
+                    slots[-1].fill_(left)
+            made.append(session.decode(logits.argmax(-1, keepdim=True)).clone())
+            assert any(found.split for found in session.count_experts().values())
+    assert torch.equal(*made)
 
 
 @pytest.fixture
@@ -167,6 +180,7 @@ def test_the_bell_rings_before_the_copies(
     note(stream, "multiply", "forward_stored", monkeypatch, cached)
     with open_session(folder, offload(dividing(2, 0.5), prefill_chunk=7)) as session:
         logits = session.prefill(prompts(0)[0])
+        session.decode(logits.argmax(-1, keepdim=True))
         stream.seen.clear()
         session.decode(logits.argmax(-1, keepdim=True))
         num_layers = len(session.loaded.cached._layers)

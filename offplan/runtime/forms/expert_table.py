@@ -189,3 +189,18 @@ def copy_missed(
             views = (part.view(-1).view(torch.uint8) for part in (sources[name][expert], slot[-1]))
             whole, own = (view.view(max(1, of.number), -1) for view in views)
             own[:, num_chunks * of.chunk_bytes :] = whole[:, num_chunks * of.chunk_bytes :]
+
+
+def clear_cut(
+    table: Table, slots: dict[str, torch.Tensor], runs: Mapping[str, Runs] | None
+) -> None:
+    """Clear the columns of the last slot that the cores multiply of the split expert. CPU only.
+
+    An expert of before left them there. The step weighs them by zero, which does not hide infinite
+    values.
+    """
+    num_chunks = int(table.number(NUM_CHUNKS))
+    for name, slot in slots.items():
+        of = (runs or {}).get(name, Runs())
+        own = slot[-1].view(-1).view(torch.uint8).view(max(1, of.number), -1)
+        own[:, : num_chunks * of.chunk_bytes] = 0

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from offplan.runtime.forms import tasks
-from offplan.runtime.forms.expert_table import NOBODY, Runs, Table, copy_missed, use
+from offplan.runtime.forms.expert_table import NOBODY, Runs, Table, clear_cut, copy_missed, use
 from offplan.runtime.forms.experts import (
     Expanded,
     ReadElsewhere,
@@ -120,10 +120,13 @@ def forward_cached(
         is_whole = (by_cores != NOBODY) & (by_cores < experts.num_experts)
         top_k_weights = top_k_weights.masked_fill(is_whole, 0)
     copy_missed(table, sources, slots, own["slot_runs"])
+    is_cut = bool(used.first_column.any())
+    if is_cut:
+        clear_cut(table, slots, own["slot_runs"])
     values = {name: _join(sources[name], slots[name], chosen, used.slot) for name in slots}
     joined: Any = ReadElsewhere(experts, values)
     forward = forward_stored
-    if used.first_column.any():
+    if is_cut:
         joined, forward = _cut(joined, hidden_states.dtype, chosen, used.first_column)
     made = forward(joined, hidden_states, top_k_index, top_k_weights)
     return made if task is None or own["ends_in_block"] else tasks.end(task, made)
