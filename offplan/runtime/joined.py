@@ -89,9 +89,15 @@ class _Chosen:
 class JoinedTexts:
     """Continues texts, a token of each at a time; one thread may use it.
 
-    Each text draws from random numbers of its own: it is the same whatever it is beside. Runs on
-    the session's stream. The next step is queued before the tokens of the last one are read, so
-    that the device is not kept waiting for the host.
+    Each text draws from random numbers of its own. Its logits are those that it has alone up to the
+    order of sums, which depends on how many rows a pass has. In float32 the difference stands in
+    the last bits, and tokens are the same but for ties. In a shorter type tokens may differ with
+    the number of rows. At one number of rows (``sizes=()`` of ``Rows``), with all weights resident
+    and none multiplied by the host's cores, a text is the same bit for bit whatever it is beside,
+    if its prompt is read alone and as a whole.
+
+    Runs on the session's stream. The next step is queued before the tokens of the last one are
+    read, so that the device is not kept waiting for the host.
     """
 
     def __init__(self, rows: Rows, measured: Measured | None = None) -> None:
@@ -137,17 +143,22 @@ class JoinedTexts:
         joined = self._rows.join_all(
             [each.text.prompt for each in texts], [each.owner for each in texts]
         )
-        with self._session.stream(), torch.inference_mode():
-            for each, (row, _, num_read) in zip(texts, joined, strict=True):
-                each._row, each.num_read = row, num_read
-                self._joined[each] = None
-                each._choose = self._make_chooser(each)
-            logits = joined[0].logits.new_zeros(self._rows.num_rows, len(joined[0].logits))
-            for row, each_logits, _ in joined:
-                logits[row] = each_logits
-        self._choose(
-            {row: each for each, (row, _, _) in zip(texts, joined, strict=True)}, logits, began
-        )
+        try:
+            with self._session.stream(), torch.inference_mode():
+                for each, (row, _, num_read) in zip(texts, joined, strict=True):
+                    each._row, each.num_read = row, num_read
+                    self._joined[each] = None
+                    each._choose = self._make_chooser(each)
+                logits = joined[0].logits.new_zeros(self._rows.num_rows, len(joined[0].logits))
+                for row, each_logits, _ in joined:
+                    logits[row] = each_logits
+            self._choose(
+                {row: each for each, (row, _, _) in zip(texts, joined, strict=True)}, logits, began
+            )
+        except BaseException:
+            for each in texts:
+                self.leave(each)
+            raise
         if self._measured is not None and not self._measured.prefill_link_bytes:
             self._measured.prefill_link_bytes = self._session.link_bytes - moved
 
