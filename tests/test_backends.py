@@ -86,6 +86,9 @@ class Echo:
             fetched.copy_(stored)
             self.bytes_moved += stored.nbytes
 
+    def invalidate(self) -> None:
+        """Do nothing: what it fetched it fetches again."""
+
     def check(self) -> None:
         pass
 

@@ -105,7 +105,7 @@ def generate(
 
 
 class Arrival:
-    """Tokens on their way to the host."""
+    """Tokens, or other small answers of the device, on their way to the host."""
 
     def __init__(self, tokens: torch.Tensor, host: torch.Tensor) -> None:
         self._host = host
@@ -114,7 +114,7 @@ class Arrival:
         self._event = torch.cuda.current_stream().record_event() if tokens.is_cuda else None
 
     def wait(self) -> tuple[torch.Tensor, float]:
-        """Return the tokens, int64 of shape [batch], and when they arrived, by ``perf_counter``."""
+        """Return the tokens, of shape [batch], and when they arrived, by ``perf_counter``."""
         if self._event is not None:  # else they were there at once, before the next step was made
             self._event.synchronize()
             self._moment = time.perf_counter()

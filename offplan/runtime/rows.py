@@ -4,12 +4,13 @@ import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from offplan.errors import InputError
 from offplan.runtime.faults import memory_limits
+from offplan.runtime.generate import Arrival
 from offplan.runtime.passes.chunks import Reading
 from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 
@@ -29,32 +30,47 @@ class Joined(NamedTuple):
 class _Row:
     """What a row of the cache holds."""
 
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int | torch.Tensor] = field(default_factory=list)
+    """Its tokens; the last ones the host may not have read: each of one element, on the device."""
     owner: Hashable = None
     """Whose text it is: no other owner's prompt goes on from it."""
-    fed: list[torch.Tensor] = field(default_factory=list)
-    """Tokens behind these that the host has not read, each of one element, on the device."""
     in_use: bool = False
     num_begun: int = 0
     """Tokens of the prompt that it joined with."""
     left: int = 0
     """Number of its last text among those that left."""
+    is_nan: Arrival | None = None
+    """Whether the logits of its prompt were NaN, on the way to the host; None for no prompt."""
 
     @property
     def length(self) -> int:
         """Tokens that it holds."""
-        return len(self.tokens) + len(self.fed)
+        return len(self.tokens)
+
+    def known_tokens(self) -> list[int]:
+        """Return its first tokens, as many as the host has read."""
+        known = len(self.tokens)
+        while known and isinstance(self.tokens[known - 1], torch.Tensor):
+            known -= 1
+        return cast(list[int], self.tokens[:known])
 
     def read_tokens(self) -> list[int]:
         """Return its tokens; waits for the device where there are some that were not read."""
-        if self.fed:
-            self.tokens += torch.cat([each.view(1) for each in self.fed]).tolist()
-            self.fed.clear()
-        return self.tokens
+        known = len(self.known_tokens())
+        if fed := cast(list[torch.Tensor], self.tokens[known:]):
+            self.tokens[known:] = torch.cat([each.view(1) for each in fed]).tolist()
+        return cast(list[int], self.tokens)
 
     def forget(self) -> None:
         """Hold nothing, for a text to come."""
-        self.tokens, self.fed, self.in_use = [], [], False
+        self.tokens, self.in_use, self.is_nan = [], False, None
+
+    def is_number(self) -> bool:
+        """Whether another text may go on from its tokens; waits for the prompt's pass.
+
+        A NaN reaches tokens that came before it in the same pass: attention weighs it by zero.
+        """
+        return self.is_nan is None or not self.is_nan.wait()[0].any()
 
 
 class _OneText:
@@ -114,9 +130,11 @@ class Rows:
     ``prefill`` and ``decode``. Works on the session's stream: read logits and make tokens inside
     ``session.stream()``. Not for several threads at once.
 
-    A call that raises leaves the other texts as they were, ready for the next call. Where that
-    cannot be, as where a step has changed the states of linear attention, the rows are emptied:
-    afterwards ``in_use`` names the texts that are still there.
+    A call that raises, whatever it raises, leaves the other texts as they were, ready for the next
+    call. Where that cannot be, as where a step has changed the states of linear attention, the rows
+    are emptied: afterwards ``in_use`` names the texts that are still there. Behind a text a row
+    holds numbers, never a NaN, which attention could not weigh by zero: a row is cleared there when
+    a text joins or moves in.
     """
 
     def __init__(
@@ -153,6 +171,8 @@ class Rows:
         self._captures_prompts = False
         self._cache: object = None
         """The cache that they are rows of; None before the first pass."""
+        self._is_in_doubt = True
+        """Whether positions on the device may be others than the rows': a call has not ended."""
 
     @property
     def in_use(self) -> frozenset[int]:
@@ -242,19 +262,28 @@ class Rows:
                 if part.source != part.row:
                     slots = self._slots[part.source], self._slots[part.row]
                     self._runner.copy(*slots, part.start)
-            joined = {}
-            for together in self._divide(parts):
-                logits = self._read(together).clone()
-                for part, each in zip(together, logits, strict=True):
-                    num_read = len(part.prompt) - part.start
-                    row = self._rows[part.row]
-                    row.tokens, row.num_begun = part.prompt, len(part.prompt)
-                    row.owner = part.owner
-                    joined[part.row] = Joined(part.row, each, num_read)
-            for part in parts:
-                self._rows[part.row].in_use = True
-            self._set_lengths()
+            try:
+                joined: dict[int, Joined] = {}
+                for together in self._divide(parts):
+                    joined |= self._join(together, self._read(together).clone())
+                for part in parts:
+                    self._rows[part.row].in_use = True
+                self._set_lengths()
+            except BaseException:
+                for part in parts:
+                    self._rows[part.row].in_use = False
+                raise
         return [joined[part.row] for part in parts]
+
+    def _join(self, parts: Sequence[_Part], logits: torch.Tensor) -> dict[int, Joined]:
+        """Note what rows hold now; ``logits``, [parts, vocabulary], follow."""
+        is_nan, joined = self._find_nan(logits), dict[int, Joined]()
+        for part, each in zip(parts, logits, strict=True):
+            row = self._rows[part.row]
+            row.num_begun, row.is_nan, row.tokens = len(part.prompt), is_nan, [*part.prompt]
+            row.owner = part.owner
+            joined[part.row] = Joined(part.row, each, len(part.prompt) - part.start)
+        return joined
 
     def step(self, tokens: Mapping[int, int | torch.Tensor]) -> dict[int, torch.Tensor]:
         """Extend the texts of some rows by a token each, in one pass; the others stay as they are.
@@ -280,9 +309,8 @@ class Rows:
         logits = self.extend(sorted(tokens), fed)
         for row, token in tokens.items():
             text = self._rows[row]
-            if row not in on_device and len(text.fed) == 1:  # the host knows all of it
-                text.fed.clear()
-                text.tokens.append(int(token))
+            if row not in on_device and not isinstance(text.tokens[-2], torch.Tensor):
+                text.tokens[-1] = int(token)  # the host knows all of it
         return {row: logits[row] for row in tokens}
 
     def extend(self, rows: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
@@ -294,21 +322,23 @@ class Rows:
         """
         self._check_step(rows)
         with self._running("making a token"):
+            extended = [(self._rows[row], self.length(row)) for row in rows]
             try:
                 self._gather()
                 made = self._extend(rows, tokens)
+                for row in rows:
+                    self._rows[row].tokens.append(tokens[row])
+                # one that was read again has not moved, and one that is full is idle from here on
+                ends = self.session.context
+                if any(each.length in (each.num_begun, ends) for each, _ in extended):
+                    self._set_lengths()
             except BaseException:
+                for each, length in extended:
+                    del each.tokens[length:]
                 if not self._runner.goes_back:  # some layers' states have gone on
-                    for each in self._rows:
-                        each.forget()
-                self._set_lengths()
+                    for row_left in self._rows:
+                        row_left.forget()
                 raise
-            for row in rows:
-                self._rows[row].fed.append(tokens[row])
-            extended = [self._rows[row] for row in rows]
-            # one that was read again has not moved, and one that is full is idle from here on
-            if any(each.length in (each.num_begun, self.session.context) for each in extended):
-                self._set_lengths()
             if self.session.routing is not None:
                 self.session.routing.note_step()
         return made
@@ -356,11 +386,14 @@ class Rows:
                 )
             if self._cache is None:
                 runner.allocate(self.num_rows)
-                self._cache = runner.cache
-                self._set_lengths()
                 if self.session.routing is not None:
                     self.session.routing.begin(self.num_rows)
+                self._cache, self._is_in_doubt = runner.cache, True
+            if self._is_in_doubt:
+                self._set_lengths()
+            self._is_in_doubt = True
             yield
+            self._is_in_doubt = False
 
     def _find(self, row: int) -> _Row:
         if row not in self.in_use:
@@ -387,16 +420,19 @@ class Rows:
             if self._slots[row] < least:
                 continue
             other = self._slots.index(free.pop(0))
-            both = self._rows[row], self._rows[other]
+            # an idle token may lie behind what a row holds
+            num_tokens = max(self._rows[row].length, self._rows[other].length) + 1
+            slots = [*self._slots]
+            slots[row], slots[other] = slots[other], slots[row]
+            swap = self._runner.swap(self._slots[row], self._slots[other], num_tokens)
             try:
-                # an idle token may lie behind what a row holds
-                num_tokens = max(each.length for each in both) + 1
-                self._runner.swap(self._slots[row], self._slots[other], num_tokens)
+                swap.run()
+                self._slots = slots
             except BaseException:
-                for each in both:
-                    each.forget()
+                if self._slots is not slots:
+                    self._rows[other].forget()
+                    swap.undo()
                 raise
-            self._slots[row], self._slots[other] = self._slots[other], self._slots[row]
             self._set_lengths()
 
     def _assign(self, prompts: Sequence[list[int]], owners: Sequence[Hashable]) -> list[_Part]:
@@ -431,7 +467,8 @@ class Rows:
         The last token is not of them: its logits are wanted.
         """
         regime = self._runner.regime
-        held = row.tokens if row.in_use else row.read_tokens()  # of a text that goes on: no wait
+        # of a text that goes on: no wait
+        held = row.known_tokens() if row.in_use else row.read_tokens()
         if len({regime(len(prompt)), regime(row.num_begun), regime(len(held))}) > 1:
             return 0
         common = 0
@@ -439,7 +476,9 @@ class Rows:
             if ours != theirs:
                 break
             common += 1
-        return 0 if common < len(held) and not self._runner.goes_back else common
+        if common < len(held) and not self._runner.goes_back:
+            return 0
+        return common if not common or row.is_number() else 0
 
     def _divide(self, parts: Sequence[_Part]) -> list[list[_Part]]:
         """Divide what is to be read among passes.
@@ -540,5 +579,11 @@ class Rows:
         except BaseException:
             text.forget()
             raise
-        text.num_begun = len(whole)
+        text.num_begun, text.is_nan = len(whole), self._find_nan(logits)
         return logits
+
+    def _find_nan(self, logits: torch.Tensor) -> Arrival:
+        """Have the host be told whether logits, [rows, vocabulary], are NaN."""
+        on_gpu = self.session.device.type == "cuda"
+        host = torch.empty(len(logits), dtype=torch.bool, pin_memory=on_gpu)
+        return Arrival(logits.isnan().any(-1), host)

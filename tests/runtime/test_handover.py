@@ -50,6 +50,19 @@ def test_products_come_back(handover: Handover, stream: AtOnce) -> None:
     handover.check()
 
 
+def test_what_an_aborted_pass_has_begun_is_waited_for(stream: AtOnce) -> None:
+    handover = Handover(CPU, stream)
+    handover.exchange.invalidate()
+    handover.exchange.end()  # of no job: the answer is there
+    handover.exchange.begin(handover._coordinator.add(None))
+    handover.exchange._is_begun = False  # a captured pass notes nothing
+    stream.seen.clear()
+    handover.exchange.invalidate()
+    handover.exchange.enqueue(handover._coordinator.add(None))
+    assert stream.seen == ["wait", "write", "wait"]
+    handover.close()
+
+
 def test_the_host_is_called_where_the_stream_refuses_to_wait(
     stream: AtOnce, monkeypatch: pytest.MonkeyPatch
 ) -> None:

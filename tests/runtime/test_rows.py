@@ -306,6 +306,47 @@ def test_a_pass_that_fails_leaves_the_other_rows_right(
         texts.check(Alone(folder, 4))
 
 
+def spoil_token(session: Session, token: int) -> None:
+    """Have a token make NaN."""
+    with torch.inference_mode():
+        session.loaded.module.get_input_embeddings().weight[token] = torch.nan
+
+
+@pytest.mark.parametrize(
+    "name", first_quick(["qwen3", "deepseek_v2", "mistral_windowed", "sinks", "linear"])
+)
+def test_a_nan_that_a_text_left_behind_is_not_seen(tmp_path: Path, name: str) -> None:
+    """Neither where another text moves to, nor by one that joins there."""
+    folder, bad = save_tiny(name, tmp_path), [63] * 30
+    with open_session(folder, offload(prefill_chunk=8)) as session:
+        spoil_token(session, 63)
+        rows = Rows(session, 2, sizes=(1,))
+        texts, first = Greedy(rows), rows.join(bad).row
+        texts.join(PROMPTS[1])
+        rows.leave(first)
+        assert "first NaN" in rows.find_nan(bad)
+        for _ in range(2):
+            texts.step()
+        texts.join(PROMPTS[2])
+        texts.step()
+        texts.check(Alone(folder, 8))
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_no_text_goes_on_from_one_of_nan(tmp_path: Path, leaves: bool) -> None:
+    """Attention weighs tokens to come by zero, so a NaN reaches those before it in its pass."""
+    folder = save_tiny("qwen3", tmp_path)
+    with open_session(folder, offload()) as session:
+        spoil_token(session, 63)
+        texts = Greedy(Rows(session, 2))
+        bad = texts.rows.join([*LONG[:5], 63, 2]).row
+        if leaves:
+            texts.rows.leave(bad)
+        texts.join(LONG[:7])
+        assert texts.read == [7]
+        texts.check(Alone(folder, 64))
+
+
 def test_memory_that_runs_out_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_session(save_tiny("qwen3", tmp_path), offload()) as session:
         texts = Greedy(Rows(session, 2))

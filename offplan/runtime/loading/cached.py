@@ -166,9 +166,6 @@ class CachedExperts:
         """Where prompts note choices, by their number of sequences."""
         self._place = torch.zeros(1, dtype=torch.int64, device=store.device)
         """Where the oldest of these lie."""
-        self._is_wrong = True
-        """Whether the tables say what is not so: those of memory that nobody has written yet, and
-        those that a pass was aborted in."""
         self._layers: dict[int, _Layer] = {}
         if parts:
             for experts in list_experts(module):
@@ -213,7 +210,6 @@ class CachedExperts:
         """Begin a prompt of so many sequences, before anything of it is captured."""
         if not self._layers:
             return
-        self.mend()
         if batch not in self._notes:  # each stays: captured prompts write to theirs
             shape = NOTED_TOKENS, batch, self._num_chosen
             self._notes[batch] = torch.empty(shape, dtype=torch.int32, device=self._device)
@@ -263,20 +259,10 @@ class CachedExperts:
                 f"{MAX_PAIRS // self._num_chosen} sequences at a time"
             )
 
-    def abort(self) -> None:
-        """Note that a pass was aborted, which may have left anything."""
-        self._is_wrong = True
-
-    def mend(self) -> None:
-        """Empty all slots after a pass that was aborted; texts in other rows may go on."""
-        if self._is_wrong:
-            self.empty()
-
     def empty(self) -> None:
-        """Empty all slots."""
+        """Empty all slots, as before the first pass, which finds memory that nobody has written."""
         for layer in self._layers.values():
             layer.table.empty()
-        self._is_wrong = False
 
     def forget(self) -> None:
         """Forget what was counted."""

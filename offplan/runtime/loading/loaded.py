@@ -115,6 +115,14 @@ class LoadedModel:
         self.cached.enter(phase)
         self._phase = phase
 
+    def invalidate(self) -> None:
+        """Rely on nothing that passes left: phase, kept experts, what the cores have begun."""
+        self._phase = None
+        self.cached.empty()
+        self.store.invalidate()
+        for each in self.parts.values():
+            each.take(None)
+
     def enter_stored(self) -> None:
         """Point the offloaded parameters at where they are stored, until a phase is entered."""
         self._phase = None

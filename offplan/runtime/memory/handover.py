@@ -131,6 +131,14 @@ class Exchange:
         if is_begun:
             self._stream.wait(self._coordinator.answer, 1)
 
+    def invalidate(self) -> None:
+        """Take it that an aborted pass has begun a job, be it by a graph, which notes none.
+
+        The next job's inputs lie where that one's do. Where there was none, the answer of the last
+        job still stands.
+        """
+        self._is_begun = self.waits
+
     def enqueue(self, job: int) -> None:
         """Have a job done once all is done that the stream has been given before."""
         self.begin(job)
@@ -168,6 +176,8 @@ class Handover:
             words = self._words.device_view(device).view(torch.int32)
             bell = tasks.Bell(words, torch.zeros(1, dtype=torch.int32, device=device), 0)
             self.exchange = Exchange(self._coordinator, stream, bell, waits=True)
+            # as if a job had ended: whoever waits before there was one would wait for good
+            ctypes.c_uint32.from_address(self._coordinator.answer).value = 1
             if on_gpu:
                 self.exchange.waits = self._can_wait()
         except BaseException:

@@ -29,6 +29,9 @@ class Server(Protocol):
     def serve(self, phase: Phase, layer: int) -> None:
         """Fetch what the layer is about to compute with, where the backend ``is_served``."""
 
+    def invalidate(self) -> None:
+        """Rely on nothing that a pass has begun: it may have been aborted."""
+
     def check(self) -> None:
         """Raise OffplanError where what was served since the session began may be wrong."""
 
@@ -50,6 +53,9 @@ class InPlace:
 
     def serve(self, phase: Phase, layer: int) -> None:
         """Do nothing: no schedule asks for it."""
+
+    def invalidate(self) -> None:
+        """Do nothing: kernels leave nothing begun."""
 
     def check(self) -> None:
         """Find nothing: kernels that fail end their pass."""
@@ -109,6 +115,11 @@ class ByCores(InPlace):
     def end(self, begun: Any, made: torch.Tensor) -> torch.Tensor:
         """Add to ``made``, [tokens, hidden], the sums of the experts that were sent to."""
         return made + begun if self._handover is None else self._handover.end(begun, made)
+
+    def invalidate(self) -> None:
+        """Take it that a product was begun which nobody waits for."""
+        if self._handover is not None:
+            self._handover.exchange.invalidate()
 
     def check(self) -> None:
         """Raise OffplanError where a product has failed, whose tokens are then wrong."""

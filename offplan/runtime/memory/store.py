@@ -178,6 +178,11 @@ class WeightStore:
         """Have a layer's weights fetched that it reads at use, on the current stream."""
         self.servers[op.backend].serve(op.phase, op.layer)
 
+    def invalidate(self) -> None:
+        """Have servers rely on nothing that an aborted pass has begun."""
+        for server in self.servers.values():
+            server.invalidate()
+
     def layer_of(self, name: str) -> int:
         """Return the layer of a parameter off the device, HOST_EMBEDDING for that table."""
         return self._places[name][0]

@@ -1,6 +1,7 @@
 """The layers' caches: addresses are fixed for captured graphs, and no position is on the host."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -33,6 +34,10 @@ class Position:
         """The position of a step's sequences, for layers that know but one (Llama 4)."""
         self.is_shared = False
         """Whether there are such layers: they have asked for it."""
+
+    def invalidate(self) -> None:
+        """Let go of where the last pass wrote its tokens; each pass says it anew."""
+        self.new = self.tensor
 
     def allocate(self, num_rows: int) -> None:
         """Be at the start of so many rows, at another address."""
@@ -81,7 +86,8 @@ class _Layer(CacheLayerMixin):
         self._context = context
         self._blocks = keys, values
         self._whole: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._rows = ALL
+        self._rows: slice | None = ALL
+        """The rows that a pass writes to; None where that is not known."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take [batch, heads, context, dim] like the first states seen."""
@@ -95,6 +101,10 @@ class _Layer(CacheLayerMixin):
         if self._whole is not None and rows != self._rows:
             self.keys, self.values = (whole[rows] for whole in self._whole)
             self._rows = rows
+
+    def invalidate(self) -> None:
+        """Know of no rows: the next pass selects its own."""
+        self._rows = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -147,7 +157,7 @@ class _State(LinearAttentionLayer):
     def __init__(self) -> None:
         super().__init__()
         self._whole: list[torch.Tensor] = []
-        self._rows = ALL
+        self._rows: slice | None = ALL
 
     def lazy_initialization(
         self,
@@ -178,9 +188,44 @@ class _State(LinearAttentionLayer):
             self.conv_states[0], self.recurrent_states[0] = (whole[rows] for whole in self._whole)
             self._rows = rows
 
+    def invalidate(self) -> None:
+        """Know of no rows: the next pass selects its own."""
+        self._rows = None
+
     def tensors(self) -> list[torch.Tensor]:
         """Return what is allocated of it, for all rows."""
         return self._whole
+
+
+class Swap:
+    """An exchange of what two rows of a cache hold, which can be undone however far it has come."""
+
+    def __init__(
+        self,
+        parts: Sequence[torch.Tensor],
+        row: int,
+        other: int,
+        clear: Callable[[slice], None],
+    ) -> None:
+        """Exchange two rows of each part, [rows, ...]; ``clear`` clears what lies behind in one."""
+        self._parts, self._row, self._other, self._clear = parts, row, other, clear
+        self._moved: list[torch.Tensor] = []
+        """Parts whose other row holds what the first one held."""
+
+    def run(self) -> None:
+        """Exchange part by part. Takes as much memory as one row of a part has."""
+        self._clear(slice(self._other, self._other + 1))
+        for part in self._parts:
+            kept = part[self._other].clone()
+            part[self._other] = part[self._row]
+            self._moved.append(part)
+            part[self._row] = kept
+
+    def undo(self) -> None:
+        """Have the first row hold what it did; the other one then holds nothing to rely on."""
+        for part in self._moved:
+            part[self._row] = part[self._other]
+        self._moved.clear()
 
 
 class LayerCaches(Cache):
@@ -221,6 +266,11 @@ class LayerCaches(Cache):
         for part in self._parts if index is None else [self._parts[index]]:
             part.select(rows)
 
+    def invalidate(self) -> None:
+        """Know of no rows that layers write to; what the rows hold stays."""
+        for part in self._parts:
+            part.invalidate()
+
     def clear_from(self, position: int, rows: slice = ALL) -> None:
         """Write zeros over ``rows`` of every layer from ``position`` on.
 
@@ -230,17 +280,15 @@ class LayerCaches(Cache):
             for block in blocks.whole:
                 block[:, rows, :, position:].zero_()
 
-    def swap(self, row: int, other: int, num_tokens: int) -> None:
+    def swap(self, row: int, other: int, num_tokens: int) -> "Swap":
         """Exchange what two rows hold of their first ``num_tokens`` tokens, and their states.
 
-        Takes as much memory as one row of a block has.
+        Nothing is done until the exchange is run. What the other row holds beyond is cleared, since
+        attention weighs it by zero from then on, which does not hide a NaN.
         """
         parts = self._rows_of(num_tokens)
         parts += [part for state in self._states.values() for part in state.tensors()]
-        for part in parts:
-            kept = part[row].clone()
-            part[row] = part[other]
-            part[other] = kept
+        return Swap(parts, row, other, partial(self.clear_from, num_tokens))
 
     def copy(self, row: int, other: int, num_tokens: int) -> None:
         """Write what a row holds of its first ``num_tokens`` tokens to another; no states."""

@@ -35,6 +35,10 @@ class LayerCalls:
                 layer.register_forward_hook(end, with_kwargs=True),
             ]
 
+    def invalidate(self) -> None:
+        """Take it that no layer runs."""
+        self.current = None
+
     def close(self) -> None:
         """Take the hooks back."""
         for handle in self._handles:

@@ -8,6 +8,9 @@ from torch import nn
 
 from offplan.transformers_private import list_experts
 
+_UNKNOWN = (-1,)
+"""Stands for rows that were chosen by a pass that may not have ended."""
+
 
 class ExtendedRows:
     """Keeps idle rows of a step where they are, and has them read no expert of their own.
@@ -33,6 +36,10 @@ class ExtendedRows:
         """By how much each row's position grows in a step: 0 for an idle row."""
         self._routed_as = torch.arange(num_rows, device=self._device)
         """The row whose experts each row's token is sent to: itself, or an extended one."""
+
+    def invalidate(self) -> None:
+        """Know of no rows that a step extends."""
+        self._rows = _UNKNOWN
 
     def choose(self, rows: Sequence[int] | None) -> None:
         """Have the next step extend these rows of the cache, or all with None."""

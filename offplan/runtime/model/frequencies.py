@@ -65,6 +65,11 @@ class Frequencies:
         """Tokens of a text that is to be read again as a whole once it has grown to so many; 0
         where none is."""
 
+    def invalidate(self) -> None:
+        """Know of no length that anything was written for."""
+        for each in self._changing:
+            each.invalidate()
+
     @property
     def change(self) -> bool:
         """Whether there is anything that changes."""
@@ -78,6 +83,9 @@ class Frequencies:
         """Write what a pass reads whose last token is the text's ``num_tokens``-th."""
         for each in self._changing:
             each.set_length(num_tokens)
+
+
+_UNKNOWN = -1
 
 
 class _Changing:
@@ -98,8 +106,12 @@ class _Changing:
         """
         self._read, self._limit, self._compute, self._grows = read, limit, compute, grows
         self._short = read.cpu().clone()
-        self._length = -1
+        self._length = _UNKNOWN
         """Length that it was written for; 0 for texts up to the limit."""
+
+    def invalidate(self) -> None:
+        """Know of no length that it was written for."""
+        self._length = _UNKNOWN
 
     def length_for(self, num_tokens: int) -> int:
         """Return the length by which a text of so many tokens has its values; 0 up to the limit."""

@@ -35,6 +35,7 @@ class ExpertKernels:
         one."""
         self._groups_freely = groups_freely(model.dtype, device)
         self._current = ""
+        """The way that was chosen; empty where that is not known."""
         self.choose(Phase.DECODE, 1)  # what transformers would take need not know what is stored
 
     def choose(self, phase: Phase, num_tokens: int) -> None:
@@ -54,6 +55,10 @@ class ExpertKernels:
         if not (self._shared_name and self._current):
             self._decoder.set_experts_implementation(self._shared_name or name)
         self._current = name
+
+    def invalidate(self) -> None:
+        """Know of no way that was chosen."""
+        self._current = ""
 
     def can_capture(self, num_tokens: int) -> bool:
         """Whether a prompt of so many tokens, over all sequences, never waits for the host."""

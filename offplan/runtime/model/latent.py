@@ -79,7 +79,7 @@ class Expansion:
             self._kept = None
         return keys, values
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Give up a prompt that did not end."""
         self._kept = None
 

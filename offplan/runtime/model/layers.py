@@ -94,6 +94,8 @@ class DecoderLayers:
         self._see: See | None = None
         self.call: Callable[[int, Call], torch.Tensor] = self.step
         """What is done where the model calls a layer, whose index it is told."""
+        self._stand_in: Callable[[int, Call], torch.Tensor] | None = None
+        """What is done in its place."""
         if compiled:
             compile_as_real(layers)
         # A layer compiled up to a break, as where experts hand over, is guarded by nothing behind
@@ -184,11 +186,17 @@ class DecoderLayers:
 
     @contextmanager
     def _calling(self, call: Callable[[int, Call], torch.Tensor]) -> Iterator[None]:
-        own, self.call = self.call, call
+        self._stand_in = call
         try:
             yield
         finally:
-            self.call = own
+            self._stand_in = None
+
+    def invalidate(self) -> None:
+        """Know of no rows of the cache that layers write to; what these hold stays."""
+        self._stand_in, self._is_compiling = None, False
+        if self.cache is not None:
+            self.cache.invalidate()
 
     def forget_from(self, position: int, rows: slice = ALL) -> None:
         """Clear ``rows`` of the cache from ``position`` on.
@@ -217,7 +225,7 @@ class DecoderLayers:
             for name, value in arguments.items():
                 if value is self.cache:
                     arguments[name] = self.cache.layers[index]
-            hidden = self.call(index, Call(hidden, arguments))
+            hidden = (self._stand_in or self.call)(index, Call(hidden, arguments))
             beside = self._beside[index]
             return hidden if beside is None else (hidden, *beside)
 

@@ -58,7 +58,7 @@ class Passes:
         self._seen[kind] = tokens.shape
         return logits
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Drop what is captured; whatever comes next runs uncaptured once."""
         self._captured.clear()
         self._seen.clear()

@@ -32,12 +32,18 @@ class Executor:
         ``settle`` is told of each call of a prompt, before its layer's slot is filled again.
         """
         self._settle = settle
-        self.is_prompt = False
-        """Whether the pass that runs reads a prompt."""
-        self._before: dict[_Place, list[Act]] = {}
-        self._after: dict[_Place, list[Act]] = {}
         self._carry_out = partial(carry_out, link, serve)
-        self._apply: Callable[[list[Act]], None] = self._carry_out
+        self.is_prompt: bool
+        """Whether the pass that runs reads a prompt."""
+        self._before: dict[_Place, list[Act]]
+        self._after: dict[_Place, list[Act]]
+        self._apply: Callable[[list[Act]], None]
+        self.invalidate()
+
+    def invalidate(self) -> None:
+        """Carry out nothing around calls of layers, until a pass runs."""
+        self._before, self._after, self.is_prompt = {}, {}, False
+        self._apply = self._carry_out
 
     def run(self, schedule: Schedule, forward: Callable[[], Any]) -> Any:
         """Call ``forward``, which must call the layers as the schedule says.
@@ -50,7 +56,7 @@ class Executor:
                 self._apply(start)
             return forward()
         finally:
-            self._before, self._after, self.is_prompt = {}, {}, False
+            self.invalidate()
 
     def capture(self, schedule: Schedule, forward: Callable[[], Any], pool: Any) -> "CapturedPass":
         """Capture ``forward`` as CUDA graph segments, cut wherever the schedule acts.
@@ -60,12 +66,9 @@ class Executor:
         ring and the caches stay as they are.
         """
         captured = CapturedPass(self._carry_out, pool)
-        self._apply = captured.cut
-        try:
-            with captured:
-                self.run(schedule, forward)
-        finally:
-            self._apply = self._carry_out
+        with captured:
+            self._apply = captured.cut
+            self.run(schedule, forward)
         return captured
 
     def before(self, number: int) -> None:

@@ -69,7 +69,7 @@ class RoutingRecorder:
         Rows without a text are sent where the first one with a text is, and are noted so.
         """
         self._num_noted += 1
-        self._step.add_(1)
+        self._step.fill_(self._num_noted)
         if self._num_noted == MOST_STEPS:
             self._fetch()
 

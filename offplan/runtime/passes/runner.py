@@ -2,9 +2,9 @@
 
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -16,7 +16,7 @@ from offplan.placement import Phase
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.gpu_memory import PeakMemory
-from offplan.runtime.model.caches import LayerCaches, Position
+from offplan.runtime.model.caches import LayerCaches, Position, Swap
 from offplan.runtime.model.extended import ExtendedRows
 from offplan.runtime.model.filled import filled_mask
 from offplan.runtime.model.frequencies import Frequencies
@@ -25,13 +25,14 @@ from offplan.runtime.model.latent import keep_latents
 from offplan.runtime.model.layers import Call, DecoderLayers
 from offplan.runtime.model.linear import find_linear
 from offplan.runtime.passes.captured import MakeLogits, Passes
+from offplan.runtime.passes.carried import Carried, CarriedState
 from offplan.runtime.passes.chunks import ChunkedTexts, Reading, as_planned
 from offplan.runtime.passes.executor import Executor
 from offplan.runtime.passes.forward import Forward
 from offplan.runtime.passes.link import Link
 from offplan.runtime.passes.nan import NanFoundError, NanWatch
 from offplan.runtime.passes.parts import PartRunner
-from offplan.schedule import Schedule, build_pass, empty_ring
+from offplan.runtime.passes.schedules import PassSchedules
 
 
 class ModelRunner:
@@ -65,7 +66,7 @@ class ModelRunner:
         self.frequencies = Frequencies(module)
         self._text: torch.Tensor | None = None
         """The tokens of each sequence where they are to be read again, int64 on the device."""
-        self._expansions = keep_latents(module)
+        expansions = keep_latents(module)
         self._extended = ExtendedRows(module, device)
         layers = decoder_layers(module)
         self.linear = [index for index, part in enumerate(find_linear(layers)) if part]
@@ -81,9 +82,10 @@ class ModelRunner:
         )
         self._experts = ExpertKernels(model, module, device, with_own=capture)
         self._passes = Passes(self._executor, self._give_back)
-        self._ring = empty_ring(loaded.placement)
-        # schedules soon repeat, and of 64 layers one takes 0.6 ms to make
-        self._build = cache(partial(build_pass, loaded.placement, len(self.layers)))
+        self._schedules = PassSchedules(loaded.placement, len(self.layers))
+        carried: list[Carried] = [self._schedules, self._executor, self._passes, self._position]
+        carried += [self.layers, self._extended, self.frequencies, self._experts, loaded]
+        self._carried = CarriedState(*carried, *expansions)
 
     def prefill(self, prompt: torch.Tensor) -> torch.Tensor:
         """Begin new sequences with a prompt, int64 of shape [batch, tokens].
@@ -126,10 +128,11 @@ class ModelRunner:
 
     def _begin(self, prompt: torch.Tensor) -> None:
         batch, num_tokens = prompt.shape
-        self.set_length(num_tokens)
+        text = None
         if num_tokens < self.frequencies.renewal:
-            self._text = prompt.new_empty(batch, self.frequencies.renewal)
-            self._text[:, :num_tokens] = prompt
+            text = prompt.new_empty(batch, self.frequencies.renewal)
+            text[:, :num_tokens] = prompt
+        self.set_length(num_tokens, text)
 
     def read(self, readings: Sequence[Reading], *, may_capture: bool = True) -> torch.Tensor:
         """Read parts of texts into rows of the cache in one pass; positions stay as they are.
@@ -153,7 +156,8 @@ class ModelRunner:
         *,
         may_capture: bool,
     ) -> Any:
-        with self._whole_or_afresh():
+        self.length = 0  # of the sequences that were there
+        with self._carried.passing():
             self._cached.begin(len(readings[0].tokens))
             for each in readings:
                 self.layers.forget_from(each.stop, each.rows)
@@ -170,7 +174,7 @@ class ModelRunner:
             self._parts.chunks_as_one = as_one = max(1, self._batch // len(readings[0].tokens))
             num_chunks = sum(-(-new // self.chunk) for _, new in shapes)
             return self._passes.run(
-                self._next_schedule(Phase.PREFILL, -(-num_chunks // as_one)),
+                self._schedules.next(Phase.PREFILL, num_chunks=-(-num_chunks // as_one)),
                 self._in_phase(Phase.PREFILL, largest, forward),
                 readings[0].tokens,
                 may_capture=may_capture,
@@ -195,8 +199,9 @@ class ModelRunner:
             self._text[:, self.length] = tokens[:, 0]
             if self.length + 1 == self.frequencies.renewal:
                 return self.prefill(self._text)
-        logits = self.step(tokens, self.length + 1, None)
-        self.length += 1
+        length, self.length = self.length, 0  # no sequence is begun unless the pass ends
+        logits = self.step(tokens, length + 1, None)
+        self.length = length + 1
         return logits
 
     def step(self, tokens: torch.Tensor, length: int, rows: Sequence[int] | None) -> torch.Tensor:
@@ -206,14 +211,13 @@ class ModelRunner:
         no experts but those that ``rows`` choose. Their texts are of one ``step_regime``, that of
         ``length`` tokens. Returns logits, [batch, vocabulary], which the next pass overwrites.
         """
-        with self._whole_or_afresh():
-            self._cached.mend()
+        with self._carried.passing():
             self._extended.choose(rows)
             self.frequencies.set_length(length)
             if self._position.is_shared:
                 self._position.shared.fill_(length - 1)
             self.rows_read += len(tokens)
-            schedule = self._next_schedule(Phase.DECODE)
+            schedule = self._schedules.next(Phase.DECODE)
             steady = schedule.before == schedule.after
             logits = self._passes.run(
                 schedule,
@@ -236,7 +240,9 @@ class ModelRunner:
         tokens, watch = tokens.to(self._loaded.store.device), NanWatch()
         captures, self._capture = self._capture, False
         try:
-            self._give_back(self._forget_passes)  # uncaptured, a pass takes as much memory again
+            self._give_back(
+                self._passes.invalidate
+            )  # uncaptured, a pass takes as much memory again
             with self.layers.seen_by(watch.see):
                 return watch.describe_rest(self.read([Reading(tokens, 0, rows)]))
         except NanFoundError as found:
@@ -250,21 +256,24 @@ class ModelRunner:
         self._position.tensor.copy_(torch.tensor(lengths))
         self.length = 0
 
-    def swap(self, row: int, other: int, num_tokens: int) -> None:
+    def swap(self, row: int, other: int, num_tokens: int) -> Swap:
         """Exchange the first ``num_tokens`` tokens of two rows; positions stay as they are."""
         assert self.layers.cache is not None
-        self.layers.cache.swap(row, other, num_tokens)
+        return self.layers.cache.swap(row, other, num_tokens)
 
     def copy(self, row: int, other: int, num_tokens: int) -> None:
         """Have another row hold a row's first ``num_tokens`` tokens; positions stay as they are."""
         assert self.layers.cache is not None
         self.layers.cache.copy(row, other, num_tokens)
 
-    def set_length(self, num_tokens: int) -> None:
-        """Say that the cache holds so many tokens; queued on the current stream."""
+    def set_length(self, num_tokens: int, text: torch.Tensor | None = None) -> None:
+        """Say that the cache holds so many tokens; queued on the current stream.
+
+        ``text`` is where the tokens are kept of sequences that are to be read again.
+        """
         self._position.tensor.fill_(num_tokens)
+        self._text = text
         self.length = num_tokens
-        self._text = None
 
     @property
     def changes_with_length(self) -> bool:
@@ -325,29 +334,6 @@ class ModelRunner:
         self._forget_cache()
         self.length = 0
 
-    @contextmanager
-    def _whole_or_afresh(self) -> Iterator[None]:
-        """After a pass that did not end, believe nothing: the ring, the graphs, the sequences.
-
-        The next pass then copies again what it needs, behind whatever is still queued.
-        """
-        try:
-            yield
-        except BaseException:
-            self._ring = empty_ring(self._loaded.placement)
-            self._forget_passes()
-            self._cached.abort()
-            self.length = 0
-            raise
-
-    def _next_schedule(self, phase: Phase, num_chunks: int = 1) -> Schedule:
-        """Return the schedule of a pass that finds the ring as the one before has left it."""
-        if not self._loaded.placement.chunks_at_once:
-            num_chunks = 1  # however many there are, the schedule is the same
-        schedule = self._build(phase, self._ring, Phase.DECODE, num_chunks=num_chunks)
-        self._ring = schedule.after
-        return schedule
-
     def _in_phase(self, phase: Phase, num_tokens: int, forward: MakeLogits) -> MakeLogits:
         """Return ``forward`` with the model set up for passes of so many tokens at a time.
 
@@ -396,7 +382,8 @@ class ModelRunner:
         if batch == self._batch:
             return
         self._cached.require_few_pairs(batch)
-        with self._whole_or_afresh():
+        self.length = 0
+        with self._carried.passing():
             self._allocate(batch)
 
     def _allocate(self, batch: int) -> None:
@@ -423,17 +410,11 @@ class ModelRunner:
         self._batch = batch
 
     def _forget_cache(self) -> None:
-        self._forget_passes()  # graphs write to it
+        self._passes.invalidate()  # graphs write to it
+        self._position.invalidate()
         self.layers.cache = None
-
-    def _forget_passes(self) -> None:
-        """Forget what is captured, and what a pass that did not end has left behind."""
-        self._passes.forget()
-        self._position.new = self._position.tensor
-        for expansion in self._expansions:
-            expansion.forget()
 
     def _give_back(self, drop: Callable[[], object]) -> None:
         """Give the device what ``drop`` lets go of, once it is done with it, and what is cached."""
-        self._position.new = self._position.tensor  # a captured prompt's lie in its memory
+        self._position.invalidate()  # a captured prompt's lie in its memory
         self._memory.release(drop)

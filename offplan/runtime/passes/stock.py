@@ -1,8 +1,7 @@
 """The passes of requests by transformers' own code: offplan moves the weights around its layers."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache, partial
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,17 +16,16 @@ from offplan.runtime.memory.gpu_memory import PeakMemory
 from offplan.runtime.model.attention import without_cudnn
 from offplan.runtime.model.calls import LayerCalls, WeightWatch
 from offplan.runtime.model.generation import StockGeneration
+from offplan.runtime.passes.carried import CarriedState
 from offplan.runtime.passes.executor import Executor
 from offplan.runtime.passes.link import Link
 from offplan.runtime.passes.nan import NanFoundError, NanWatch
+from offplan.runtime.passes.schedules import PassSchedules
 from offplan.runtime.refusal import refuse
 from offplan.schedule import (
     Copy,
-    Schedule,
     Serve,
     Wait,
-    build_pass,
-    empty_ring,
     kept_after_prefill,
     read_at_use,
     slots_read,
@@ -59,7 +57,6 @@ class StockRunner:
         self._text: StockGeneration | None = None
         self.rows_read = 0
         """Rows of the input embedding that passes have read."""
-        self._ring = empty_ring(loaded.placement)
         self._executor = Executor(link, loaded.store.serve)
         if any(holds_codes(part) for part in self._module.modules()):
             _choose_stored_experts(self._module)
@@ -71,9 +68,8 @@ class StockRunner:
         self._order = self._record()
         _check_kept(loaded.placement, self._order)
         self._calls.enter, self._calls.leave = self._enter, self._leave
-        self._build = cache(
-            partial(build_pass, loaded.placement, self._num_layers, calls=self._order)
-        )
+        self._schedules = PassSchedules(loaded.placement, self._num_layers, self._order)
+        self._carried = CarriedState(self._schedules, self._executor, self._calls, loaded)
 
     def prefill(self, prompt: torch.Tensor) -> torch.Tensor:
         """Begin new sequences with a prompt, int64 of shape [batch, tokens].
@@ -106,7 +102,7 @@ class StockRunner:
                 remedy=f"plan with `prompt_tokens={num_tokens}` or more",
             )
         parts = list[torch.Tensor]()
-        with self._whole_or_afresh():
+        with self._carried.passing():
             self._forget()
             self._text = self._begin(prompt)
             self.rows_read += prompt.numel()
@@ -118,7 +114,7 @@ class StockRunner:
                 logits = self._run(Phase.PREFILL, following, read)
                 if wanted > 0:
                     parts.append(logits)
-            self.length, self._batch = num_tokens, batch
+        self.length, self._batch = num_tokens, batch
         return parts
 
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -135,10 +131,11 @@ class StockRunner:
             raise InputError(
                 f"decode wants tokens of shape {(self._batch, 1)}, found {tuple(tokens.shape)}"
             )
-        with self._whole_or_afresh():
+        length, self.length = self.length, 0  # no sequence is begun unless the pass ends
+        with self._carried.passing():
             self.rows_read += self._batch
             logits = self._run(Phase.DECODE, Phase.DECODE, partial(self._text.decode, tokens))
-            self.length += 1
+        self.length = length + 1
         return logits
 
     def find_nan(self, tokens: torch.Tensor, rows: slice) -> str:
@@ -195,23 +192,11 @@ class StockRunner:
     def _drop(self) -> None:
         self._text, self.length = None, 0
 
-    @contextmanager
-    def _whole_or_afresh(self) -> Iterator[None]:
-        """After a pass that did not end, believe nothing: neither the ring nor the sequences."""
-        try:
-            yield
-        except BaseException:
-            self._ring = empty_ring(self._loaded.placement)
-            self._calls.current = None
-            self._drop()
-            raise
-
     def _run(
         self, phase: Phase, following: Phase, forward: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         """Run a pass of a phase, which one of the phase ``following`` follows."""
-        schedule: Schedule = self._build(phase, self._ring, following)
-        self._ring = schedule.after
+        schedule = self._schedules.next(phase, following)
         self._loaded.enter_phase(phase)
         self._expected, self._num_called = self._order[phase], 0
         with without_cudnn():  # every step has a length of its own
