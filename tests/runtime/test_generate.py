@@ -257,3 +257,19 @@ def test_a_models_rules_are_those_of_transformers(
                 **drawing,
             )
             assert made[number] == expected[0, len(prompt) :].tolist()
+
+
+def test_a_text_whose_joining_fails_leaves_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_session(save_tiny("qwen3", tmp_path), offload()) as session:
+        texts = JoinedTexts(Rows(session, 2))
+        texts.join([Continued(Text(Words(), [3, 4, 5], num_tokens=2))])
+
+        def fail(*_: object) -> None:
+            raise MemoryError
+
+        monkeypatch.setattr(JoinedTexts, "_make_chooser", fail)
+        with pytest.raises(MemoryError):
+            texts.join([Continued(Text(Words(), [6, 7], num_tokens=2))])
+        assert texts.num_free == len(texts) == 1
