@@ -58,9 +58,8 @@ def load_own_class(model: "Model", key: str) -> Any:
             f"{model.source}: its config names {quote(named)} for {key}, code of another "
             "repository, expected a module of its own; copy that code into the checkpoint's folder"
         )
-    from offplan.transformers_private import get_class_from_dynamic_module
-
     from offplan.checkpoint.answers import checked_session
+    from offplan.transformers_private import get_class_from_dynamic_module
 
     try:
         with checked_session() if model.revision is not None else nullcontext():

@@ -1,6 +1,6 @@
 """The passes of requests by transformers' own code: offplan moves the weights around its layers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
