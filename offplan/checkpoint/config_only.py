@@ -13,6 +13,7 @@ from offplan.checkpoint.architecture import Architecture, Routing, read_architec
 from offplan.checkpoint.built_cache import BUILT, BuiltTensors, built_key
 from offplan.checkpoint.folder import is_file, read_config, read_generation, read_index
 from offplan.checkpoint.jsontext import quote
+from offplan.checkpoint.published import as_published
 from offplan.checkpoint.quantise import Use, quantise
 from offplan.checkpoint.quiet import quietly
 from offplan.checkpoint.tensors import (
@@ -40,7 +41,8 @@ _LAYER_COUNT = re.compile(r"(layers?|depth|blocks)$")
 def read_config_only(path: Path, on_progress: Progress, dtype: str | None = None) -> Stored:
     """Build the model that a ``config.json`` describes and return the checkpoint it would save.
 
-    ``dtype`` takes the place of the type that the config states, unless it is quantised.
+    ``dtype`` takes the place of the type that the config states: of all that is stored in no form
+    that its ``quantization_config`` names.
     Never runs code from the config. An index beside the file is used to check the total size.
     ``on_progress`` hears that the model is being built, if it is not kept, and that it is done.
     Raises CheckpointError when transformers does not know or cannot build the architecture.
@@ -57,23 +59,24 @@ def read_config_only(path: Path, on_progress: Progress, dtype: str | None = None
                 f"{path}: found {quote(found)} {what}, expected {most} at most; correct the file"
             )
     notes = ["sizes come from the config alone: no weights were seen"]
-    named = config
-    if dtype not in (None, architecture.dtype) and architecture.quantisation is None:
-        named = with_dtype(config, str(dtype))
+    if dtype not in (None, architecture.dtype):
         stated = architecture.dtype or "no dtype"
         notes.append(f"sized as stored in {dtype}; the config names {stated}")
+        config = with_dtype(config, str(dtype))
+        architecture = read_architecture(config)
     elif architecture.dtype is None:
         # What is not quantised of a quantised checkpoint is stored in 16 bits, named or not.
         taken = "bfloat16" if architecture.quantisation is not None else "float32"
-        named = {**config, "dtype": taken}
         notes.append(f"the config names no dtype: took {taken}")
+    # Parts that state a type of their own keep it; transformers reads the others' from the top.
+    named = {**config, "dtype": architecture.dtype or taken}
     built = _find_tensors(named, str(path), on_progress)
-    built = _without_idle_experts(architecture.routing, built)
+    built = as_published(_without_idle_experts(architecture.routing, built), config)
     built = _with_published_routers(architecture, built)
     tensors = quantise(built, architecture, str(path))
     if architecture.quantisation is not None and architecture.quantisation.note is not None:
         notes.append(architecture.quantisation.note)
-    if architecture.num_prediction_layers:
+    if architecture.num_prediction_layers and not any(t.name.startswith("mtp.") for t in tensors):
         notes.append("layers that predict further tokens, if stored, are not counted")
     notes += _compare_with_index(path, tensors)
     # without one, it may be among the weights
@@ -126,8 +129,9 @@ def _build_tensors(config: Mapping[str, Any], where: str) -> BuiltTensors:
 
     with quietly(transformers.logging), torch.device("meta"):
         built = build_config(config, where)
+        model_class = _model_class(built, where)
         try:
-            model = build_eager(_model_class(built), built)
+            model = build_eager(model_class, built)
             marks = _mark_uses(model)
             saved = list_saved(model)
         except Exception as error:
@@ -199,15 +203,27 @@ def _with_published_routers(architecture: Architecture, built: BuiltTensors) -> 
     ]
 
 
-def _model_class(built: Any) -> Any:
-    """Return the class that wrote the checkpoint, or the causal language model of its config."""
+def _model_class(built: Any, where: str) -> Any:
+    """Return the class that wrote the checkpoint, or else the language model of its config.
+
+    A published class may have another name than transformers': ``model_type`` decides then.
+    Raises CheckpointError for a config that no language model has.
+    """
     import transformers
 
     for name in built.architectures or ():
         stated = getattr(transformers, str(name), None)
         if getattr(stated, "config_class", None) is type(built):
             return stated
-    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(built)]
+    for kind in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
+        mapping = getattr(transformers, f"MODEL_FOR_{kind}_MAPPING", {})
+        if type(built) in mapping:
+            return mapping[type(built)]
+    raise CheckpointError(
+        f"{where}: found model_type {quote(built.model_type)}, of which transformers "
+        f"{transformers.__version__} has no causal language model, expected one; offplan plans "
+        "models that write text token by token"
+    )
 
 
 def _compare_with_index(path: Path, tensors: Tensors) -> list[str]:

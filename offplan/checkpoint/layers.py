@@ -174,8 +174,13 @@ def _find_stacks(tensors: Tensors) -> Stacks:
     }
 
 
+def is_of_tower(name: str) -> bool:
+    """Whether a tensor of this name belongs to what reads images and sound."""
+    return _has_part(_TOWER_PART, name)
+
+
 def _find_towers(tensors: Tensors) -> frozenset[str]:
-    return frozenset(tensor.name for tensor in tensors if _has_part(_TOWER_PART, tensor.name))
+    return frozenset(tensor.name for tensor in tensors if is_of_tower(tensor.name))
 
 
 def _is_recomputed(tensor: TensorInfo) -> bool:

@@ -1,14 +1,16 @@
 """The tensors of a quantised checkpoint, from those of the model before it was quantised."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import Enum
 
 from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.jsontext import quote
+from offplan.checkpoint.layers import is_of_tower
 from offplan.checkpoint.model import OUTPUT_HEADS, owner
 from offplan.checkpoint.tensors import TensorInfo, Tensors, split_expert
 from offplan.errors import CheckpointError
 from offplan.forms.quantisation import Quantisation
+from offplan.forms.scheme import Tensor as StoredPart
 
 
 class Use(Enum):
@@ -35,13 +37,20 @@ def quantise(
         raise _undetermined(where, quantisation, "what is stored")
     stored: list[TensorInfo] = []
     num_taken = 0
-    for tensor, use in built:
-        found = _quantise_one(tensor, use, architecture, quantisation, where)
+    memo: Memo = {}
+    for tensor, use in _one_by_one(built, architecture, quantisation):
+        found = _quantise_one(tensor, use, architecture, quantisation, where, memo)
         num_taken += found is not None
         stored += found or [tensor]
+        if quantisation.has_cache_scales and (name := _cache_scale(tensor.name)):
+            stored.append(TensorInfo(name, "F32", ()))
     if not num_taken:
         raise _undetermined(where, quantisation, "which layers it means")
     return tuple(stored)
+
+
+Memo = dict[tuple[int, int, int], list[StoredPart]]
+"""What a scheme, by its identity, stores of a matrix of so many rows and columns."""
 
 
 def _quantise_one(
@@ -50,6 +59,7 @@ def _quantise_one(
     architecture: Architecture,
     quantisation: Quantisation,
     where: str,
+    memo: Memo,
 ) -> list[TensorInfo] | None:
     """Return what is stored for a tensor; None where it is stored as it is."""
     takes = use is Use.PRODUCT or (use is Use.LOOKUP and quantisation.takes_embeddings)
@@ -63,19 +73,70 @@ def _quantise_one(
     scheme = quantisation.find(module)
     if scheme is None:
         return None
-    if is_stack:
-        if not quantisation.takes_experts_alone:
-            raise _undetermined(where, quantisation, f"what is stored of {quote(tensor.name)}")
+    if is_stack and quantisation.takes_experts_alone:
         return _store_mxfp4_experts(tensor, architecture, quantisation, where)
     is_mlx_expert = quantisation.takes_embeddings and split_expert(tensor.name) is not None
     is_transposed = architecture.matrices_in_out and use is Use.PRODUCT
-    rows, columns = tensor.shape[::-1] if is_transposed else tensor.shape
-    if last != "weight" or is_mlx_expert or not scheme.fits(rows, columns):
+    rows, columns = tensor.shape[-2:][::-1] if is_transposed else tensor.shape[-2:]
+    if is_stack or last != "weight" or is_mlx_expert or not scheme.fits(rows, columns):
+        # what is of a tower is not loaded, and stops nothing
+        if is_of_tower(tensor.name) or quantisation.leaves_misfits:
+            return None
         raise _undetermined(where, quantisation, f"what is stored of {quote(tensor.name)}")
-    return [
-        TensorInfo(f"{module}.{end}", dtype, shape)
-        for end, dtype, shape in scheme.store(rows, columns)
-    ]
+    key = id(scheme), rows, columns
+    if key not in memo:
+        memo[key] = scheme.store(rows, columns)
+    return [TensorInfo(f"{module}.{end}", dtype, shape) for end, dtype, shape in memo[key]]
+
+
+def _one_by_one(
+    built: Iterable[tuple[TensorInfo, Use]], architecture: Architecture, quantisation: Quantisation
+) -> Iterator[tuple[TensorInfo, Use]]:
+    """Yield tensors, of fused experts each expert's own: so quantisers see and store them.
+
+    Source: ModelOpt's and llm-compressor's exports of Gemma 4, Qwen3.5 and Qwen3-VL. MLX's and
+    gpt-oss' stay fused.
+    """
+    stays_fused = quantisation.takes_experts_alone or quantisation.takes_embeddings
+    for tensor, use in built:
+        experts, _, name = tensor.name.rpartition(".")
+        names = _FUSED.get(name)
+        if (
+            stays_fused
+            or names is None
+            or len(tensor.shape) != 3
+            or not experts.endswith("experts")
+        ):
+            yield tensor, use
+            continue
+        count, rows, columns = tensor.shape
+        if architecture.routing.in_out:
+            rows, columns = columns, rows
+        for index in range(count):
+            for each in names:
+                shape = (rows // len(names), columns)
+                yield TensorInfo(f"{experts}.{index}.{each}.weight", tensor.dtype, shape), use
+
+
+_FUSED = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "gate_proj": ("gate_proj",),
+    "up_proj": ("up_proj",),
+    "down_proj": ("down_proj",),
+}
+"""Names of an expert's matrices, by the name under which transformers fuses all experts'."""
+
+
+def _cache_scale(name: str) -> str | None:
+    """Name the scale of an FP8 KV cache that ModelOpt stores beside a projection of keys or values.
+
+    None for all other tensors.
+    """
+    module, _, last = name.rpartition(".")
+    projection = module.rpartition(".")[2]
+    if last != "weight" or projection not in ("k_proj", "v_proj") or is_of_tower(name):
+        return None
+    return f"{module}.{projection[0]}_scale"
 
 
 def _store_mxfp4_experts(

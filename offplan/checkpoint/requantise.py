@@ -1,6 +1,7 @@
 """A model as another checkpoint of it would be stored: the same weights, in fewer bits."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from offplan.checkpoint.architecture import read_architecture
@@ -53,7 +54,8 @@ def requantise(model: Model, bits: int) -> Model | None:
     """Size a model as its checkpoint of 8 or 4 bits a weight; None where that is not determined.
 
     It is sized from names and shapes: another checkpoint, with values and a quality of its own.
-    None also for a model that is stored in so few bits already.
+    What its groups do not divide stays in 16 bits. None for a model that is stored in so few bits
+    already.
     """
     kinds = {p.form.kind for layer in model.layers for p in layer.parameters if not p.form.is_raw}
     if kinds - {*_FP8_KINDS} or (kinds and bits >= 8):
@@ -69,7 +71,10 @@ def requantise(model: Model, bits: int) -> Model | None:
         *((tensor, Use.OTHER) for tensor in model.outside),
     ]
     try:
-        tensors = quantise(built, read_architecture(config), model.source)
+        architecture = read_architecture(config)
+        assert architecture.quantisation is not None
+        left = replace(architecture.quantisation, leaves_misfits=True)
+        tensors = quantise(built, replace(architecture, quantisation=left), model.source)
         return assemble(model.source, Stored(config, tensors, generation=model.generation))
     except CheckpointError:
         return None
@@ -79,8 +84,9 @@ def _restore(parameter: Parameter) -> Iterator[tuple[TensorInfo, Use]]:
     """Yield a parameter's tensors in 16 bits, each with what the model does with it."""
     is_matrix = all(len(tensor.shape) == 2 for tensor in parameter.tensors)
     is_product = parameter.is_expert or role_of(parameter) is not Role.OTHER
+    is_fused = parameter.is_fused and len(parameter.shape) == 3
     for tensor in parameter.tensors:
         use = Use.OTHER
-        if is_matrix and is_product and tensor.name.endswith(".weight"):
+        if is_fused or (is_matrix and is_product and tensor.name.endswith(".weight")):
             use = Use.PRODUCT
         yield (tensor if parameter.form.is_raw else tensor._replace(dtype="BF16")), use

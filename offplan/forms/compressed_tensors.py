@@ -60,6 +60,7 @@ def _read_group(group: Mapping[str, Any], layout: Any, scale: str) -> Scheme | N
         Part.INPUT_SCALE: is_static or (form.kind is Kind.NVFP4 and is_record(inputs)),
     }
     kind = "packed" if is_packed else form.kind.value
+    scale = "U8" if layout == "mxfp8-quantized" else scale
     return Scheme(form, f"compressed-tensors {kind}", scale, choices)
 
 
@@ -70,6 +71,8 @@ def _read_form(weights: Mapping[str, Any], layout: Any) -> Form:
         return Form(Kind.NVFP4, (1, 16))
     if layout == "mxfp4-pack-quantized":
         return Form(Kind.MXFP4, (1, 32))
+    if layout == "mxfp8-quantized":
+        return Form(Kind.FP8_BLOCK, (1, 32))
     if layout in ("float-quantized", "naive-quantized") and weights.get("symmetric") is not False:
         block = block_of(weights.get("block_structure"))
         if (bits, number) != (8, "float"):

@@ -34,7 +34,7 @@ def skips(patterns: tuple[str, ...], module: str) -> bool:
 
 def has_run(patterns: Iterable[str], module: str) -> bool:
     """Whether one of these names stands in a module's name, dot to dot."""
-    return any(f".{pattern}." in f".{module}." for pattern in patterns)
+    return any(f".{pattern.strip('.')}." in f".{module}." for pattern in patterns)
 
 
 def targets(patterns: Iterable[str], module: str) -> bool:
@@ -51,9 +51,9 @@ def targets(patterns: Iterable[str], module: str) -> bool:
     return False
 
 
-def matches_wildcard(patterns: Iterable[str], module: str) -> bool:
+def matches_wildcard(patterns: tuple[str, ...], module: str) -> bool:
     """Whether ModelOpt's wildcards mean this module, or one that it lies in."""
-    return any(_compile_wildcard(pattern).match(module) is not None for pattern in patterns)
+    return bool(patterns) and _compile_wildcards(patterns).match(module) is not None
 
 
 @lru_cache(maxsize=1024)
@@ -72,11 +72,13 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     )
 
 
-@lru_cache(maxsize=64)
-def _compile_wildcard(pattern: str) -> re.Pattern[str]:
-    body = ".*".join(re.escape(part) for part in re.split(r"\*+", pattern))
-    compile_pattern(body)
-    return re.compile(rf"{body}(?:\.|$)")
+@lru_cache(maxsize=8)
+def _compile_wildcards(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    """Compile a list into one expression, as plain names go before those with wildcards."""
+    bodies = [".*".join(re.escape(part) for part in re.split(r"\*+", each)) for each in patterns]
+    for body in bodies:
+        compile_pattern(body)
+    return re.compile(rf"(?:{'|'.join(bodies)})(?:\.|$)")
 
 
 @lru_cache(maxsize=8)

@@ -17,6 +17,18 @@ from offplan.forms.stated import block_of, grouped_form, is_record, names_of
 
 _IN_STACK = re.compile(r"\.\d+\.")
 """Tells the modules of a stack of layers from those outside, such as the head."""
+_E4M3 = ("e4m3", "float8_e4m3fn")
+_MODELOPT_FORMS = {
+    "FP8": Form(Kind.FP8_TENSOR),
+    "NVFP4": Form(Kind.NVFP4, (1, 16)),
+    "W4A16_NVFP4": Form(Kind.NVFP4, (1, 16)),
+    "MXFP8": Form(Kind.FP8_BLOCK, (1, 32)),
+}
+"""Forms by ModelOpt's algorithm. Source: the checkpoints that NVIDIA published in 2026."""
+_TORCHAO_FORMS = {
+    "Int8WeightOnlyConfig": Form(Kind.W8A16, None, WordOrder.NONE),
+    "Float8WeightOnlyConfig": Form(Kind.FP8_CHANNEL),
+}
 _UNHEEDED = ("rotation", "transform_config", "adapter")
 """What a config may say beyond how weights are stored: that activations are turned to meet weights
 that were, and that an adapter corrects the error. Source: GPTQModel, ``QuantizeConfig``;
@@ -29,6 +41,8 @@ class _Model(NamedTuple):
     model_type: str
     float_type: str
     """Safetensors' name of the type that scales have where it is the model's own."""
+    expert_dtype: Any
+    """What a config says outside of its ``quantization_config`` of how experts are stored."""
 
 
 def read_quantisation(
@@ -42,7 +56,8 @@ def read_quantisation(
             return None
     if not isinstance(stated, Mapping):
         return Quantisation("unknown", is_known=False)
-    model = _Model(model_type, "F16" if dtype == "float16" else "BF16")
+    float_type = "F16" if dtype == "float16" else "BF16"
+    model = _Model(model_type, float_type, config.get("expert_dtype"))
     method = _name_method(stated)
     read = _READERS.get(method)
     if read is None or any(stated.get(key) for key in _UNHEEDED):
@@ -51,10 +66,12 @@ def read_quantisation(
 
 
 def _name_method(stated: Mapping[str, Any]) -> str:
-    """Return the ``quant_method``, which mlx-lm and old files of compressed-tensors do not name."""
+    """Return the ``quant_method``; mlx-lm, and old files of two others, do not name theirs."""
     if "quant_method" in stated:
         method = str(stated["quant_method"]).lower()
         return "modelopt" if method.startswith("modelopt") else method
+    if "quant_algo" in stated:
+        return "modelopt"
     if "config_groups" in stated:
         return "compressed-tensors"
     return "mlx" if "group_size" in stated and "bits" in stated else "unknown"
@@ -64,8 +81,13 @@ def _read_fp8(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     # what transformers takes for an absent one; null is one scale a matrix
     size = stated.get("weight_block_size", [128, 128])
     block = block_of(size)
-    is_usual = stated.get("expert_dtype", "fp8") == "fp8" and stated.get("fmt", "e4m3") == "e4m3"
+    experts = stated.get("expert_dtype", model.expert_dtype or "fp8")
+    is_usual = experts in ("fp8", "fp4") and stated.get("fmt", "e4m3") in _E4M3
     if (size is not None and block is None) or not is_usual or stated.get("modules_to_convert"):
+        return Quantisation("fp8")
+    if model.model_type == "deepseek_v4":
+        return _read_deepseek_v4(stated, Form(Kind.FP8_BLOCK, block), experts)
+    if experts == "fp4":
         return Quantisation("fp8")
     form = Form(Kind.FP8_TENSOR if block is None else Kind.FP8_BLOCK, block)
     # DeepSeek and most others store them in float32; Qwen does not, nor does Mistral one a matrix
@@ -76,6 +98,27 @@ def _read_fp8(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     return Quantisation(
         "fp8", _all_but(skipped, scheme), skips_head=skipped is None, note=note_scales(scale)
     )
+
+
+def _read_deepseek_v4(stated: Mapping[str, Any], form: Form, experts: str) -> Quantisation:
+    """Read what DeepSeek-V4 stores: FP8, experts in FP4, all scales powers of two.
+
+    NVIDIA's NVFP4 of it names its experts as ModelOpt does. Source: the names and types of
+    DeepSeek-V4-Flash's tensors; its compressors and the weights of its indexers are in 16 bits.
+    """
+    dense = Scheme(form, "deepseek fp8_block")
+    routed = Scheme(Form(Kind.MXFP4, (1, 32)), "deepseek mxfp4") if experts == "fp4" else dense
+    named = _schemes_by_layer(stated.get("quantized_layers"))
+    if form.block is None or named is None:
+        return Quantisation("fp8")
+
+    def find(module: str) -> Scheme | None:
+        if has_run(("compressor", "weights_proj"), module):
+            return None
+        own = _find_by_layer(named, module)
+        return own or (routed if has_run(("experts",), module) else dense)
+
+    return Quantisation("fp8", find, skips_head=True)
 
 
 def _read_mxfp4(stated: Mapping[str, Any], model: _Model) -> Quantisation:
@@ -126,6 +169,33 @@ def _read_gptq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     return Quantisation("gptq", find, note=note_scales("F16"))
 
 
+def _read_auto_round(stated: Mapping[str, Any], model: _Model) -> Quantisation:
+    """Read AutoRound's own files, of which one layout is known: GPTQ's words, without an index.
+
+    Source: AutoRound 0.9, ``export_to_autoround``.
+    """
+    own = stated.get("extra_config") or {}
+    is_known = stated.get("packing_format") == "auto_round:auto_gptq" and is_record(own)
+    is_known &= stated.get("data_type", "int") == "int" and not stated.get("quant_lm_head")
+
+    def scheme_of(said: Mapping[str, Any]) -> Scheme | None:
+        bits, group = (said.get(key, stated.get(key)) for key in ("bits", "group_size"))
+        if type(bits) is int and bits >= 16:
+            return None
+        return Scheme(grouped_form(bits, group, WordOrder.GPTQ), "auto-round gptq", "F16")
+
+    usual = scheme_of({})
+    named = {name: scheme_of(said) for name, said in own.items() if is_record(said)}
+    found = [usual, *named.values()]
+    if not is_known or usual is None or any(each and each.form is OTHER for each in found):
+        return Quantisation("auto-round")
+
+    def find(module: str) -> Scheme | None:
+        return named.get(module, usual) if _IN_STACK.search(module) else None
+
+    return Quantisation("auto-round", find, note=note_scales("F16"))
+
+
 def _read_awq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     layout = _name_layout(stated, "gemm", "version", "checkpoint_format", "format")
     # the backend llm-awq packs in a way of its own
@@ -142,7 +212,8 @@ def _read_awq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
         is_kept = skips(kept, module) or has_run(kept, module)
         return scheme if _IN_STACK.search(module) and not is_kept else None
 
-    return Quantisation("awq", find, note=note_scales("F16"))
+    # AutoAWQ's own layer takes whole groups alone
+    return Quantisation("awq", find, leaves_misfits=True, note=note_scales("F16"))
 
 
 def _name_layout(stated: Mapping[str, Any], usual: str, *keys: str) -> str:
@@ -154,15 +225,68 @@ def _name_layout(stated: Mapping[str, Any], usual: str, *keys: str) -> str:
 def _read_modelopt(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     inner = stated.get("quantization")
     stated = inner if is_record(inner) else stated
-    forms = {"FP8": Form(Kind.FP8_TENSOR), "NVFP4": Form(Kind.NVFP4, (1, 16))}
-    form = forms.get(str(stated.get("quant_algo")).upper())
-    if form is None:
-        return Quantisation("modelopt")
-    scheme = Scheme(form, f"modelopt {form.kind.value}")
     kept = names_of(stated.get("ignore", stated.get("exclude_modules")))
-    return Quantisation(
-        "modelopt", lambda module: None if matches_wildcard(kept, module) else scheme
-    )
+    cache = stated.get("kv_cache_scheme", stated.get("kv_cache_quant_algo"))
+    has_cache_scales = cache == "FP8" or (is_record(cache) and cache.get("dynamic") is False)
+    scheme = _modelopt_scheme(stated.get("quant_algo"))
+    named: Mapping[str, Scheme] | None = {}
+    if str(stated.get("quant_algo")).upper() == "MIXED_PRECISION":
+        named = _schemes_by_layer(stated.get("quantized_layers"))
+    if named is None or not (named or scheme):
+        return Quantisation("modelopt")
+
+    def find(module: str) -> Scheme | None:
+        if matches_wildcard(kept, module):
+            return None
+        return _find_by_layer(named, module) if named else scheme
+
+    return Quantisation("modelopt", find, has_cache_scales=has_cache_scales)
+
+
+def _modelopt_scheme(algorithm: Any) -> Scheme | None:
+    """Return the scheme of one of ModelOpt's algorithms; None where it is not known."""
+    name = str(algorithm).upper()
+    form = _MODELOPT_FORMS.get(name)
+    quantises_inputs = {Part.INPUT_SCALE: name in ("FP8", "NVFP4")}
+    return form and Scheme(form, f"modelopt {form.kind.value}", choices=quantises_inputs)
+
+
+def _schemes_by_layer(named: Any) -> Mapping[str, Scheme] | None:
+    """Read ModelOpt's ``quantized_layers``; None where one of them is of no known algorithm."""
+    if not named:
+        return {}
+    found = {
+        name: _modelopt_scheme(value.get("quant_algo"))
+        for name, value in (named.items() if is_record(named) else ())
+        if is_record(value)
+    }
+    known = {name: scheme for name, scheme in found.items() if scheme is not None}
+    return known if known and len(known) == len(named) else None
+
+
+def _find_by_layer(named: Mapping[str, Scheme], module: str) -> Scheme | None:
+    """Return the scheme of a module, or of the nearest that it lies in and that is named."""
+    while module and module not in named:
+        module = module.rpartition(".")[0]
+    return named.get(module)
+
+
+def _read_torchao(stated: Mapping[str, Any], model: _Model) -> Quantisation:
+    """Read torchao's two ways that quantise weights alone, a scale for each row.
+
+    Source: torchao 0.14, ``Int8WeightOnlyConfig`` and ``Float8WeightOnlyConfig``.
+    """
+    types = stated.get("quant_type")
+    how = types.get("default") if is_record(types) and len(types) == 1 else None
+    form = _TORCHAO_FORMS.get(str(how.get("_type"))) if is_record(how) else None
+    data = how.get("_data") if is_record(how) else None
+    is_plain = form is not None and not (is_record(data) and data.get("group_size"))
+    if form is None or not is_plain or stated.get("include_input_output_embeddings"):
+        return Quantisation("torchao", is_known=False)
+    scale = "F32" if form.kind is Kind.FP8_CHANNEL else model.float_type
+    skipped = stated.get("modules_to_not_convert")
+    scheme = Scheme(form, f"torchao {form.kind.value}", scale)
+    return Quantisation("torchao", _all_but(skipped, scheme), skips_head=skipped is None)
 
 
 def _read_mlx(stated: Mapping[str, Any], model: _Model) -> Quantisation:
@@ -196,8 +320,10 @@ _READERS: dict[str, Callable[[Mapping[str, Any], _Model], Quantisation]] = {
     "mxfp4": _read_mxfp4,
     "bitsandbytes": _read_bitsandbytes,
     "gptq": _read_gptq,
+    "auto-round": _read_auto_round,
     "awq": _read_awq,
     "compressed-tensors": lambda stated, model: read_compressed_tensors(stated, model.float_type),
     "modelopt": _read_modelopt,
+    "torchao": _read_torchao,
     "mlx": _read_mlx,
 }

@@ -27,6 +27,10 @@ class Quantisation:
     """Whether embeddings are quantised as linear layers are."""
     is_known: bool = True
     """Whether the meaning of what this method stores is known."""
+    leaves_misfits: bool = False
+    """Whether a matrix that its layout cannot store is left as it is."""
+    has_cache_scales: bool = False
+    """Whether scales of an FP8 KV cache are stored beside the projections of keys and values."""
     note: str | None = None
     """What was taken where the config leaves a choice."""
 

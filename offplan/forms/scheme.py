@@ -50,7 +50,9 @@ class Scheme:
         Quantisers leave others as they are, or pad them, each in a way of its own.
         """
         block, order = self.form.block, self.form.word_order
-        if self.form.kind is not Kind.FP8_BLOCK and block is not None and columns % block[1]:
+        # GPTQ's last group may be of fewer columns. Source: GPTQModel, BaseQuantLinear.
+        takes_any = self.form.kind is Kind.FP8_BLOCK or order in (WordOrder.GPTQ, WordOrder.GPTQ_V2)
+        if block is not None and columns % block[1] and not takes_any:
             return False
         if order is None or order is WordOrder.NONE:
             return True

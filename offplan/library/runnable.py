@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,10 @@ _RUNS = "runs"
 """What is kept of a model that can be run."""
 
 
+_MOST_WORDS = 10_000
+"""Bytes of the longest reason that is kept."""
+
+
 def _decode(content: bytes) -> str:
     if content.decode() != _RUNS:
         raise ValueError("nothing else is kept")
@@ -35,6 +40,7 @@ def _decode(content: bytes) -> str:
 
 
 _RUNNABLE = KeptAnswers("runnable", len(_RUNS), str.encode, _decode)
+_OBSTACLES = KeptAnswers("obstacles", _MOST_WORDS, str.encode, bytes.decode)
 _NEEDS_STOCK = KeptAnswers("needs_stock", len(_RUNS), str.encode, _decode)
 
 
@@ -48,8 +54,8 @@ def why_not_run(
 
     No weight is read or fetched: transformers' class is built without them, what its attentions ask
     for is probed, and the stored tensors are mapped to its parameters. Where torch is not imported
-    yet, which planning does not need, a process of its own does it. That it can is kept on disk,
-    under all that it depends on.
+    yet, which planning does not need, a process of its own does it. The answer is kept on disk,
+    under all that it depends on: an obstacle also under the packages that are installed.
     """
     model = stage.model
     is_stock = stage.runner.is_stock
@@ -76,10 +82,22 @@ def why_not_run(
     }
     if _RUNNABLE.find(key) is not None:
         return None
+    # an obstacle may pass: a package may be missing
+    installed = sorted(f"{each.name} {each.version}" for each in distributions())
+    obstacle_key = {**key, "packages": installed}
+    # a checkpoint's own code may change its mind
+    reason = None if model.code else _OBSTACLES.find(obstacle_key)
+    if reason is not None:
+        return reason
     asked = stage, offload, on_gpu
-    reason = find_obstacle(*asked) if "torch" in sys.modules else _ask_process(*asked)
-    if reason is None:  # an obstacle may pass: a package may be missing, the machine be busy
+    try:
+        reason = find_obstacle(*asked) if "torch" in sys.modules else _ask_process(*asked)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"that could not be told ({type(error).__name__} while it was built)"
+    if reason is None:
         _RUNNABLE.keep(key, _RUNS)
+    elif model.code is None and len(reason.encode()) < _MOST_WORDS:
+        _OBSTACLES.keep(obstacle_key, reason)
     return reason
 
 
@@ -160,13 +178,10 @@ def _ask_process(stage: Stage, offload: Offload, on_gpu: bool) -> str | None:
     command = [sys.executable, "-c", "from offplan.library.runnable import answer; answer()"]
     # without what was worked out of its config, which may hold functions that cannot be pickled
     asked = pickle.dumps((replace(stage.model), stage.runner.is_stock, offload, on_gpu))
-    try:
-        done = subprocess.run(
-            command, input=asked, capture_output=True, timeout=_PATIENCE_S, check=True
-        )
-        reason: str | None = json.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return f"that could not be told ({type(error).__name__} while it was built)"
+    done = subprocess.run(
+        command, input=asked, capture_output=True, timeout=_PATIENCE_S, check=True
+    )
+    reason: str | None = json.loads(done.stdout)
     return reason
 
 

@@ -1,29 +1,48 @@
 """What the answer adds to a plan's figures: a sooner first token, and where memory is too small."""
 
 from offplan.held.stage import Stage
+from offplan.library.alternatives import Alternative
 from offplan.library.analysis import Analysis
 from offplan.plan import Plan
 from offplan.planner.rereads import Rereads
 from offplan.planner.unused import Unused
 from offplan.units import format_bytes, format_bytes_enough, format_frequency, format_seconds
 
+_REPOSITORIES = {8: "FP8", 4: "GPTQ, AWQ, W4A16, MXFP4 or NVFP4"}
+"""What repositories on the Hub that store so many bits a weight have in their names."""
+
 
 def describe_alternatives(analysis: Analysis) -> list[str]:
     """Describe what checkpoints of fewer bits would give, in a line; nothing without any."""
-    told = []
-    for each in analysis.alternatives:
-        form = "FP8" if each.bits == 8 else f"{each.bits} bits"
-        host = format_bytes(each.host_bytes) if each.host_bytes else "nothing"
-        told.append(
-            f"{form} ({format_bytes(each.total_bytes)}) {format_frequency(each.tokens_per_s)} "
-            f"tokens a second with {host} on the host"
-        )
+    told = [
+        f"{_name_bits(each)} ({format_bytes(each.total_bytes)}) {_describe_speed(each)}"
+        for each in analysis.alternatives
+    ]
     if not told:
         return []
     return [
         f"A checkpoint of this model in fewer bits would give here: {'; '.join(told)}. Its answers "
         "differ from this one's; offplan estimates its size and speed from the same shapes."
     ]
+
+
+def describe_fitting(analysis: Analysis) -> list[str]:
+    """Describe the checkpoints of fewer bits that fit where this one does not; nothing without."""
+    found = analysis.alternatives
+    if not found:
+        return []
+    told = " ".join(f"{_name_bits(each)} fit and give {_describe_speed(each)}." for each in found)
+    names = " or ".join(_REPOSITORIES[each.bits] for each in found)
+    return [f"{told} Look for a repository of this model with {names} in its name."]
+
+
+def _name_bits(alternative: Alternative) -> str:
+    return "FP8" if alternative.bits == 8 else f"{alternative.bits} bits"
+
+
+def _describe_speed(alternative: Alternative) -> str:
+    host = format_bytes(alternative.host_bytes) if alternative.host_bytes else "nothing"
+    return f"{format_frequency(alternative.tokens_per_s)} tokens a second with {host} on the host"
 
 
 def describe_type(analysis: Analysis) -> list[str]:

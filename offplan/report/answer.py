@@ -17,7 +17,7 @@ from offplan.library.analysis import Analysis
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Packing, Plan, Rule
 from offplan.ranks import ONE_RANK
-from offplan.report.advice import describe_advice, describe_alternatives, describe_type
+from offplan.report.advice import describe_advice, describe_fitting, describe_type
 from offplan.report.analysis import describe_running
 from offplan.report.model import render_model
 from offplan.report.plan import describe_at_once
@@ -37,8 +37,8 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
         # memory that lacks, or a target that is missed
         why = name_options(str(analysis.infeasible))
         lines = [f"{why[0].upper()}{why[1:]}{'' if why.endswith('.') else '.'}"]
-        lines += [*describe_type(analysis), *describe_alternatives(analysis)]
-        return [Group(*head, *map(Text, lines))]
+        lines += describe_type(analysis)
+        return [Group(*map(Text, describe_fitting(analysis)), *head, *map(Text, lines))]
     if analysis.result is None or analysis.machine is None:
         told = describe_running(model, analysis.why_not_run, stock=held.runner.is_stock)
         why = name_options(str(analysis.unmeasured))

@@ -316,14 +316,106 @@ FORMATS = {
         },
         Form(Kind.BNB8),
     ),
-    "torchao": Format(
+    "torchao int8": Format(
         {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}},
+        lambda out, inner: {
+            "_weight_qdata": ("I8", (out, inner)),
+            "_weight_scale": ("BF16", (out, 1)),
+        },
+        Form(Kind.W8A16, None, WordOrder.NONE),
+    ),
+    "torchao float8": Format(
+        {"quant_method": "torchao", "quant_type": {"default": {"_type": "Float8WeightOnlyConfig"}}},
+        lambda out, inner: {
+            "_weight_qdata": ("F8_E4M3", (out, inner)),
+            "_weight_scale": ("F32", (out, 1)),
+        },
+        Form(Kind.FP8_CHANNEL),
+    ),
+    "torchao, in a way that is not known": Format(
+        {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}},
         lambda out, inner: {
             "_weight_qdata": ("I8", (out, inner)),
             "_weight_scale": ("BF16", (out, 1)),
         },
         OTHER,
         from_config=False,
+    ),
+    "fp8 blocks, as MiniMax names the type": Format(
+        {
+            "quant_method": "fp8",
+            "fmt": "float8_e4m3fn",
+            "weight_block_size": [128, 128],
+            "activation_scheme": "dynamic",
+            "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+        },
+        lambda out, inner: {
+            "weight": ("F8_E4M3", (out, inner)),
+            "weight_scale_inv": ("BF16", (out // 128, inner // 128)),
+        },
+        Form(Kind.FP8_BLOCK, (128, 128)),
+    ),
+    "modelopt nvfp4 of weights alone, layer by layer": Format(
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "ignore": ["mtp*"],
+            "quantized_layers": {
+                name: {"quant_algo": "W4A16_NVFP4", "group_size": 16} for name in LINEAR
+            },
+        },
+        lambda out, inner: {
+            "weight": ("U8", (out, inner // 2)),
+            "weight_scale": ("F8_E4M3", (out, inner // 16)),
+            "weight_scale_2": ("F32", ()),
+        },
+        Form(Kind.NVFP4, (1, 16)),
+    ),
+    "modelopt mxfp8, named by what modules lie in": Format(
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {"model.layers": {"quant_algo": "MXFP8"}},
+        },
+        lambda out, inner: {
+            "weight": ("F8_E4M3", (out, inner)),
+            "weight_scale": ("U8", (out, inner // 32)),
+        },
+        Form(Kind.FP8_BLOCK, (1, 32)),
+    ),
+    "modelopt without a method": Format(
+        {"producer": {"name": "modelopt"}, "quant_algo": "FP8", "ignore": ["lm_head"]},
+        lambda out, inner: {
+            "weight": ("F8_E4M3", (out, inner)),
+            "weight_scale": ("F32", ()),
+            "input_scale": ("F32", ()),
+        },
+        Form(Kind.FP8_TENSOR),
+    ),
+    "auto-round": Format(
+        {
+            "quant_method": "auto-round",
+            "bits": 4,
+            "group_size": 128,
+            "sym": True,
+            "data_type": "int",
+            "packing_format": "auto_round:auto_gptq",
+            "extra_config": {"lm_head": {"bits": 16}},
+        },
+        lambda out, inner: {
+            "qweight": ("I32", (inner // 8, out)),
+            "qzeros": ("I32", (inner // 128, out // 8)),
+            "scales": ("F16", (inner // 128, out)),
+        },
+        Form(Kind.W4A16, (1, 128), WordOrder.GPTQ),
+    ),
+    "compressed-tensors mxfp8": Format(
+        weights(format="mxfp8-quantized", num_bits=8, type="float", group_size=32),
+        lambda out, inner: {
+            "weight": ("F8_E4M3", (out, inner)),
+            "weight_scale": ("U8", (out, inner // 32)),
+        },
+        Form(Kind.FP8_BLOCK, (1, 32)),
     ),
     "4-bit floats in a type of their own": Format(
         {"quant_method": "fp8", "expert_dtype": "fp4"},

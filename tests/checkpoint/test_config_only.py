@@ -199,7 +199,7 @@ def test_index_beside_the_config_is_compared(saved, tmp_path):
     ("changes", "message"),
     [
         ({"model_type": "newest"}, "does not have"),
-        ({"model_type": "vit"}, "cannot build"),
+        ({"model_type": "vit"}, "has no causal language model"),
         ({"hidden_size": "wide"}, "as hidden_size, expected a whole number"),
         ({"hidden_size": -4}, "cannot build"),
         ({"dtype": "float7"}, "cannot build"),

@@ -90,14 +90,36 @@ def _save_changed(family: str, changes: dict[str, object], folder: Path) -> None
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_that_a_model_runs_is_kept_and_obstacles_are_not(
+def test_what_keeps_a_model_from_running_is_kept_until_packages_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
     model = open_model(str(TINY_MOE))
-    for answer, told in (("it was busy", "it was busy"), (None, None), ("never asked", None)):
-        monkeypatch.setattr(runnable, "find_obstacle", lambda *_, answer=answer: answer)
-        assert why_not_run(hold(model)) == told
+
+    def ask(answer: str | None) -> str | None:
+        monkeypatch.setattr(runnable, "find_obstacle", lambda *_: answer)
+        return why_not_run(hold(model))
+
+    assert ask("a package is missing") == "a package is missing"
+    assert ask("never asked") == "a package is missing"
+    monkeypatch.setattr(runnable, "distributions", lambda: [])
+    assert ask(None) is None
+    assert ask("never asked") is None
+
+
+def test_that_it_could_not_be_told_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
+    model = open_model(str(TINY_MOE))
+
+    def fail(*_: object) -> str | None:
+        raise OSError("it was busy")
+
+    monkeypatch.setattr(runnable, "find_obstacle", fail)
+    assert "could not be told" in (why_not_run(hold(model)) or "")
+    monkeypatch.setattr(runnable, "find_obstacle", lambda *_: None)
+    assert why_not_run(hold(model)) is None
 
 
 @pytest.mark.slow

@@ -144,6 +144,26 @@ def store_gptq(weight: torch.Tensor, bits: int = 4, is_v2: bool = False) -> Quan
     }, values.T.float().contiguous()
 
 
+def store_auto_round(weight: torch.Tensor) -> Quantised:
+    """As GPTQ v1, in order and without an index."""
+    groups = weight.shape[1] // 128
+    codes, zeros, scale = _make_groups(weight, 4, 128, True, torch.float16)
+    values = (codes.unflatten(1, (groups, 128)) - zeros[:, :, None]).to(torch.float16)
+    return {
+        "qweight": _pack(codes, 4).T,
+        "qzeros": _pack(zeros.T - 1, 4),
+        "scales": scale.T,
+    }, (values * scale[:, :, None]).flatten(1).float()
+
+
+def store_torchao(weight: torch.Tensor) -> Quantised:
+    stored, values = store_bytes(weight)
+    return {f"_weight_{end}": stored[name] for end, name in _TORCHAO.items()}, values
+
+
+_TORCHAO = {"qdata": "weight", "scale": "weight_scale"}
+
+
 def store_awq(weight: torch.Tensor) -> Quantised:
     codes, zeros, scale = _make_groups(weight, 4, 128, True, torch.float16)
     order = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -258,6 +278,17 @@ _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 _INT8 = {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 64}
 _NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": False}
+_AUTO_ROUND = {
+    "quant_method": "auto-round",
+    "bits": 4,
+    "group_size": 128,
+    "sym": False,
+    "packing_format": "auto_round:auto_gptq",
+}
+_TORCHAO_INT8 = {
+    "quant_method": "torchao",
+    "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}},
+}
 _BNB4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 _FP8_ARGS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 
@@ -308,6 +339,8 @@ FORMS: dict[str, tuple[Callable[[torch.Tensor], Quantised], dict[str, Any]]] = {
         partial(store_gptq, bits=8, is_v2=True),
         _GPTQ | {"bits": 8, "checkpoint_format": "gptq_v2"},
     ),
+    "auto_round": (store_auto_round, _AUTO_ROUND),
+    "torchao_int8": (store_torchao, _TORCHAO_INT8),
     "awq": (store_awq, {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}),
     "nvfp4": (store_nvfp4, _compressed("nvfp4-pack-quantized", _NVFP4)),
     "nvfp4_modelopt": (

@@ -48,8 +48,9 @@ _ZEROS = [set[Part](), {Part.ZERO}]
 _OF_ORDER: dict[WordOrder, list[set[Part]]] = {
     WordOrder.COMPRESSED_TENSORS: _ZEROS,
     WordOrder.NONE: _ZEROS,
-    WordOrder.GPTQ: [{Part.ZERO, Part.GROUP_INDEX}],
-    WordOrder.GPTQ_V2: [{Part.ZERO, Part.GROUP_INDEX}],
+    # AutoRound leaves an index out that would say what is so anyway
+    WordOrder.GPTQ: [{Part.ZERO, Part.GROUP_INDEX}, {Part.ZERO}],
+    WordOrder.GPTQ_V2: [{Part.ZERO, Part.GROUP_INDEX}, {Part.ZERO}],
     WordOrder.AWQ: [{Part.ZERO}],
 }
 _OF_KIND: dict[Kind, list[set[Part]]] = {

@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, repeat
 
 from transformers import PreTrainedModel
 
@@ -12,6 +13,9 @@ from offplan.held.stage import Stage
 from offplan.runtime.loading.target import Source
 from offplan.runtime.refusal import refuse
 from offplan.transformers_private import WeightConverter, rename
+
+Renamed = tuple[str, str | None, WeightConverter | None]
+"""A parameter's name, the converter's pattern that a stored tensor's name has, and that."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,7 @@ def gather(
     """
     gathered: dict[tuple[str, Part], Gathered] = {}
     unused: list[Source] = []
-    renamed = rename(skeleton, [source.name_of_values for source in sources])
-    for source, (name, pattern, converter) in zip(sources, renamed, strict=True):
+    for source, (name, pattern, converter) in zip(sources, _rename(skeleton, sources), strict=True):
         if name not in state:
             unused.append(source)
             continue
@@ -93,11 +96,27 @@ def gather(
     return [*gathered.values()], unused
 
 
+def _rename(skeleton: PreTrainedModel, sources: Sequence[Source]) -> Iterator[Renamed]:
+    """Yield where each source goes: of the experts of one parameter, where the first and last do.
+
+    An expert's name differs from another's by its index alone, and transformers takes 0.1 ms for
+    one: of 60 layers of 256 experts it would take half a minute.
+    """
+    alike = [[*each] for _, each in groupby(sources, lambda each: (id(each.parameter), each.part))]
+    ends = [(each[0].name_of_values, each[-1].name_of_values) for each in alike]
+    renamed = rename(skeleton, [name for pair in ends for name in pair])
+    for group, (first, last) in zip(alike, zip(renamed, renamed, strict=True), strict=True):
+        if first == last:
+            yield from repeat(first, len(group))
+        else:
+            yield from rename(skeleton, [each.name_of_values for each in group])
+
+
 def _check_understood(name: str, parameter: Parameter) -> None:
     """Raise CheckpointError, which lists what was found, for what is sized and not understood."""
     if parameter.form.kind is Kind.OTHER:
         parts = (parameter.of(part)[0] for part in parameter.parts)
         raise refuse(
-            f"{name} is stored as what fits no known form, or not the one that its config says of "
-            "each expert: " + ", ".join(f"{t.name} {t.dtype} {list(t.shape)}" for t in parts)
+            f"{name} is stored as what fits no known form, or not the one that its config says: "
+            + ", ".join(f"{t.name} {t.dtype} {list(t.shape)}" for t in parts)
         )

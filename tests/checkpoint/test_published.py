@@ -1,0 +1,117 @@
+"""Published checkpoints, sized from the facts of their configs alone."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from offplan.checkpoint.open import open_model
+from offplan.errors import CheckpointError
+
+PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_bytes())
+QUICK = ("gpt-oss-20b", "Qwen3-32B-FP8-Static-PerTensor", "Qwen3-VL-8B-Instruct")
+
+
+def expand(name):
+    """List the names that one with ranges of numbers stands for."""
+    parts = re.split(r"\{([\d,-]+)\}", name)
+    choices = [[part] for part in parts]
+    for at in range(1, len(parts), 2):
+        ends = [[int(end) for end in each.split("-")] for each in parts[at].split(",")]
+        choices[at] = [str(n) for each in ends for n in range(each[0], each[-1] + 1)]
+    return ["".join(chosen) for chosen in itertools.product(*choices)]
+
+
+def unpack(value):
+    """Write out what the table abbreviates."""
+    if isinstance(value, list):
+        named = any(isinstance(each, str) and "{" in each for each in value)
+        return [name for each in value for name in expand(each)] if named else value
+    if not isinstance(value, dict):
+        return value
+    if "cycle" in value:
+        return value["cycle"] * value["times"]
+    if "runs" in value:
+        runs = (each.partition("*") for each in value["runs"].split())
+        return [yaml.safe_load(one) for one, _, count in runs for _ in range(int(count or 1))]
+    if "by_algorithm" in value:
+        return {
+            name: {"quant_algo": algorithm}
+            for algorithm, names in value["by_algorithm"].items()
+            for each in names
+            for name in expand(each)
+        }
+    return {key: unpack(each) for key, each in value.items()}
+
+
+def write_published(folder, name):
+    """Write the config of a published checkpoint, and what lies beside it."""
+    row = PUBLISHED[name]
+    (folder / "config.json").write_text(json.dumps(unpack(row["config"])))
+    if "beside" in row:
+        beside = {"quantization": unpack(row["beside"])}
+        (folder / "hf_quant_config.json").write_text(json.dumps(beside))
+    return folder / "config.json"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PUBLISHED],
+)
+def test_a_published_config_tells_what_is_stored(tmp_path, name):
+    pytest.importorskip("transformers")
+    model = open_model(write_published(tmp_path, name))
+    cache = sum(layer.kv_cache.bytes_per_token for layer in model.layers)
+    row = PUBLISHED[name]
+    found = {"bytes": model.total_bytes, "parameters": model.num_parameters, "cache": cache}
+    assert found == {key: row[key] for key in found}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "bfloat16"},
+        {"torch_dtype": "bfloat16"},
+        {"text_config": {"dtype": "bfloat16"}},
+        {"text_config": {"torch_dtype": "bfloat16"}},
+        {"dtype": None, "text_config": {"torch_dtype": "bfloat16"}},
+        {"torch_dtype": "bfloat16", "text_config": {"dtype": "bfloat16"}},
+    ],
+    ids=str,
+)
+def test_the_type_is_read_wherever_a_config_may_say_it(tmp_path, changes):
+    pytest.importorskip("transformers")
+    row = unpack(PUBLISHED["Qwen3-VL-8B-Instruct"]["config"])
+    text = {key: value for key, value in row["text_config"].items() if key != "dtype"}
+    config = row | changes | {"text_config": text | changes.get("text_config", {})}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = PUBLISHED["Qwen3-VL-8B-Instruct"]["bytes"]
+    assert open_model(tmp_path / "config.json").total_bytes == expected
+
+
+def test_a_type_that_is_asked_for_is_that_of_all_that_is_not_quantised(tmp_path):
+    pytest.importorskip("transformers")
+    path = write_published(tmp_path, "Qwen3-32B-FP8-Static-PerTensor")
+    stated, asked = open_model(path), open_model(path, dtype="float32")
+    assert (asked.dtype, stated.dtype) == ("float32", "bfloat16")
+    embedding = 2 * 151936 * 5120
+    assert asked.total_bytes - stated.total_bytes == pytest.approx(2 * embedding, rel=1e-3)
+
+
+def test_a_class_of_another_name_is_found_by_its_model_type(tmp_path):
+    pytest.importorskip("transformers")
+    path = write_published(tmp_path, "Qwen3-VL-8B-Instruct")
+    config = json.loads(path.read_text()) | {"architectures": ["Qwen3VLForText"]}
+    path.write_text(json.dumps(config))
+    assert open_model(path).total_bytes == PUBLISHED["Qwen3-VL-8B-Instruct"]["bytes"]
+
+
+def test_what_is_no_language_model_is_refused_as_that(tmp_path):
+    pytest.importorskip("transformers")
+    config = {"model_type": "vit", "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="has no causal language model"):
+        open_model(tmp_path / "config.json")
