@@ -64,7 +64,22 @@ def memory_limit(
     limits = [(group.limit_bytes, "the memory limit of its control group") for group in groups]
     pages = os.sysconf("SC_PHYS_PAGES")
     physical = os.sysconf("SC_PAGE_SIZE") * pages // 2**20 * 2**20  # in whole MiB, as people say
-    return min([(physical, "physical memory"), *limits])
+    what = "physical memory, less what the operating system keeps"
+    return min([(lockable_bytes(physical), what), *limits])
+
+
+def lockable_bytes(ram_bytes: int, system: str = "linux") -> int:
+    """Return the bytes of a machine's memory that its operating system leaves to be page-locked.
+
+    Linux keeps a tenth, and 2 GiB at least. WSL2's virtual machine has half of the memory unless
+    ``.wslconfig`` says otherwise, and its Linux keeps that part of it. Windows locks about half.
+    Source: Microsoft, "Advanced settings configuration in WSL"; FreeToken's issue 55; the part of
+    Linux is chosen.
+    """
+    if system == "windows":
+        return ram_bytes // 2
+    given = ram_bytes // 2 if system == "wsl2" else ram_bytes
+    return given - min(max(given // 10, 2 * 2**30), given // 2)
 
 
 def pin_limit(

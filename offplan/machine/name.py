@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offplan.errors import ProfileError
+from offplan.errors import InputError, ProfileError
+from offplan.hostmem.limits import lockable_bytes
 from offplan.kinds import describe_kind
 from offplan.machine.assumed import parse_link
+from offplan.units import parse_bytes
 
 SHIPPED = Path(__file__).parent / "profiles"
 _CHANGE = re.compile(r",(?=[a-z0-9_]+=)", re.IGNORECASE)
@@ -48,7 +50,8 @@ _BEFORE_TURING = re.compile(
 )
 """Normalised names of NVIDIA's GPUs of Volta and before."""
 _GPU_MEMORY = re.compile(r"^gpu_memory: \{value: ([0-9]+) G", re.MULTILINE)
-_SHORT_KEYS = {"pcie": "link", "ram": "host_memory", "vram": "gpu_memory"}
+_SHORT_KEYS = {"pcie": "link", "ram": "host_memory", "vram": "gpu_memory", "os": "system"}
+_SYSTEMS = ("linux", "wsl2", "windows")
 
 
 def shipped_profiles() -> list[str]:
@@ -123,10 +126,30 @@ class MachineName(NamedTuple):
                         f"`machine={self}`: {change} is no link: write its generation (3 to 6) and "
                         "lanes as pcie=4x16"
                     )
-            is_figure = key not in ("link", "name")
+            is_figure = key not in ("link", "name", "system")
             given = {"value": text, "basis": "reported", "source": "given with --machine"}
             data[key] = given if is_figure else text
+        system, ram = data.pop("system", None), data.get("host_memory")
+        if any(change.lower().startswith("ram=") for change in self.changes):
+            data["host_memory"] = _find_lockable(str(self), ram, system or "linux")
+        elif system is not None:
+            raise ProfileError(
+                f"`machine={self}`: os= says how much of the memory can be page-locked; give the "
+                "memory, too, as ram=64GiB"
+            )
         return data
+
+
+def _find_lockable(named: str, ram: Any, system: str) -> Any:
+    """Return the figure of what can be page-locked, for that of all memory."""
+    if system.lower() not in _SYSTEMS:
+        raise ProfileError(f"`machine={named}`: found os={system}, expected {', '.join(_SYSTEMS)}")
+    try:
+        num_bytes = lockable_bytes(parse_bytes(ram["value"]), system.lower())
+    except InputError:
+        return ram  # it is refused as other figures are
+    told = f"given with --machine: {ram['value']} of memory, less what {system} keeps"
+    return {**ram, "value": num_bytes, "source": told}
 
 
 def parse_name(text: str) -> MachineName:

@@ -10,6 +10,8 @@ from offplan.hostmem import limits
 from offplan.hostmem.cgroups import core_quota
 from offplan.hostmem.limits import pin_limit
 
+KEEPS = "physical memory, less what the operating system keeps"
+
 
 @pytest.fixture
 def lockable(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -23,11 +25,11 @@ def lockable(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     ("group", "ulimit", "expected"),
     [
-        (None, None, (2**30, "physical memory")),
-        (2**29, None, (2**29, "the memory limit of its control group")),
-        (2**40, None, (2**30, "physical memory")),
+        (None, None, (2**29, KEEPS)),
+        (2**28, None, (2**28, "the memory limit of its control group")),
+        (2**40, None, (2**29, KEEPS)),
         (None, 2**28, (2**28, "ulimit -l")),
-        (None, 2**16, (2**30, "physical memory")),  # more was pinned: it does not hold
+        (None, 2**16, (2**29, KEEPS)),  # more was pinned: it does not hold
     ],
 )
 def test_the_least_limit_counts(

@@ -133,7 +133,7 @@ def test_figures_are_changed_behind_the_name() -> None:
     assert changed.h2d.value == pytest.approx(usual.h2d.value / 2, rel=0.01)
     assert (changed.uva.value, changed.uva.basis) == (11.45e9, "estimated")
     assert changed.host_memory is not None
-    assert changed.host_memory.value == 2**36
+    assert changed.host_memory.value == 2**36 - 2**36 // 10, "the system keeps a tenth"
     assert changed.hbm == usual.hbm
     assert changed.fingerprint != usual.fingerprint
 
@@ -152,8 +152,28 @@ def test_what_rested_on_a_changed_figure_is_gone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "lockable"),
+    [
+        ("ram=64GiB,os=linux", 57.6),
+        ("ram=16GiB", 14),
+        ("ram=2GiB", 1),
+        ("ram=64GiB,os=wsl2", 28.8),
+        ("os=WSL2,RAM=32GiB", 14),
+        ("ram=64GiB,os=windows", 32),
+        ("host_memory=64GiB", 64),
+    ],
+)
+def test_what_of_the_memory_can_be_locked(changes: str, lockable: float) -> None:
+    found = load_profile(f"rtx4090,{changes}").host_memory
+    assert found is not None
+    assert found.value == pytest.approx(lockable * 2**30, abs=1)
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ("os=wsl2", "give the memory, too, as ram=64GiB"),
+        ("ram=8GiB,os=dos", "found os=dos, expected linux, wsl2, windows"),
         ("ram=8", "host_memory.value: '8' has no unit: is 8GiB meant"),
         ("pcie=7x2", "pcie=7x2 is no link"),
         ("ram=1GiB,ram=2GiB", "host_memory is given twice"),
