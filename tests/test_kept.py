@@ -76,6 +76,7 @@ KINDS = [
     Kind(stock._PASSES, (ASKED, {**ASKED, "held": ["x"]}), (passes([0, 1]), passes([0]))),
     Kind(runnable._NEEDS_STOCK, (ASKED, {**ASKED, "held": ["x"]}), ("runs", "runs")),
     Kind(runnable._RUNNABLE, (ASKED, {**ASKED, "held": ["x"]}), ("runs", "runs")),
+    Kind(runnable._OBSTACLES, (ASKED, {**ASKED, "held": ["x"]}), ("no class", "no kernel")),
 ]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=[kind.answers.kind for kind in KINDS])
 

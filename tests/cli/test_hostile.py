@@ -196,7 +196,8 @@ def test_the_module_is_the_program() -> None:
 def test_a_full_disk_for_stdout() -> None:
     done = run(f"{MAKE} > /dev/full")
     assert done.returncode == 1
-    assert done.stderr.endswith(f"{RUNS}offplan: [Errno 28] No space left on device\n")
+    told = "standard output cannot be written (No space left on device): make room where it leads"
+    assert done.stderr.endswith(f"{RUNS}offplan: {told}\n")
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def test_lines_in_a_pipe_have_no_blanks_behind_them(cli: CLI, command: tuple[obj
 @pytest.mark.slow
 def test_tables_in_a_pipe_are_not_wrapped(cli: CLI, tmp_path: Path) -> None:
     lines = cli("check", PLAN).out.splitlines()
-    assert [line.split()[1] for line in lines[1:4]] == ["model", "profile", "prediction"]
+    assert [line.split()[1] for line in lines[1:4]] == ["model", "figures", "profile"]
     edited = tmp_path / "edited.yaml"
     text = PLAN.read_text("utf-8").replace("source: tiny-moe", f"source: {TINY_MOE}")
     edited.write_text(text.replace("group_size: 2", "group_size: 3"), "utf-8")
