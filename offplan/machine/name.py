@@ -15,13 +15,14 @@ from offplan.units import parse_bytes
 SHIPPED = Path(__file__).parent / "profiles"
 _CHANGE = re.compile(r",(?=[a-z0-9_]+=)", re.IGNORECASE)
 _PCIE = re.compile(r"([0-9])(?:\.0)?x([0-9]+)", re.IGNORECASE)
-_MAKERS = re.compile(r"nvidia|geforce|gpu|[^a-z0-9]")
+_MAKERS = re.compile(r"nvidia|geforce|tesla|gpu|[^a-z0-9]")
 _OTHER_NAMES = {
     "gb10-c2c": ("dgxspark", "spark"),
     **{
         f"{name}-pcie5": tuple(f"{name}{form}" for form in ("sxm", "sxm5", f"{size}gb", "hgx"))
-        for name, size in (("h100", 80), ("h200", 141), ("h20", 96))
+        for name, size in (("h200", 141), ("h20", 96))
     },
+    "h100-pcie5": ("h100sxm", "h100sxm5", "h10080gb", "h10080gbhbm3", "h100hgx"),
     "b200-pcie5": ("b200sxm", "b200hgx", "dgxb200"),
     "b300-pcie5": ("b300sxm", "b300hgx", "dgxb300", "b300288gb"),
     "h100-nvl-pcie5": ("h10094gb",),
@@ -40,13 +41,16 @@ _VRAM_GIB = {
 """GPU memory of cards of which no profile is shipped. Source: NVIDIA's specifications."""
 _OTHER_MAKERS = {
     "AMD": r"(amd|instinct|radeon)+.*|mi[0-9]{2,3}[axp]?|(pro)?(rx|w)[0-9]{3,4}(xtx|xt|gre|m|s)*",
-    "Intel": r"(intel|arc|gaudi|flex|max1[0-9]{3})+.*|[ab][3-7][1578]0m?",
+    "Intel": r"(intel|gaudi|flex[0-9]|max1[0-9]{3}|arc(pro)?[ab]?[0-9]).*|arc|[ab][3-7][1578]0m?",
     "Apple": r"apple.*|m[1-9](pro|max|ultra)?",
 }
 """Normalised names of GPUs of other makers than NVIDIA."""
+_NVIDIA = re.compile(r"nvidia|geforce|tesla|quadro|[gr]tx", re.IGNORECASE)
+"""What of a name says NVIDIA, whatever maker of a processor is named beside."""
 _BEFORE_TURING = re.compile(
-    r"(tesla|quadro|titan)*((v|gv|p|gp|m|k)([1-9]0?|100|104)(s|pcie|sxm[23]?)?([0-9]{2}gb)?|"
-    r"gtx(9|10)[0-9]{2}(ti)?|xp|v)"
+    r"(v100s?|p(4|6|40|100)|m(4|6|10|40|60)|k(10|20x?|40|80))(pcie|sxm[23]?)?([0-9]{2}gb)?|"
+    r"(quadro)?(g[pv]100|[kmp][1-6][0-9]{2,3}([0-9]{2}gb)?)|"
+    r"(gtx)?titan(x|xp|xpascal|v|z|black)?|gtx(9|10)[0-9]{2}(ti)?([0-9]gb)?|mx[1-3][0-9]{2}"
 )
 """Normalised names of NVIDIA's GPUs of Volta and before."""
 _GPU_MEMORY = re.compile(r"^gpu_memory: \{value: ([0-9]+) G", re.MULTILINE)
@@ -184,6 +188,8 @@ def why_no_run(gpu: str) -> str | None:
 
 def _find_maker(gpu: str) -> str | None:
     """Find who makes a GPU, None where no name of another maker than NVIDIA is known."""
+    if _NVIDIA.search(gpu):
+        return None
     name = _normalise(gpu)
     return next((each for each, known in _OTHER_MAKERS.items() if re.fullmatch(known, name)), None)
 

@@ -21,6 +21,8 @@ from offplan.machine.profile import load_profile
         ("RTX 4080 SUPER", "rtx4080-super-pcie4"),
         ("rtx2080ti", "rtx2080ti-pcie3"),
         ("NVIDIA T4", "t4-pcie3"),
+        ("Tesla T4", "t4-pcie3"),
+        ("NVIDIA H100 80GB HBM3", "h100-pcie5"),
         ("V100", "v100-pcie3"),
         ("v100-32gb", "v100-32gb-pcie3"),
         ("A40", "a40-pcie4"),
@@ -72,9 +74,26 @@ def test_gpus_of_other_makers_are_called_so(typed: str, maker: str) -> None:
     assert "meant?" not in str(told.value)
 
 
-@pytest.mark.parametrize("gpu", ["NVIDIA V100", "Tesla P40", "NVIDIA GeForce GTX 1080 Ti"])
+@pytest.mark.parametrize(
+    "gpu",
+    [
+        *("NVIDIA V100", "Tesla V100S-PCIE-32GB", "Tesla P40", "Tesla M40 24GB", "Quadro P6000"),
+        *("NVIDIA GeForce GTX 1080 Ti", "NVIDIA GeForce GTX 1060 6GB", "NVIDIA TITAN X (Pascal)"),
+    ],
+)
 def test_run_needs_turing(gpu: str) -> None:
     assert f"needs a GPU of Turing (RTX 20, T4) or newer, found {gpu}" in str(why_no_run(gpu))
+
+
+@pytest.mark.parametrize(
+    "gpu",
+    [
+        *("AMD EPYC 9654 with RTX 4090", "Intel NUC, GeForce 5090", "Arch Linux box"),
+        *("NVIDIA TITAN RTX", "Quadro RTX 8000", "NVIDIA GeForce GTX 1650", "NVIDIA A30"),
+    ],
+)
+def test_a_name_that_says_nothing_against_run(gpu: str) -> None:
+    assert why_no_run(gpu) is None
 
 
 def test_run_is_for_nvidia() -> None:
