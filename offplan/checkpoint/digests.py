@@ -2,17 +2,17 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.weights import shard_bytes
-from offplan.errors import CheckpointError, InputError
+from offplan.errors import CheckpointError
 
 _BLOCK_BYTES = 2**24
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-MAX_LIST_BYTES = 2**24
-"""Beyond any list of digests."""
+_MAX_NOTE_BYTES = 2**10
+"""Beyond what huggingface_hub notes of a file: two digests and a time."""
 
 
 def locate_shards(model: Model) -> dict[str, Path]:
@@ -62,29 +62,10 @@ def find_hub_digest(path: Path, name: str) -> str | None:
     return named if _SHA256.fullmatch(named) else None
 
 
-def parse_list(path: Path) -> dict[str, str]:
-    """Read a list of digests by file name, as ``sha256sum`` writes it; raises InputError."""
-    found = {}
-    for line in _read_text(path).splitlines():
-        digest, _, name = line.partition("  ")
-        if not _SHA256.fullmatch(digest) or not name:
-            raise InputError(
-                f"{path}: found {line[:80]!r}, expected a SHA-256, two spaces and the name of a "
-                "file in each line, as offplan check --record-weights writes it; write it again"
-            )
-        found[name] = digest
-    return found
-
-
-def dump_list(digests: Mapping[str, str]) -> str:
-    """Write digests by file name as ``sha256sum`` does, sorted by name."""
-    return "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
-
-
 def _read_text(path: Path) -> str:
     """Return a small text file's content; empty where there is none that can be read."""
     try:
-        if not path.is_file() or path.stat().st_size > MAX_LIST_BYTES:
+        if not path.is_file() or path.stat().st_size > _MAX_NOTE_BYTES:
             return ""
         return path.read_text("utf-8")
     except (OSError, ValueError):

@@ -1,21 +1,21 @@
 """The bytes of a plan's weights, held against digests that were taken of them before."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from offplan.checkpoint.digests import (
-    dump_list,
-    find_hub_digest,
-    locate_shards,
-    parse_list,
-    read_digest,
-)
+from offplan.checkpoint.digests import find_hub_digest, locate_shards, read_digest
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.weights import shard_bytes
-from offplan.errors import InputError
+from offplan.errors import InputError, OffplanError
 from offplan.files import write_whole
 from offplan.progress import Progress
+from offplan.records import read_text
 from offplan.upkeep.finding import Finding
+
+_LINE = re.compile(r"([0-9a-f]{64})  (.+)")
+_MAX_LIST_BYTES = 2**24
+"""Beyond any list of digests."""
 
 
 def check_weights(
@@ -27,8 +27,8 @@ def check_weights(
     ``record`` it is written where no known digest contradicts it. ``on_progress`` hears (bytes
     read, bytes in all).
 
-    Raises CheckpointError for a file that cannot be read, and InputError for a list that is not
-    valid, or that is there with other digests and is to be written.
+    Raises CheckpointError for a file that cannot be read, InputError for a list that is not valid,
+    or that is there with other digests and is to be written, and OffplanError where it cannot be.
     """
     shards, wanted = locate_shards(model), shard_bytes(model)
     absent = [name for name in wanted if name not in shards]
@@ -39,7 +39,7 @@ def check_weights(
     expected = {name: digest for name, digest in given.items() if digest is not None}
     whose = "(the Hub's)"
     if listed is not None and listed.exists():
-        expected, whose = parse_list(listed), f"(in {listed.name})"
+        expected, whose = _read_list(listed), f"(in {listed.name})"
     found = _read_all(shards, on_progress)
     wrong = [
         f"{shards[name]} has SHA-256 {digest[:12]}, expected {expected[name][:12]} {whose}"
@@ -74,8 +74,29 @@ def _read_all(shards: Mapping[str, Path], on_progress: Progress) -> dict[str, st
     return {name: read_digest(path, count) for name, path in shards.items()}
 
 
+def _read_list(path: Path) -> dict[str, str]:
+    """Read a list of digests by file name, as ``sha256sum`` writes it; raises InputError."""
+    found = {}
+    for line in read_text(path, "list of digests", _MAX_LIST_BYTES, InputError).splitlines():
+        parts = _LINE.fullmatch(line)
+        if parts is None:
+            raise InputError(
+                f"{path}: found {line[:80]!r}, expected a SHA-256, two spaces and the name of a "
+                "file in each line, as offplan check --record-weights writes it: remove it to "
+                "write it again"
+            )
+        found[parts[2]] = parts[1]
+    return found
+
+
 def _record(path: Path, found: Mapping[str, str]) -> None:
-    text = dump_list(found)
-    if path.exists() and path.read_text("utf-8") != text:
+    if path.exists() and _read_list(path) != found:
         raise InputError(f"{path} is there with other files' digests: remove it to write it again")
-    write_whole(path, text.encode())
+    text = "".join(f"{digest}  {name}\n" for name, digest in sorted(found.items()))
+    try:
+        write_whole(path, text.encode())
+    except OSError as error:
+        raise OffplanError(
+            f"{path} cannot be written ({error.strerror}): make room there, or check a copy of "
+            "the plan in another folder"
+        ) from error

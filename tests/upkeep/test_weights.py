@@ -1,5 +1,6 @@
 """Bytes of weights that changed under an unchanged header are found by their SHA-256."""
 
+import errno
 import hashlib
 import json
 from pathlib import Path
@@ -52,10 +53,34 @@ def test_digests_beside_the_plan(cli: CLI, plan: Path) -> None:
     assert plan.with_suffix(".weights.sha256").read_text("utf-8") == listed
 
 
-def test_a_list_that_is_not_valid(cli: CLI, plan: Path) -> None:
-    plan.with_suffix(".weights.sha256").write_text("no digest\n", "utf-8")
-    code, _, err = cli("check", plan, "--file-only", "--weights")
-    assert (code, "expected a SHA-256, two spaces and the name" in err) == (2, True)
+@pytest.mark.parametrize("option", ["--weights", "--record-weights"])
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"no digest\n", "expected a SHA-256, two spaces and the name"),
+        (b"\xff\xfe", "is no list of digests, which is text in UTF-8"),
+    ],
+)
+def test_a_list_that_is_not_valid(
+    cli: CLI, plan: Path, option: str, content: bytes, told: str
+) -> None:
+    plan.with_suffix(".weights.sha256").write_bytes(content)
+    code, _, err = cli("check", plan, "--file-only", option)
+    assert (code, told in err) == (2, True), err
+
+
+def test_a_list_that_cannot_be_written(
+    cli: CLI, plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("offplan.upkeep.weights.write_whole", refuse)
+    code, _, err = cli("check", plan, "--file-only", "--record-weights")
+    assert (code, "sha256 cannot be written (No space left on device): make room" in err) == (
+        1,
+        True,
+    ), err
 
 
 def test_digests_that_the_hub_gave_a_folder(cli: CLI, plan: Path) -> None:
