@@ -126,6 +126,7 @@ def _check_profile(plan: Plan, model: Model | None) -> tuple[MachineProfile | No
     figures = (
         ("name", planned.name, machine.name),
         ("link", planned.link, machine.link),
+        ("basis", planned.basis, machine.basis),
         ("h2d", format_rate(planned.h2d), format_rate(machine.h2d.value)),
         ("uva", format_rate(planned.uva), format_rate(machine.uva.value)),
     )

@@ -124,12 +124,22 @@ def test_a_budget_that_is_exceeded_is_found_without_the_model(cli: CLI, tmp_path
     assert (code, "NO ROOM   prediction" in out) == (3, True), out
 
 
-def test_figures_of_a_machine_that_its_profile_does_not_have(cli: CLI, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ("h2d: 10 GB/s", "h2d: 99 GB/s", "h2d 99 GB/s -> 10 GB/s"),
+        ("basis: estimated\n  finger", "basis: measured\n  finger", "basis measured -> estimated"),
+    ],
+)
+def test_figures_of_a_machine_that_its_profile_does_not_have(
+    cli: CLI, tmp_path: Path, before: str, after: str, told: str
+) -> None:
     path = tmp_path / "plan.yaml"
     text = TEXT.replace("source: tiny-moe", "source: nobody/has-this-model")
-    path.write_text(text.replace("h2d: 10 GB/s", "h2d: 99 GB/s"), "utf-8")
+    assert before in text
+    path.write_text(text.replace(before, after), "utf-8")
     code, out, _ = cli("check", path, "--file-only")
-    assert (code, "h2d 99 GB/s -> 10 GB/s" in " ".join(out.split())) == (4, True), out
+    assert (code, told in " ".join(out.split())) == (4, True), out
 
 
 def test_what_is_not_told_fails_a_strict_check(cli: CLI, tmp_path: Path) -> None:
