@@ -96,7 +96,7 @@ def analyze_result(question: Question, result: PlanResult) -> Analysis:
     plan = result.plan
     return Analysis(
         question.held,
-        why_no_run(question.machine.name) or why_not_plan(question.model, plan),
+        why_not_plan(question.model, plan),
         question.machine,
         result,
         find_sooner(question, result),
@@ -113,6 +113,8 @@ def why_not_plan(model: Model, plan: Plan, *, edited: bool = False) -> str | Non
     are to multiply is asked of transformers' class besides: each answer takes a process of its own.
     Of a plan that may be ``edited`` the whole decision is asked.
     """
+    if (why := why_no_run(plan.machine.name)) is not None:
+        return why
     try:
         plan.require_one_gpu()
     except PlanError as error:

@@ -79,6 +79,14 @@ def test_a_model_that_run_refuses(cli: CLI, tmp_path: Path, copy: Path) -> None:
     assert (ran.code, "tokens behind its own" in ran.err) == (2, True)
 
 
+def test_a_machine_that_run_is_not_for(cli: CLI, tmp_path: Path) -> None:
+    made = tmp_path / "made.yaml"
+    assert cli("plan", TINY_MOE, "--machine", "v100", "-o", made).code == 0
+    checked = cli("check", made, "--file-only")
+    assert checked.code == 2, checked
+    assert "needs a GPU of Turing (RTX 20, T4) or newer" in words(checked.out)
+
+
 def test_an_engine_that_cannot_be_told_the_decision(cli: CLI, tmp_path: Path) -> None:
     plan = write_plan(tmp_path, KEEPING)
     text = plan.read_text("utf-8")
