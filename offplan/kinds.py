@@ -18,10 +18,7 @@ _REMEDIES = {
     ("a profile", "a model"): "name the profile as `machine`",
     ("a model", "a plan"): "make a plan of it: offplan plan {path} -o plan.yaml",
     ("a model", "a machine"): _NAME_A_MACHINE,
-    (
-        "a folder",
-        "a plan",
-    ): "name the plan's file",
+    ("a folder", "a plan"): "name the plan's file",
     ("a folder", "a machine"): _NAME_A_MACHINE,
 }
 _SHORT = {
