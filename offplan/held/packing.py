@@ -53,7 +53,7 @@ def check_unpacked(model: Model, unpacked: Unpacked) -> None:
         )
         if not is_there:
             raise InputError(
-                f"leave-unpacked {name}: no matrix of {model.source} goes by it; name one of the "
+                f"`leave_unpacked={name}`: no matrix of {model.source} goes by it; name one of the "
                 f"layers 0 to {len(model.layers) - 1} (7), a segment (mlp.down_proj), both "
                 "(7.mlp.down_proj), or output_head"
             )

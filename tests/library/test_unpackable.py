@@ -190,7 +190,7 @@ def test_replan_leaves_what_is_named(cli: CLI, folder: Path, tmp_path: Path) -> 
     made = load_plan(tmp_path / "made.yaml")
     assert made.goal.leave_unpacked == ("1", "2.self_attn")
     code, _, err = cli("replan", path, "--leave-unpacked", "9")
-    assert (code, "leave-unpacked 9: no matrix of" in err) == (2, True)
+    assert (code, "offplan: --leave-unpacked 9: no matrix of" in err) == (2, True)
     code, out, _ = cli("replan", tmp_path / "made.yaml")
     assert out == (tmp_path / "made.yaml").read_text()
 
