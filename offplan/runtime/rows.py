@@ -280,8 +280,8 @@ class Rows:
         is_nan, joined = self._find_nan(logits), dict[int, Joined]()
         for part, each in zip(parts, logits, strict=True):
             row = self._rows[part.row]
+            row.owner = part.owner  # before the tokens: they are never another owner's
             row.num_begun, row.is_nan, row.tokens = len(part.prompt), is_nan, [*part.prompt]
-            row.owner = part.owner
             joined[part.row] = Joined(part.row, each, len(part.prompt) - part.start)
         return joined
 

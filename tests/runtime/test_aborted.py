@@ -22,13 +22,13 @@ from offplan.checkpoint.open import open_model
 from offplan.plan import Backend, Offload, Packing
 from offplan.runtime.model.caches import Swap
 from offplan.runtime.passes.link import Link
-from offplan.runtime.rows import Rows
+from offplan.runtime.rows import Rows, _Row
 from offplan.runtime.session import Session
 from tests.hostcores.cores import require_cores
 from tests.runtime.cached import keeping
 from tests.runtime.conftest import save_tiny
 from tests.runtime.divided import dividing, save, wide
-from tests.runtime.plans import CONTEXT, LateLink, group, in_parts, offload
+from tests.runtime.plans import CONTEXT, LateLink, group, in_parts, offload, open_session
 from tests.runtime.quantise import save_stored
 from tests.tiers import each_value_once
 
@@ -299,6 +299,34 @@ def test_a_prompt_that_is_aborted_leaves_the_other_texts_right(find: Find) -> No
             texts.step(own)
         texts.rows.find_nan(TEXTS["second"])
         texts.step(own)
+
+
+@pytest.mark.slow
+def test_an_aborted_joining_leaves_nothing_to_the_owner_before(
+    find: Find, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the joining was about to note of the row."""
+    moments, note = Moments(), _Row.__setattr__
+
+    def pass_by(row: _Row, name: str, value: object) -> None:
+        moments.pass_by(name)
+        note(row, name, value)
+
+    monkeypatch.setattr(_Row, "__setattr__", pass_by)
+    with open_session(find("float32")[0], offload()) as session:
+        rows, prompt, moment, was_aborted = Rows(session, 1), TEXTS["first"][:4], 0, True
+        while was_aborted:
+            row, _, num_read = rows.join(prompt, "before")
+            assert num_read == len(prompt), moment
+            rows.leave(row)
+            rows.leave(rows.join(TEXTS["second"][1:4], "before").row)  # begins otherwise
+            moments.left, moment, was_aborted = moment, moment + 1, False
+            try:
+                rows.join(prompt, "owner")
+            except Abort:
+                was_aborted = True
+            moments.left = None
+    assert moment > 5
 
 
 @pytest.mark.slow
