@@ -156,7 +156,8 @@ class JoinedTexts:
                 {row: each for each, (row, _, _) in zip(texts, joined, strict=True)}, logits, began
             )
         except BaseException:
-            for each in texts:
+            for each, (row, *_) in zip(texts, joined, strict=True):
+                each._row = row  # which the loop may not have come to
                 self.leave(each)
             raise
         if self._measured is not None and not self._measured.prefill_link_bytes:

@@ -259,11 +259,11 @@ def test_a_models_rules_are_those_of_transformers(
             assert made[number] == expected[0, len(prompt) :].tolist()
 
 
-def test_a_text_whose_joining_fails_leaves_its_row(
+def test_texts_whose_joining_fails_leave_their_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_session(save_tiny("qwen3", tmp_path), offload()) as session:
-        texts = JoinedTexts(Rows(session, 2))
+        texts = JoinedTexts(Rows(session, 3))
         texts.join([Continued(Text(Words(), [3, 4, 5], num_tokens=2))])
 
         def fail(*_: object) -> None:
@@ -271,5 +271,7 @@ def test_a_text_whose_joining_fails_leaves_its_row(
 
         monkeypatch.setattr(JoinedTexts, "_make_chooser", fail)
         with pytest.raises(MemoryError):
-            texts.join([Continued(Text(Words(), [6, 7], num_tokens=2))])
-        assert texts.num_free == len(texts) == 1
+            texts.join(
+                [Continued(Text(Words(), prompt, num_tokens=2)) for prompt in ([6, 7], [8, 9])]
+            )
+        assert (texts.num_free, len(texts)) == (2, 1)
