@@ -83,7 +83,7 @@ def _quantise_one(
         if is_of_tower(tensor.name) or quantisation.leaves_misfits:
             return None
         raise _undetermined(where, quantisation, f"what is stored of {quote(tensor.name)}")
-    key = id(scheme), rows, columns
+    key = id(scheme), rows, columns  # a quantisation keeps its schemes, and makes none anew
     if key not in memo:
         memo[key] = scheme.store(rows, columns)
     return [TensorInfo(f"{module}.{end}", dtype, shape) for end, dtype, shape in memo[key]]
@@ -95,9 +95,10 @@ def _one_by_one(
     """Yield tensors, of fused experts each expert's own: so quantisers see and store them.
 
     Source: ModelOpt's and llm-compressor's exports of Gemma 4, Qwen3.5 and Qwen3-VL. MLX's and
-    gpt-oss' stay fused.
+    gpt-oss' stay fused, and so do others where a tool takes modules of the class Linear alone.
     """
     stays_fused = quantisation.takes_experts_alone or quantisation.takes_embeddings
+    stays_fused |= quantisation.takes_linear_alone
     for tensor, use in built:
         experts, _, name = tensor.name.rpartition(".")
         names = _FUSED.get(name)

@@ -10,13 +10,19 @@ from typing import Any, NamedTuple
 
 from offplan.forms.compressed_tensors import read_compressed_tensors
 from offplan.forms.form import OTHER, Form, Kind, Part, WordOrder
-from offplan.forms.matching import has_run, matches_wildcard, skips, targets
+from offplan.forms.matching import compile_pattern, has_run, matches_wildcard, skips, targets
 from offplan.forms.quantisation import Quantisation, note_scales
 from offplan.forms.scheme import BNB4_STATE_BYTES, Scheme
 from offplan.forms.stated import block_of, grouped_form, is_record, names_of
 
 _IN_STACK = re.compile(r"\.\d+\.")
 """Tells the modules of a stack of layers from those outside, such as the head."""
+_NAME = re.compile(r"[\w.]+\.\d+\.[\w.]+")
+"""Tells names of such modules from patterns, where a key may be either."""
+_AUTO_ROUND_UNREAD = (
+    *("quant_lm_head", "dynamic", "modules_in_block_to_quantize", "modules_to_not_convert"),
+)
+"""Keys of AutoRound by which it takes other layers than all of its blocks."""
 _E4M3 = ("e4m3", "float8_e4m3fn")
 _MODELOPT_FORMS = {
     "FP8": Form(Kind.FP8_TENSOR),
@@ -142,7 +148,11 @@ def _read_bitsandbytes(stated: Mapping[str, Any], model: _Model) -> Quantisation
         return Quantisation("bitsandbytes")
     skipped = stated.get("llm_int8_skip_modules")
     return Quantisation(
-        "bitsandbytes", _all_but(skipped, scheme), skips_head=skipped is None, note=note
+        "bitsandbytes",
+        _all_but(skipped, scheme),
+        skips_head=skipped is None,
+        takes_linear_alone=True,
+        note=note,
     )
 
 
@@ -160,6 +170,8 @@ def _read_gptq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     scheme = Scheme(form, "gptq", "F16", {Part.GROUP_INDEX: is_shuffled})
     patterns = [f"re:{key[2:]}" for key in excepted]
     blocks = stated.get("modules_in_block_to_quantize")
+    if blocks and not isinstance(blocks, list):
+        return Quantisation("gptq")
     only = tuple(name for names in blocks for name in names_of(names)) if blocks else ("",)
 
     def find(module: str) -> Scheme | None:
@@ -172,11 +184,16 @@ def _read_gptq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
 def _read_auto_round(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     """Read AutoRound's own files, of which one layout is known: GPTQ's words, without an index.
 
-    Source: AutoRound 0.9, ``export_to_autoround``.
+    Source: AutoRound 0.9, ``export_to_autoround`` and ``get_layer_config``.
     """
     own = stated.get("extra_config") or {}
-    is_known = stated.get("packing_format") == "auto_round:auto_gptq" and is_record(own)
-    is_known &= stated.get("data_type", "int") == "int" and not stated.get("quant_lm_head")
+    blocks = stated.get("block_name_to_quantize") or stated.get("to_quant_block_names") or ""
+    blocks = tuple(blocks.split(",")) if isinstance(blocks, str) else names_of(blocks)
+    is_known = stated.get("packing_format") == "auto_round:auto_gptq" and bool(blocks)
+    is_known &= stated.get("data_type", "int") == "int"
+    is_known &= not any(stated.get(key) for key in _AUTO_ROUND_UNREAD)
+    if not is_known or not is_record(own):
+        return Quantisation("auto-round")
 
     def scheme_of(said: Mapping[str, Any]) -> Scheme | None:
         bits, group = (said.get(key, stated.get(key)) for key in ("bits", "group_size"))
@@ -185,13 +202,19 @@ def _read_auto_round(stated: Mapping[str, Any], model: _Model) -> Quantisation:
         return Scheme(grouped_form(bits, group, WordOrder.GPTQ), "auto-round gptq", "F16")
 
     usual = scheme_of({})
-    named = {name: scheme_of(said) for name, said in own.items() if is_record(said)}
+    named = {name: scheme_of(said) for name, said in own.items() if is_record(said) and said}
+    patterns = [name for name in named if not _NAME.fullmatch(name)]
     found = [usual, *named.values()]
-    if not is_known or usual is None or any(each and each.form is OTHER for each in found):
+    if usual is None or any(each and each.form is OTHER for each in found):
         return Quantisation("auto-round")
 
     def find(module: str) -> Scheme | None:
-        return named.get(module, usual) if _IN_STACK.search(module) else None
+        if not module.startswith(blocks) or not _IN_STACK.search(module):
+            return None
+        if module in named:
+            return named[module]
+        meant = (named[each] for each in patterns if compile_pattern(each).search(module))
+        return next(meant, usual)
 
     return Quantisation("auto-round", find, note=note_scales("F16"))
 
@@ -286,7 +309,8 @@ def _read_torchao(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     scale = "F32" if form.kind is Kind.FP8_CHANNEL else model.float_type
     skipped = stated.get("modules_to_not_convert")
     scheme = Scheme(form, f"torchao {form.kind.value}", scale)
-    return Quantisation("torchao", _all_but(skipped, scheme), skips_head=skipped is None)
+    find = _all_but(skipped, scheme)
+    return Quantisation("torchao", find, skips_head=skipped is None, takes_linear_alone=True)
 
 
 def _read_mlx(stated: Mapping[str, Any], model: _Model) -> Quantisation:

@@ -25,6 +25,8 @@ class Quantisation:
     """Whether the head, and what is tied to it, is left as it is without being named."""
     takes_embeddings: bool = False
     """Whether embeddings are quantised as linear layers are."""
+    takes_linear_alone: bool = False
+    """Whether its tool takes modules of the class Linear alone, and so no fused experts."""
     is_known: bool = True
     """Whether the meaning of what this method stores is known."""
     leaves_misfits: bool = False

@@ -215,6 +215,64 @@ def test_what_the_config_does_not_determine_is_refused(tmp_path, name):
         open_model(str(folder / "config.json"))
 
 
+QWEN3_VL_MOE = {
+    "model_type": "qwen3_vl_moe",
+    "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+    "dtype": "bfloat16",
+    "text_config": {
+        "model_type": "qwen3_vl_moe_text",
+        "num_hidden_layers": 1,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 48,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 64,
+    },
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "deepstack_visual_indexes": [],
+    },
+}
+
+
+def open_qwen3_vl_moe(folder, **more):
+    config = QWEN3_VL_MOE | more
+    (folder / "config.json").write_text(json.dumps(config))
+    (layer,) = open_model(str(folder / "config.json")).layers
+    return {p.name.partition("experts.")[2]: p for p in layer.parameters if p.is_expert}
+
+
+def test_fused_experts_lie_as_they_are_published(tmp_path):
+    pytest.importorskip("transformers")
+    fused = open_qwen3_vl_moe(tmp_path)
+    assert {name: p.shape for name, p in fused.items()} == {
+        "gate_up_proj": (2, 64, 96),
+        "down_proj": (2, 48, 64),
+    }
+    quantised = FORMATS["modelopt nvfp4"].config
+    alone = open_qwen3_vl_moe(tmp_path, quantization_config=quantised)
+    assert {name: p.shape for name, p in alone.items()} == {
+        "gate_proj.weight": (48, 64),
+        "up_proj.weight": (48, 64),
+        "down_proj.weight": (64, 48),
+    }
+
+
+@pytest.mark.parametrize("name", ["bitsandbytes nf4", "bitsandbytes int8", "torchao int8"])
+def test_fused_experts_are_none_of_a_tool_for_linear_layers(tmp_path, name):
+    pytest.importorskip("transformers")
+    with pytest.raises(CheckpointError, match=r"what is stored of .*experts"):
+        open_qwen3_vl_moe(tmp_path, quantization_config=FORMATS[name].config)
+
+
 @pytest.mark.parametrize("source", ["", "config.json"])
 def test_what_modelopt_says_beside_a_config_that_is_silent_is_read(tmp_path, source):
     format = FORMATS["modelopt fp8"]

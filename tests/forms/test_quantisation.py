@@ -11,13 +11,15 @@ from offplan.forms.methods import read_quantisation
 
 METHODS = (
     *("fp8", "mxfp4", "bitsandbytes", "gptq", "awq"),
-    *("compressed-tensors", "modelopt", "mlx", "torchao"),
+    *("compressed-tensors", "modelopt", "mlx", "torchao", "auto-round"),
 )
 KEYS = (
     *("bits", "group_size", "weight_block_size", "modules_to_not_convert", "ignored_layers"),
     *("activation_scheme", "ignore", "config_groups", "format", "dynamic", "checkpoint_format"),
     *("version", "zero_point", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type"),
     *("quant_algo", "exclude_modules", "quantization", "modules_in_block_to_quantize", "mode"),
+    *("quant_type", "quantized_layers", "kv_cache_scheme", "extra_config", "packing_format"),
+    *("expert_dtype", "fmt", "block_name_to_quantize"),
 )
 VALUES = st.recursive(
     st.none()
@@ -122,6 +124,31 @@ def test_either_key_names_the_layout(key: str) -> None:
     assert read("model.layers.0.mlp.up_proj", **stated) == v2
 
 
+AUTO_ROUND = {
+    "quant_method": "auto-round",
+    "bits": 4,
+    "group_size": 128,
+    "packing_format": "auto_round:auto_gptq",
+}
+
+
+def test_auto_round_takes_the_blocks_that_it_names() -> None:
+    blocks = "model.language_model.layers"
+    stated = AUTO_ROUND | {"block_name_to_quantize": blocks}
+    form = Form(Kind.W4A16, (1, 128), WordOrder.GPTQ)
+    assert read(f"{blocks}.0.mlp.up_proj", **stated) == form
+    assert read("model.visual.blocks.0.mlp.up_proj", **stated) is None
+
+
+def test_auto_round_names_exceptions_or_has_patterns_of_them() -> None:
+    named, pattern = {"model.layers.0.mlp.up_proj": {"bits": 8}}, {r"layers\.\d\.mlp": {"bits": 16}}
+    stated = AUTO_ROUND | {"extra_config": pattern | named | {"lm_head": {"bits": 8}}}
+    form = Form(Kind.W4A16, (1, 128), WordOrder.GPTQ)
+    assert read("model.layers.0.mlp.up_proj", **stated) == form._replace(kind=Kind.W8A16)
+    assert read("model.layers.1.mlp.up_proj", **stated) is None
+    assert read("model.layers.1.self_attn.q_proj", **stated) == form
+
+
 CONTRADICTORY = {"checkpoint_format": "gptq", "format": "gptq_v2"}
 
 
@@ -139,6 +166,10 @@ CONTRADICTORY = {"checkpoint_format": "gptq", "format": "gptq_v2"}
         {"quant_method": "fp8", "fmt": "e5m2"},
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "int4"},
         {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "modules_in_block_to_quantize": 1},
+        AUTO_ROUND | {"extra_config": [["lm_head"]]},
+        AUTO_ROUND | {"modules_to_not_convert": ["self_attn"]},
+        AUTO_ROUND | {"block_name_to_quantize": [["model.layers"]]},
         {
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
