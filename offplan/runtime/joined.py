@@ -92,9 +92,9 @@ class JoinedTexts:
     Each text draws from random numbers of its own. Its logits are those that it has alone up to the
     order of sums, which depends on how many rows a pass has. In float32 the difference stands in
     the last bits, and tokens are the same but for ties. In a shorter type tokens may differ with
-    the number of rows. At one number of rows (``sizes=()`` of ``Rows``), with all weights resident
-    and none multiplied by the host's cores, a text is the same bit for bit whatever it is beside,
-    if its prompt is read alone and as a whole.
+    the number of rows. A text is the same bit for bit, whatever it is beside, under three
+    conditions: there is one number of rows (``sizes=()`` of ``Rows``); all weights are resident,
+    and the host's cores multiply none; its prompt is read alone and as a whole.
 
     Runs on the session's stream. The next step is queued before the tokens of the last one are
     read, so that the device is not kept waiting for the host.

@@ -63,8 +63,8 @@ def prepare(
     ``stock`` builds it for transformers' own passes. With ``share_layers`` layers that are alike
     read the weights of the first of them; the plan then offloads none.
 
-    Raises what ``fit`` raises, MemoryLimitError where the host's memory or a second GPU is lacking,
-    and OffplanError where a package is, or what builds the kernels for the host's cores.
+    Raises what ``fit`` raises, and MemoryLimitError where the host's memory or a second GPU is
+    lacking. Raises OffplanError where a package is, or what builds the host's kernels.
     """
     stage = hold(model, offload.packing, stock=stock)
     prepared = fit(stage, offload, on_gpu=device.type == "cuda")
@@ -89,8 +89,8 @@ def fit(stage: Stage, offload: Offload, *, on_gpu: bool) -> Prepared:
 
     ``stage`` is held by the decision's packing. Nothing is asked of this machine, and ``on_gpu``
     says whether a GPU is to run it. Raises PlanError for a decision that does not fit the model or
-    that ``run`` refuses, and CheckpointError for a model that cannot run or files whose headers do
-    not fit it.
+    that ``run`` refuses. Raises CheckpointError for a model that cannot run, and for files whose
+    headers do not fit it.
     """
     model, stock = stage.model, stage.runner.is_stock
     module = build_stock(model) if stock else build_skeleton(model)

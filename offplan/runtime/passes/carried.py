@@ -32,10 +32,10 @@ class CarriedState:
                                   tables, experts in parts, what the host's cores have begun
     ============================  ==========================================================
 
-    Texts are not of it: caches and linear attention's states belong to whoever has texts in them
-    (``length`` of a runner, ``Rows``), and a pass writes to the rows of its own texts alone. Copies
-    that are still on their way are not either: a link's copies keep their order, and a slot that
-    is believed empty is copied to, and waited for, before it is read.
+    Texts are not of it. Caches and linear attention's states belong to whoever has texts in them
+    (``length`` of a runner, ``Rows``). A pass writes to the rows of its own texts alone. Copies
+    that are still on their way are not of it either. A link's copies keep their order, and a slot
+    that is believed empty is copied to, and waited for, before it is read.
     """
 
     def __init__(self, *carried: Carried) -> None:
