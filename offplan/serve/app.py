@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,7 +22,7 @@ from offplan.runtime.joined import Added, Continued
 from offplan.serve.answers import Answer, Choice, make_answer
 from offplan.serve.clients import identify
 from offplan.serve.errors import ApiError
-from offplan.serve.guard import Guard
+from offplan.serve.guard import Guard, finish_before
 from offplan.serve.metrics import Metrics
 from offplan.serve.reading import Reader, read_drawing
 from offplan.serve.requests import ChatRequest, CompletionRequest, R, parse_request
@@ -43,6 +44,8 @@ _PATHS = ("/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/comp
 """Paths that are counted by their names; those that clients make up are counted together."""
 _LATER = {"retry-after": "1"}
 _SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+
+T = TypeVar("T")
 
 
 class ClientGoneError(Exception):
@@ -80,6 +83,8 @@ class Service:
         default_factory=lambda: WatchedThread("offplan-parser", "the parser of bodies")
     )
     """One thread: the objects of one large body after the other are in memory."""
+    _ending: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once no request waits for a thread any more."""
 
     def __post_init__(self) -> None:
         """Make what names tokens."""
@@ -89,8 +94,12 @@ class Service:
         """Read a request from a body, off the event loop if it is large; raises ApiError."""
         if len(body) <= _SMALL_BODY_BYTES:
             return parse_request(kind, body)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.parsing, parse_request, kind, body)
+        return await self.call(self.parsing, parse_request, kind, body)
+
+    async def call(self, thread: WatchedThread, call: Callable[..., T], *arguments: Any) -> T:
+        """Have a thread make a call; raises ApiError where the server ends before it is made."""
+        made = asyncio.get_running_loop().run_in_executor(thread, call, *arguments)
+        return await finish_before(self._ending, made)
 
     def drain(self) -> None:
         """Take no more requests; texts that are here are finished."""
@@ -103,14 +112,24 @@ class Service:
         """Those that the event loop hands requests to."""
         return self.parsing, self.tokenizing, self.rendering
 
-    def stop(self) -> None:
-        """End all texts behind the pass at hand, and all threads; waits for none.
+    def end(self) -> None:
+        """End all texts behind the pass at hand, and the requests that wait for a thread."""
+        self._ending.set()
+        self.worker.stop()
+
+    def stop(self, within_s: float) -> str | None:
+        """End all threads behind what each is at; return what one is at after so many seconds.
 
         The event loop must have ended, which gives them work.
         """
         self.worker.stop()
-        for threads in self.threads:
-            threads.shutdown(wait=False, cancel_futures=True)
+        for thread in self.threads:
+            thread.shutdown(wait=False, cancel_futures=True)
+        until_s = time.monotonic() + within_s
+        if not self.worker.join(within_s):
+            return "the pass at hand"
+        left = (t for t in self.threads if not t.join(max(0, until_s - time.monotonic())))
+        return next((thread.what for thread in left), None)
 
 
 def make_app(service: Service, origins: Sequence[str] = ()) -> ASGIApp:
@@ -268,9 +287,9 @@ class _Generating:
         try:
             read = partial(service.reader.read, asked)
             if isinstance(asked, ChatRequest):
-                rendering = loop.run_in_executor(service.rendering, service.reader.render, asked)
+                rendering = service.call(service.rendering, service.reader.render, asked)
                 read = partial(read, await rendering)
-            texts = await loop.run_in_executor(service.tokenizing, read)
+            texts = await service.call(service.tokenizing, read)
             for index, text in enumerate(texts):
                 tell = partial(_tell, loop, events, index)
                 continued = Continued(text, drawing, asked.num_logprobs, owner=client.owner)

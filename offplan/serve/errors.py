@@ -65,6 +65,11 @@ _IN_REQUESTS = {
 """pydantic's errors in the words of who writes the request."""
 
 
+def refuse_ending() -> ApiError:
+    """Refuse what a server that ends does no more."""
+    return ApiError(503, "the server is shutting down", code="shutting_down")
+
+
 def refuse_length(context: int, num_prompt: int, num_tokens: int | None = None) -> ApiError:
     """Refuse a prompt of so many tokens, with so many to be made, that exceeds the context."""
     asked = f"the prompt has {num_prompt} tokens"

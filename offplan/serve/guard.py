@@ -5,14 +5,15 @@ import contextlib
 import hmac
 import ipaddress
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from starlette.requests import Request
 
 from offplan.errors import InputError
 from offplan.serve.connections import name_client
-from offplan.serve.errors import ApiError
+from offplan.serve.errors import ApiError, refuse_ending
 
 _OPEN_PATHS = ("/health",)
 """Paths that need no key: they say nothing but that the server is there."""
@@ -22,6 +23,8 @@ _BODY_BYTES_PER_S = 16 * 2**10
 
 Source: the directive RequestReadTimeout of Apache's mod_reqtimeout, which has a MinRate."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -104,16 +107,7 @@ class Guard:
         named = request.headers.get("content-length", "0")
         if named.isdecimal() and int(named) > self.max_body_bytes:
             raise self._refuse_body()
-        reading = asyncio.ensure_future(self._collect(request))
-        ending = asyncio.ensure_future(self.ending.wait())
-        try:
-            await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():
-                raise ApiError(503, "the server is shutting down", code="shutting_down")
-            return await reading
-        finally:
-            reading.cancel()
-            ending.cancel()
+        return await finish_before(self.ending, self._collect(request))
 
     async def _collect(self, request: Request) -> bytes:
         body, loop = bytearray(), asyncio.get_running_loop()
@@ -138,6 +132,19 @@ class Guard:
 
     def _refuse_body(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self.max_body_bytes} bytes, the most here")
+
+
+async def finish_before(ending: asyncio.Event, doing: Awaitable[T]) -> T:
+    """Await what is being done; raises ApiError with 503 where the server's end comes first."""
+    done, ended = asyncio.ensure_future(doing), asyncio.ensure_future(ending.wait())
+    try:
+        await asyncio.wait({done, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not done.done():
+            raise refuse_ending()
+        return await done
+    finally:
+        done.cancel()
+        ended.cancel()
 
 
 def check_exposure(host: str, api_key: str | None, *, insecure: bool) -> None:

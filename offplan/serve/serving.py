@@ -32,7 +32,7 @@ stop`` leaves. Source: https://docs.docker.com/reference/cli/docker/container/st
 _LAST_ANSWERS_S = 1
 """Seconds for the last answers to be read, once all texts have ended."""
 _END_S = 0.5
-"""Seconds that the end leaves to the pass at hand."""
+"""Seconds that the end leaves to the pass at hand, and to what threads are at."""
 _LOADING_END_S = 2.0
 """Seconds that loading has to end by its KeyboardInterrupt."""
 _POLL_S = 0.05
@@ -83,8 +83,8 @@ class Serving:
 
         ``max_connections`` of one address may wait for a request. A signal lets the requests that
         are there be answered for ``drain_s`` seconds; a second one ends them. ``on_end`` hears of
-        each signal what it does. ``leave`` is to end the process for a pass, or for loading, that
-        does not end, and hears what to say.
+        each signal what it does. ``leave`` is to end the process for a pass, for what a thread is
+        at, or for loading, that does not end, and hears what to say.
         """
         self._listening, self._drain_s = listening, drain_s
         self.port: int = listening.getsockname()[1]
@@ -158,11 +158,9 @@ class Serving:
         try:
             self._thread.join()
         finally:
-            service.stop()
-        if not service.worker.join(_END_S):
-            self._leave(
-                OffplanError("the pass at hand did not end in time, and the process ends in it")
-            )
+            left = service.stop(_END_S)
+        if left is not None:
+            self._leave(OffplanError(f"{left} did not end in time, and the process ends in it"))
 
     def end(self) -> None:
         """Do what a signal does; for any thread."""
@@ -224,7 +222,7 @@ class Serving:
 
     def _stop(self) -> None:
         if self._service is not None:
-            self._service.worker.stop()
+            self._service.end()
         self._server.should_exit = True
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from offplan.errors import InputError, NotANumberError, OffplanError
 from offplan.runtime.joined import Added, Continued, JoinedTexts
-from offplan.serve.errors import ApiError
+from offplan.serve.errors import ApiError, refuse_ending
 from offplan.serve.metrics import Metrics
 from offplan.serve.turns import Turns
 
@@ -93,7 +93,7 @@ class Worker:
             )
         with self._changed:
             if self._is_draining or self._is_stopped:
-                raise _refuse_ending()
+                raise refuse_ending()
             num_free = self._texts.num_rows - len(self._running)
             found = self._count_waiting()
             if found + num_jobs > self._most_waiting + num_free:
@@ -117,7 +117,7 @@ class Worker:
         """Queue a job, for which room is reserved."""
         with self._changed:
             if self._is_stopped:
-                job.tell(Failed(_refuse_ending()))
+                job.tell(Failed(refuse_ending()))
             else:
                 self._waiting.add(job)
             self._reserve(-1, job.turn)
@@ -164,7 +164,7 @@ class Worker:
             left = [*self._running.values(), *self._waiting.take(self._waiting.num_waiting, ())]
         for job in left:
             self._end(job)
-            job.tell(Failed(_refuse_ending()))
+            job.tell(Failed(refuse_ending()))
         return False
 
     def _drop_cancelled(self) -> None:
@@ -265,7 +265,3 @@ class Worker:
     def _note(self) -> None:
         self._metrics.waiting.set(self._count_waiting())
         self._metrics.running.set(len(self._running))
-
-
-def _refuse_ending() -> ApiError:
-    return ApiError(503, "the server is shutting down", code="shutting_down")

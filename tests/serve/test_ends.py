@@ -90,3 +90,22 @@ def test_a_drain_has_a_limit(
         rows.gate.set()
         assert asked.exception() or asked.result().status >= 500
     wait_for(lambda: threading.active_count() <= num_before)
+
+
+def test_a_thread_that_hangs_holds_no_end_up(
+    scripted: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offplan.serve.serving._END_S", 0)
+    hangs, reader = threading.Event(), scripted.service.reader
+    monkeypatch.setattr(type(reader), "read", lambda *_: hangs.wait(TIMEOUT_S) and [])
+    with ThreadPoolExecutor(2) as clients:
+        asked = [clients.submit(scripted.ask, "/v1/completions", {"prompt": "a"}) for _ in "ab"]
+        wait_for(lambda: scripted.service.tokenizing.busy_s and scripted.service.num_open == 2)
+        for _ in range(2):
+            scripted.serving.end()
+        for each in asked:
+            assert each.result().data["error"]["code"] == "shutting_down"
+        # what joins it would wait for good: the command ends the process
+        wait_for(lambda: scripted.faults)
+        assert str(scripted.faults[0]).startswith("the tokenizer did not end in time")
+        hangs.set()
