@@ -37,6 +37,10 @@ _LOADING_END_S = 2.0
 """Seconds that loading has to end by its KeyboardInterrupt."""
 _POLL_S = 0.05
 _BACKLOG = 2048
+"""Connections that the kernel keeps until they are accepted."""
+_MOST_ACCEPTED = 32
+"""Connections that the event loop accepts at a time: it closes old ones in between, and so runs out
+of no files."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -103,7 +107,7 @@ class Serving:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            backlog=_BACKLOG,
+            backlog=_MOST_ACCEPTED,
             timeout_graceful_shutdown=_LAST_ANSWERS_S,
         )
         self._server = _Server(config)
@@ -180,6 +184,7 @@ class Serving:
     async def _tell_up(self) -> None:
         while not self._server.started:
             await asyncio.sleep(0)
+        self._listening.listen(_BACKLOG)  # asyncio has the kernel keep as many as it accepts
         self._is_up.set()
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:

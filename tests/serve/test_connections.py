@@ -1,12 +1,15 @@
 """Connections that say little or nothing take no room from others."""
 
 import json
+import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
-from offplan.serve.connections import name_client
+from offplan.serve.connections import Idle, name_client
 from offplan.serve.guard import Guard
 from tests.serve import (
     HEAD,
@@ -127,3 +130,25 @@ def test_chunks_of_a_body(scripted: Served, num_bytes: int, num_chunks: int, sta
     assert b" %d " % status in said.split(b"\r\n")[0]
     assert (b"more than 1024 chunks" in said) == (status == 400)
     assert not scripted.faults
+
+
+def test_a_flood_of_connections_takes_few_files(
+    narrow: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most, num_files, add = 300, list[int](), Idle.add
+
+    def count(idle: Idle, *of_connection: Any) -> None:
+        num_files.append(len(os.listdir("/proc/self/fd")))
+        add(idle, *of_connection)
+
+    monkeypatch.setattr(Idle, "add", count)
+    is_held, all_wait = threading.Event(), threading.Event()
+    narrow.serving._call(lambda: is_held.set() or all_wait.wait(TIMEOUT_S))
+    assert is_held.wait(TIMEOUT_S)
+    silent = [narrow.connect() for _ in range(most)]
+    num_before = len(os.listdir("/proc/self/fd"))
+    all_wait.set()
+    assert read(silent[0]) == b""
+    wait_for(lambda: len(num_files) == most)
+    assert max(num_files) < num_before + most / 2
+    assert narrow.ask("/health").status == 200
