@@ -36,6 +36,8 @@ _QUIET_S = 10.0
 proxies close what is silent."""
 _SEND_S = 60.0
 """Seconds that a client may take to read what is sent, before it counts as gone."""
+_PIECE_BYTES = 2**20
+"""Bytes that are sent at a time of a whole answer, which may have many for each token."""
 _STUCK_S = 30.0
 """Seconds after which what is at one request counts as stuck: a million tokens take a few."""
 _SMALL_BODY_BYTES = 2**14
@@ -354,7 +356,9 @@ async def _send_whole(send: Send, status: int, payload: dict[str, Any]) -> None:
     body = json.dumps(payload).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    for begin in range(0, len(body), _PIECE_BYTES):
+        piece, more = body[begin : begin + _PIECE_BYTES], begin + _PIECE_BYTES < len(body)
+        await send({"type": "http.response.body", "body": piece, "more_body": more})
 
 
 async def _stream(answer: Answer, running: _Running, send: Send) -> None:

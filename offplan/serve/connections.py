@@ -85,6 +85,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """Wait for the first request."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # a part of an answer is sent once the last one is
         self._client = name_client(self.client[0] if self.client else None)
         self._idle.add(self, self._client)
 
@@ -119,8 +120,13 @@ class Connection(H11Protocol):
                 self._idle.remove(self)
             return message
 
+        async def send_out(message: Message) -> None:
+            await send(message)
+            if not message.get("more_body", True):
+                await self.flow.drain()
+
         try:
-            await self._answer(scope, receive_whole, send)
+            await self._answer(scope, receive_whole, send_out)
         finally:
             self._num_requests -= 1
             # a client may have sent the next request already, and it is being answered

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from offplan.serve.answers import CompletionAnswer
 from offplan.serve.connections import Idle, name_client
 from offplan.serve.guard import Guard
 from tests.serve import (
@@ -152,3 +153,16 @@ def test_a_flood_of_connections_takes_few_files(
     wait_for(lambda: len(num_files) == most)
     assert max(num_files) < num_before + most / 2
     assert narrow.ask("/health").status == 200
+
+
+def test_an_answer_may_be_read_slowly(scripted: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offplan.serve.connections._HEAD_S", 0.05)
+    monkeypatch.setattr(CompletionAnswer, "whole", lambda _: {"text": "a" * 2**24})
+    asked = json.dumps(ASKED).encode()
+    slow = scripted.connect(HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(asked), asked))
+    answer = slow.makefile("rb", buffering=0)
+    assert answer.read(8) == b"HTTP/1.1"
+    wait_for(lambda: read(scripted.connect()) == b"")  # longer than headers may take
+    head, _, body = answer.readall().partition(b"\r\n\r\n")
+    assert b" 200 " in head.split(b"\r\n")[0]
+    assert len(json.loads(body)["text"]) == 2**24
