@@ -95,6 +95,16 @@ class Connection(H11Protocol):
         self._is_lost = True
         self._stop_waiting()
 
+    def handle_events(self) -> None:
+        """Handle what has come, and wait no more once that is a whole request."""
+        super().handle_events()
+        if self._is_whole:
+            self._idle.remove(self)
+
+    @property
+    def _is_whole(self) -> bool:
+        return self.conn.their_state not in (h11.IDLE, h11.SEND_BODY)
+
     def send_400_response(self, msg: str) -> None:
         """Refuse bytes that are no request, unless they come behind an answer."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
@@ -110,15 +120,9 @@ class Connection(H11Protocol):
     async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, and wait for the next one behind it."""
         self._timer.cancel()  # a body has a limit of its own
-        if not self._is_lost:
+        if not self._is_lost and not self._is_whole:
             self._idle.add(self, self._client)  # behind another request on the same connection
         self._num_requests += 1
-
-        async def receive_whole() -> Message:
-            message = await receive()
-            if not message.get("more_body", False):
-                self._idle.remove(self)
-            return message
 
         async def send_out(message: Message) -> None:
             await send(message)
@@ -126,7 +130,7 @@ class Connection(H11Protocol):
                 await self.flow.drain()
 
         try:
-            await self._answer(scope, receive_whole, send_out)
+            await self._answer(scope, receive, send_out)
         finally:
             self._num_requests -= 1
             # a client may have sent the next request already, and it is being answered

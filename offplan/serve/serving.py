@@ -38,9 +38,9 @@ _LOADING_END_S = 2.0
 _POLL_S = 0.05
 _BACKLOG = 2048
 """Connections that the kernel keeps until they are accepted."""
-_MOST_ACCEPTED = 32
-"""Connections that the event loop accepts at a time: it closes old ones in between, and so runs out
-of no files."""
+_MOST_ACCEPTED = 8
+"""Connections that the event loop accepts at a time. In between it reads what they send and closes
+old ones: so it runs out of no files, and closes none whose request has come."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

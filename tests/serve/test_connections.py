@@ -166,3 +166,18 @@ def test_an_answer_may_be_read_slowly(scripted: Served, monkeypatch: pytest.Monk
     head, _, body = answer.readall().partition(b"\r\n\r\n")
     assert b" 200 " in head.split(b"\r\n")[0]
     assert len(json.loads(body)["text"]) == 2**24
+
+
+def test_many_that_send_at_once_are_served(tiny: Tiny, rows: ScriptedRows) -> None:
+    most, asked = 40, json.dumps(ASKED).encode()
+    whole = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(asked), asked)
+    texts, guard = scripted_texts(rows), Guard(max_connections=most)
+    with serving(texts, tiny.model, tiny.tokenizer, guard=guard) as served:
+        is_held, all_wait = threading.Event(), threading.Event()
+        served.serving._call(lambda: is_held.set() or all_wait.wait(TIMEOUT_S))
+        assert is_held.wait(TIMEOUT_S)
+        asking = [served.connect(whole) for _ in range(2 * most)]
+        all_wait.set()
+        told = [read(each).split(b"\r\n")[0] for each in asking]
+    assert b"" not in told, "each gets an answer, be it that there are too many"
+    assert any(b" 200 " in each for each in told)
