@@ -50,8 +50,9 @@ class Renderer:
         self._process: _Process | None = None
 
     def start(self) -> None:
-        """Have the process start, and do not wait for it."""
-        self._process = self._process or _Process()
+        """Have the process start unless there is one, and do not wait for it."""
+        if self._process is None or self._process.has_ended:
+            self._process = _Process()
 
     def render(
         self,
@@ -103,6 +104,11 @@ class _Process:
             )
         self._is_ready = False
         self.end = weakref.finalize(self, _end, self._child, self._connection)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether something else has ended it, as a system does that is short of memory."""
+        return self._child.poll() is not None
 
     def ask(self, question: bytes) -> dict[str, Any]:
         """Have a question answered within the limits; raises TemplateError and OffplanError."""

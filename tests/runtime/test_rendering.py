@@ -110,6 +110,17 @@ def test_the_process_ends_by_itself(tokenizer: Any) -> None:
     assert child.wait(60) == 0
 
 
+@pytest.mark.slow
+def test_a_process_that_was_killed_between_chats(tokenizer: Any) -> None:
+    tokenizer.chat_template, renderer = "a", Renderer()
+    text = renderer.render(tokenizer, MESSAGES)
+    assert renderer._process is not None
+    child = renderer._process._child
+    child.kill()
+    child.wait()
+    assert renderer.render(tokenizer, MESSAGES) == text
+
+
 def test_a_process_that_is_gone(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
     tokenizer.chat_template = "a"
     monkeypatch.setattr(rendering, "_CODE", "raise SystemExit(3)")
