@@ -48,6 +48,8 @@ _LATER = {"retry-after": "1"}
 _SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 T = TypeVar("T")
+Make = Callable[..., Awaitable[Any]]
+"""Makes a part of an answer by a call with arguments."""
 
 
 class ClientGoneError(Exception):
@@ -85,6 +87,10 @@ class Service:
         default_factory=lambda: WatchedThread("offplan-parser", "the parser of bodies")
     )
     """One thread: the objects of one large body after the other are in memory."""
+    dividing: WatchedThread = field(
+        default_factory=lambda: WatchedThread("offplan-answers", "the response template")
+    )
+    """Its patterns came with a model, and what a model says may take them for ever."""
     _ending: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once no request waits for a thread any more."""
 
@@ -103,6 +109,12 @@ class Service:
         made = asyncio.get_running_loop().run_in_executor(thread, call, *arguments)
         return await finish_before(self._ending, made)
 
+    async def make(self, asked: Asked, call: Callable[..., T], *arguments: Any) -> T:
+        """Make a part of an answer; off the event loop where calls of tools are told from it."""
+        if self.reader.finds_calls(asked):
+            return await self.call(self.dividing, call, *arguments)
+        return call(*arguments)
+
     def drain(self) -> None:
         """Take no more requests; texts that are here are finished."""
         self.is_draining = True
@@ -112,7 +124,7 @@ class Service:
     @property
     def threads(self) -> tuple[WatchedThread, ...]:
         """Those that the event loop hands requests to."""
-        return self.parsing, self.tokenizing, self.rendering
+        return self.parsing, self.tokenizing, self.rendering, self.dividing
 
     def end(self) -> None:
         """End all texts behind the pass at hand, and the requests that wait for a thread."""
@@ -299,13 +311,17 @@ class _Generating:
                 num_left -= 1
                 service.worker.submit(jobs[-1])
             running = _Running(jobs, events)
+            make: Make = partial(service.make, asked)
             choices = [
-                Choice(len(text.prompt), calls=service.reader.make_call_parser(asked, text))
+                Choice(
+                    len(text.prompt),
+                    calls=await make(service.reader.make_call_parser, asked, text),
+                )
                 for text in texts
             ]
             answer = make_answer(asked, choices, service.name, service.names)
             respond = _stream if asked.stream else _respond
-            await _until_gone(request.receive, respond(answer, running, send))
+            await _until_gone(request.receive, respond(answer, running, make, send))
         finally:
             service.worker.give_up(num_left, client.turn)
             for job in jobs:
@@ -346,10 +362,10 @@ class _Running:
             yield index, event
 
 
-async def _respond(answer: Answer, running: _Running, send: Send) -> None:
+async def _respond(answer: Answer, running: _Running, make: Make, send: Send) -> None:
     async for _ in running.tokens(answer):
         pass
-    await _send_whole(send, 200, answer.whole())
+    await _send_whole(send, 200, await make(answer.whole))
 
 
 async def _send_whole(send: Send, status: int, payload: dict[str, Any]) -> None:
@@ -361,7 +377,7 @@ async def _send_whole(send: Send, status: int, payload: dict[str, Any]) -> None:
         await send({"type": "http.response.body", "body": piece, "more_body": more})
 
 
-async def _stream(answer: Answer, running: _Running, send: Send) -> None:
+async def _stream(answer: Answer, running: _Running, make: Make, send: Send) -> None:
     """Send a chunk for each token; what fails before the first one still gets its status."""
     tokens = running.tokens(answer).__aiter__()
     has_begun = False
@@ -392,9 +408,12 @@ async def _stream(answer: Answer, running: _Running, send: Send) -> None:
                     raise
                 await write(_event(error.payload), more=False)
                 return
+            # before the next token, which changes the choice that this one belongs to
+            says = added.piece or added.scored or added.finish
+            chunk = await make(answer.chunk, index, added) if says else None
             next_token = asyncio.ensure_future(tokens.__anext__())
-            if added.piece or added.scored or added.finish:
-                await write(_event(answer.chunk(index, added)))
+            if chunk is not None:
+                await write(_event(chunk))
         closing = "".join(map(_event, answer.closing()))
         await write(f"{closing}data: [DONE]\n\n", more=False)
     finally:

@@ -1,13 +1,16 @@
 """Calls of tools: what a model writes comes back as OpenAI's clients want it."""
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
 
+from offplan.serve.calls import CallParser
 from offplan.transformers_private import find_response_template
-from tests.serve import NAME, ScriptedRows, Served, scripted_texts, serving
+from tests.serve import NAME, TIMEOUT_S, ScriptedRows, Served, scripted_texts, serving, wait_for
 from tests.serve.conftest import Tiny
 
 WEATHER = {
@@ -101,3 +104,28 @@ def test_a_template_that_cannot_be_read_is_none(tiny: Tiny) -> None:
     assert find_response_template(Tokenizer(), "qwen3") is None
     assert find_response_template(tiny.tokenizer, "gemma4") is not None
     assert find_response_template(tiny.tokenizer, "llama") is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_template_that_hangs_holds_up_calls_alone(
+    calling: Served, rows: ScriptedRows, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr("offplan.serve.app._STUCK_S", 0.01)
+    set_script(rows, tiny, "It rains.")
+    hangs, feed = threading.Event(), CallParser.feed
+
+    def hang(parser: CallParser, piece: str, *, is_last: bool) -> dict[str, Any]:
+        hangs.wait(TIMEOUT_S)
+        return feed(parser, piece, is_last=is_last)
+
+    monkeypatch.setattr(CallParser, "feed", hang)
+    with ThreadPoolExecutor(1) as clients:
+        asked = {**ASKED, "stream": stream}
+        answered = clients.submit(calling.ask, "/v1/chat/completions", asked)
+        wait_for(lambda: calling.service.dividing.busy_s > 0.01)
+        health = calling.ask("/health")
+        assert calling.ask("/v1/completions", {"prompt": "a"}).status == 200
+        assert not answered.done()
+        hangs.set()
+        assert answered.result().status == 200
+    assert health.data["reason"].startswith("the response template has been at one request")
