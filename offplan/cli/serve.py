@@ -78,7 +78,7 @@ def serve(
     ] = None,
     drain_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds for what is being made once a signal ends it.")
-    ] = 7.0,
+    ] = 6.0,
     trust_remote_code: options.TrustRemoteCode = False,
     dummy_weights: options.DummyWeights = False,
     device: options.Device = None,

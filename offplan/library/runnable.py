@@ -29,7 +29,7 @@ _RUNS = "runs"
 """What is kept of a model that can be run."""
 
 
-_MOST_WORDS = 10_000
+_MOST_BYTES = 10_000
 """Bytes of the longest reason that is kept."""
 
 
@@ -39,8 +39,20 @@ def _decode(content: bytes) -> str:
     return _RUNS
 
 
+def _encode_obstacle(why: str) -> bytes:
+    return json.dumps({"obstacle": why}).encode()
+
+
+def _decode_obstacle(content: bytes) -> str:
+    told = json.loads(content)
+    why = told["obstacle"]
+    if len(told) > 1 or not isinstance(why, str) or not why.replace("\n", " ").isprintable():
+        raise ValueError("these are no words of ours")
+    return why
+
+
 _RUNNABLE = KeptAnswers("runnable", len(_RUNS), str.encode, _decode)
-_OBSTACLES = KeptAnswers("obstacles", _MOST_WORDS, str.encode, bytes.decode)
+_OBSTACLES = KeptAnswers("obstacles", _MOST_BYTES, _encode_obstacle, _decode_obstacle)
 _NEEDS_STOCK = KeptAnswers("needs_stock", len(_RUNS), str.encode, _decode)
 
 
@@ -96,7 +108,7 @@ def why_not_run(
         return f"that could not be told ({type(error).__name__} while it was built)"
     if reason is None:
         _RUNNABLE.keep(key, _RUNS)
-    elif model.code is None and len(reason.encode()) < _MOST_WORDS:
+    elif model.code is None and len(_encode_obstacle(reason)) <= _MOST_BYTES:
         _OBSTACLES.keep(obstacle_key, reason)
     return reason
 

@@ -26,7 +26,7 @@ from offplan.serve.errors import ApiError
 if TYPE_CHECKING:
     from offplan.serve.app import Service
 
-DRAIN_S = 7.0
+DRAIN_S = 6.0
 """Seconds for what a server has when it is to end. What follows takes two, of the ten that ``docker
 stop`` leaves. Source: https://docs.docker.com/reference/cli/docker/container/stop."""
 _LAST_ANSWERS_S = 1
