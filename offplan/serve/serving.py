@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from offplan.serve.app import Service
 
 DRAIN_S = 6.0
-"""Seconds for what a server has when it is to end. What follows takes two, of the ten that ``docker
-stop`` leaves. Source: https://docs.docker.com/reference/cli/docker/container/stop."""
+"""Seconds for what a server has when it is to end. What follows takes up to three, of the ten that
+``docker stop`` leaves. Source: https://docs.docker.com/reference/cli/docker/container/stop."""
 _LAST_ANSWERS_S = 1
 """Seconds for the last answers to be read, once all texts have ended."""
 _END_S = 0.5
