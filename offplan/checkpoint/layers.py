@@ -31,6 +31,10 @@ _OWN_KEYS = re.compile(r"\.self_attn\.[kv]_(proj|norm)\.")
 """What layers that share an earlier one's keys and values do not load, though Gemma 3n stores it.
 Source: transformers 5.23, ``Gemma3nTextModel._keys_to_ignore_on_load_unexpected``."""
 
+_CACHE_SCALE = re.compile(r"\.(k_proj\.k|v_proj\.v|attn\.k|attn\.v)_scale$")
+"""Scales of an FP8 KV cache, which a cache in the model's own type does without.
+Source: ModelOpt's and compressed-tensors' exports."""
+
 _INDEX_PART = re.compile(rf"\.{INDEX}(?=\.)")
 _MAX_DEPTH = 3
 """Indices in a name that may count layers: a hostile name of thousands would cost their square."""
@@ -74,13 +78,16 @@ def split_layers(architecture: Architecture, tensors: Iterable[TensorInfo]) -> S
     layers: list[list[TensorInfo]] = [[] for _ in range(num_layers)]
     outside: list[TensorInfo] = []
     not_loaded: set[str] = set()
+    num_scales = 0
     num_keeping = num_layers - architecture.num_sharing_layers
     in_stack = re.compile(rf"{re.escape(prefix)}\.{INDEX}\..")
     for tensor in tensors:
         found = in_stack.match(tensor.name)
         index = int(found[1]) if found else num_layers
         is_idle = index >= num_keeping and _OWN_KEYS.search(tensor.name)
-        if index < num_layers and not is_idle and not _is_recomputed(tensor):
+        is_scale = found is not None and _CACHE_SCALE.search(tensor.name) is not None
+        num_scales += is_scale
+        if index < num_layers and not is_idle and not is_scale and not _is_recomputed(tensor):
             layers[index].append(tensor)
             continue
         outside.append(tensor)
@@ -89,6 +96,11 @@ def split_layers(architecture: Architecture, tensors: Iterable[TensorInfo]) -> S
     if num_stacked > num_layers:
         extra = f"{prefix}.{num_layers}"
         notes.append(f"layers from {extra} on predict further tokens and are not loaded")
+    if num_scales:
+        notes.append(
+            f"{num_scales} scales of an FP8 KV cache are stored and not loaded: the cache has the "
+            "type that the model computes in"
+        )
     by_layer, outside = tuple(map(tuple, layers)), sorted(outside)
     prefixes = tuple(f"{prefix}.{index}" for index in range(num_layers))
     return Split(prefixes, by_layer, tuple(outside), towers | not_loaded, towers, tuple(notes))

@@ -120,6 +120,25 @@ def test_what_is_not_executed_is_refused(
         LoadedModel(open_model(str(stored)), offload(), torch.device("cpu"), stored)
 
 
+@pytest.mark.slow
+def test_scales_of_a_cache_are_left_out_and_told(tmp_path: Path) -> None:
+    stored, _ = save_stored("qwen3", "fp8_tensor", tmp_path)
+    expected = run_greedily(stored, offload(group(2, 1)), PROMPT)
+    path = stored / "model.safetensors"
+    scales = {
+        f"model.layers.{layer}.self_attn.{name}_proj.{name}_scale": torch.tensor(0.5)
+        for layer in (0, 1)
+        for name in ("k", "v")
+    }
+    save_file(load_file(path) | scales, path, {"format": "pt"})
+    model = open_model(stored)
+    assert any("4 scales of an FP8 KV cache are stored and not loaded" in n for n in model.notes)
+    for ours, before in zip(
+        run_greedily(stored, offload(group(2, 1)), PROMPT), expected, strict=True
+    ):
+        assert torch.equal(ours, before)
+
+
 def test_zeros_that_the_config_says_are_not_taken_as_the_middle(tmp_path: Path) -> None:
     stored, _ = save_stored("qwen3", "int4_zeros", tmp_path, num_hidden_layers=1)
     path = stored / "model.safetensors"
