@@ -289,7 +289,8 @@ def serving(model: Model, session: Session, tokenizer: Any, rows: Rows) -> Itera
         guard=Guard(),
         on_fault=faults,
     )
-    with Serving(listen("127.0.0.1", 0), on_end=lambda what: None, leave=faults) as server:
+    serving = Serving(listen("127.0.0.1", 0), drain_s=6, on_end=lambda what: None, leave=faults)
+    with serving as server:
         thread = threading.Thread(
             target=server.serve,
             args=[service, make_app(service)],

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 _BYTES_PER_TOKEN = 32
 """Bytes of a body for each token of the context: text in UTF-8 has 4, escaped in JSON up to 12."""
 _LEAST_BODY_BYTES = 2**20
+_DRAIN_S = 6.0
+"""Seconds for what a server has when it is to end. What follows takes up to three, of the ten that
+``docker stop`` leaves. Source: https://docs.docker.com/reference/cli/docker/container/stop."""
 _MOST_CONNECTIONS = 128
 """Connections of one address, with a whole request or without: four times as many fit into the
 1,024 files that a process may have open by default."""
@@ -78,7 +81,7 @@ def serve(
     ] = None,
     drain_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds for what is being made once a signal ends it.")
-    ] = 6.0,
+    ] = _DRAIN_S,
     trust_remote_code: options.TrustRemoteCode = False,
     dummy_weights: options.DummyWeights = False,
     device: options.Device = None,
@@ -213,7 +216,7 @@ def _note(text: str) -> None:
 
 def _leave(why: BaseException) -> None:
     """End the process whatever its other threads are in."""
-    from offplan.cli.main import tell
+    from offplan.cli.ending import tell
 
     with contextlib.suppress(OSError):
         os._exit(tell(why))

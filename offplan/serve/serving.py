@@ -26,9 +26,6 @@ from offplan.serve.errors import ApiError
 if TYPE_CHECKING:
     from offplan.serve.app import Service
 
-DRAIN_S = 6.0
-"""Seconds for what a server has when it is to end. What follows takes up to three, of the ten that
-``docker stop`` leaves. Source: https://docs.docker.com/reference/cli/docker/container/stop."""
 _LAST_ANSWERS_S = 1
 """Seconds for the last answers to be read, once all texts have ended."""
 _END_S = 0.5
@@ -79,7 +76,7 @@ class Serving:
         listening: socket.socket,
         *,
         max_connections: int = 128,
-        drain_s: float = DRAIN_S,
+        drain_s: float,
         on_end: Callable[[str], None],
         leave: Callable[[BaseException], None],
     ) -> None:

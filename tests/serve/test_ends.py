@@ -23,8 +23,18 @@ from tests.serve import (
 from tests.serve.conftest import Tiny
 
 
+def make_loading() -> Serving:
+    """A server that has no service yet."""
+    return Serving(
+        listen("127.0.0.1", 0),
+        drain_s=TIMEOUT_S,
+        on_end=lambda _: None,
+        leave=lambda _: None,
+    )
+
+
 def test_while_the_model_is_loaded() -> None:
-    with Serving(listen("127.0.0.1", 0), on_end=lambda _: None, leave=lambda _: None) as server:
+    with make_loading() as server:
         for path in ("/health", "/v1/models"):
             connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=TIMEOUT_S)
             connection.request("GET", path)
@@ -41,7 +51,7 @@ def test_while_the_model_is_loaded() -> None:
 def test_loading_that_fails_ends_the_server() -> None:
     with (
         pytest.raises(KeyError),
-        Serving(listen("127.0.0.1", 0), on_end=lambda _: None, leave=lambda _: None) as server,
+        make_loading() as server,
     ):
         raise KeyError
     listen("127.0.0.1", server.port).close()
@@ -62,7 +72,7 @@ def test_an_upload_holds_no_end_up(scripted: Served, rows: ScriptedRows) -> None
 
 def test_a_server_hears_of_signals_until_it_ends() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    server = Serving(listen("127.0.0.1", 0), on_end=lambda _: None, leave=lambda _: None)
+    server = make_loading()
     with pytest.raises(KeyboardInterrupt), server, server.hearing_signals():
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
