@@ -4,12 +4,11 @@ That takes seconds, most of them to import torch: what was built is kept on disk
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offplan.checkpoint.architecture import Architecture, Routing, read_architecture
+from offplan.checkpoint.architecture import read_architecture
 from offplan.checkpoint.built_cache import BUILT, BuiltTensors, built_key
 from offplan.checkpoint.folder import is_file, read_config, read_generation, read_index
 from offplan.checkpoint.jsontext import quote
@@ -22,7 +21,6 @@ from offplan.checkpoint.tensors import (
     Stored,
     TensorInfo,
     Tensors,
-    split_expert,
 )
 from offplan.errors import CheckpointError
 from offplan.progress import Progress
@@ -71,8 +69,7 @@ def read_config_only(path: Path, on_progress: Progress, dtype: str | None = None
     # Parts that state a type of their own keep it; transformers reads the others' from the top.
     named = {**config, "dtype": architecture.dtype or taken}
     built = _find_tensors(named, str(path), on_progress)
-    built = as_published(_without_idle_experts(architecture.routing, built), config)
-    built = _with_published_routers(architecture, built)
+    built = as_published(built, architecture, config)
     tensors = quantise(built, architecture, str(path))
     if architecture.quantisation is not None and architecture.quantisation.note is not None:
         notes.append(architecture.quantisation.note)
@@ -173,34 +170,6 @@ def _mark_uses(model: Any) -> "dict[torch.dtype, tuple[torch.dtype, Use]]":
             mark = marks.setdefault((parameter.dtype, use), spare[len(marks)])
             parameter.requires_grad_(False).data = parameter.data.to(mark)
     return {mark: original for original, mark in marks.items()}
-
-
-def _without_idle_experts(routing: Routing, built: BuiltTensors) -> BuiltTensors:
-    """Drop the halves that transformers allocates for LongCat's experts that compute nothing.
-
-    Source: transformers 5.23, ``LongcatFlashExperts``: gate and up for ``n_routed_experts +
-    zero_expert_num`` experts, down for the former only; the published checkpoint has the former.
-    """
-    num_experts = routing.num_experts
-    if num_experts is None or not routing.has_idle:
-        return built
-    indices = (split_expert(tensor.name) for tensor, _ in built)
-    return [each for each, at in zip(built, indices, strict=True) if not at or at[0] < num_experts]
-
-
-def _with_published_routers(architecture: Architecture, built: BuiltTensors) -> BuiltTensors:
-    """Return the tensors with routers in the type of the matrices beside them.
-
-    Source: DeepSeek-V2-Lite and DeepSeek-V3. The classes of transformers 5.24 have float32 there.
-    """
-    types = Counter(tensor.dtype for tensor, use in built if use is Use.PRODUCT)
-    if not types:
-        return built
-    ((main, _),) = types.most_common(1)
-    return [
-        (tensor._replace(dtype=main) if architecture.is_router(tensor.name) else tensor, use)
-        for tensor, use in built
-    ]
 
 
 def _model_class(built: Any, where: str) -> Any:

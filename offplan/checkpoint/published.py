@@ -1,23 +1,58 @@
 """What published checkpoints store otherwise than transformers' modules: names, shapes, more."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from offplan.checkpoint.architecture import Architecture, Routing
 from offplan.checkpoint.built_cache import BuiltTensors
 from offplan.checkpoint.config import read_count
 from offplan.checkpoint.quantise import Use
-from offplan.checkpoint.tensors import TensorInfo
+from offplan.checkpoint.tensors import TensorInfo, split_expert
 
 _COMPRESSED = re.compile(r"\.(compressor|indexer)\.")
 
 
-def as_published(built: BuiltTensors, config: Mapping[str, Any]) -> BuiltTensors:
+def as_published(
+    built: BuiltTensors, architecture: Architecture, config: Mapping[str, Any]
+) -> BuiltTensors:
     """Return the tensors of a model as its makers publish them."""
+    built = _without_idle_experts(architecture.routing, built)
     model_type = config.get("model_type")
     if model_type == "deepseek_v4":
-        return _as_deepseek(built, config)
-    return _with_turned_experts(built) if model_type == "qwen3_vl_moe" else built
+        built = _as_deepseek(built, config)
+    elif model_type == "qwen3_vl_moe":
+        built = _with_turned_experts(built)
+    return _with_published_routers(architecture, built)
+
+
+def _without_idle_experts(routing: Routing, built: BuiltTensors) -> BuiltTensors:
+    """Drop the halves that transformers allocates for LongCat's experts that compute nothing.
+
+    Source: transformers 5.23, ``LongcatFlashExperts``: gate and up for ``n_routed_experts +
+    zero_expert_num`` experts, down for the former only; the published checkpoint has the former.
+    """
+    num_experts = routing.num_experts
+    if num_experts is None or not routing.has_idle:
+        return built
+    indices = (split_expert(tensor.name) for tensor, _ in built)
+    return [each for each, at in zip(built, indices, strict=True) if not at or at[0] < num_experts]
+
+
+def _with_published_routers(architecture: Architecture, built: BuiltTensors) -> BuiltTensors:
+    """Return the tensors with routers in the type of the matrices beside them.
+
+    Source: DeepSeek-V2-Lite and DeepSeek-V3. The classes of transformers 5.24 have float32 there.
+    """
+    types = Counter(tensor.dtype for tensor, use in built if use is Use.PRODUCT)
+    if not types:
+        return built
+    ((main, _),) = types.most_common(1)
+    return [
+        (tensor._replace(dtype=main) if architecture.is_router(tensor.name) else tensor, use)
+        for tensor, use in built
+    ]
 
 
 def _with_turned_experts(built: BuiltTensors) -> BuiltTensors:

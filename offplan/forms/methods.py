@@ -20,7 +20,10 @@ _IN_STACK = re.compile(r"\.\d+\.")
 _NAME = re.compile(r"[\w.]+\.\d+\.[\w.]+")
 """Tells names of such modules from patterns, where a key may be either."""
 _AUTO_ROUND_UNREAD = (
-    *("quant_lm_head", "dynamic", "modules_in_block_to_quantize", "modules_to_not_convert"),
+    "quant_lm_head",
+    "dynamic",
+    "modules_in_block_to_quantize",
+    "modules_to_not_convert",
 )
 """Keys of AutoRound by which it takes other layers than all of its blocks."""
 _E4M3 = ("e4m3", "float8_e4m3fn")
