@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import distribution
+from importlib.metadata import distribution, distributions
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -84,6 +84,12 @@ class KeptAnswers(Generic[_Answer]):
 
         folder = Path(constants.HF_HOME, "offplan", self.kind)
         return folder / (name or hashlib.sha256(asked).hexdigest()[:32])
+
+
+@cache
+def installed_packages() -> list[str]:
+    """Name all packages that are installed, with their versions; reading them takes 0.2 s."""
+    return sorted(f"{each.name} {each.version}" for each in distributions())
 
 
 @cache

@@ -6,7 +6,6 @@ import pickle
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from offplan.checkpoint.model import Model
 from offplan.errors import CheckpointError, OffplanError, PlanError
 from offplan.held.held import hold
 from offplan.held.stage import Stage
-from offplan.kept import KeptAnswers, installed_versions
+from offplan.kept import KeptAnswers, installed_packages, installed_versions
 from offplan.placement import Placement, place
 from offplan.plan import Offload
 from offplan.refusals import require_runnable
@@ -95,8 +94,7 @@ def why_not_run(
     if _RUNNABLE.find(key) is not None:
         return None
     # an obstacle may pass: a package may be missing
-    installed = sorted(f"{each.name} {each.version}" for each in distributions())
-    obstacle_key = {**key, "packages": installed}
+    obstacle_key = {**key, "packages": installed_packages()}
     # a checkpoint's own code may change its mind
     reason = None if model.code else _OBSTACLES.find(obstacle_key)
     if reason is not None:

@@ -102,7 +102,7 @@ def test_what_keeps_a_model_from_running_is_kept_until_packages_change(
 
     assert ask("a package is missing") == "a package is missing"
     assert ask("never asked") == "a package is missing"
-    monkeypatch.setattr(runnable, "distributions", lambda: [])
+    monkeypatch.setattr(runnable, "installed_packages", lambda: [])
     assert ask(None) is None
     assert ask("never asked") is None
 

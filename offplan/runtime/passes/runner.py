@@ -240,9 +240,8 @@ class ModelRunner:
         tokens, watch = tokens.to(self._loaded.store.device), NanWatch()
         captures, self._capture = self._capture, False
         try:
-            self._give_back(
-                self._passes.invalidate
-            )  # uncaptured, a pass takes as much memory again
+            # uncaptured, a pass takes as much memory again
+            self._give_back(self._passes.invalidate)
             with self.layers.seen_by(watch.see):
                 return watch.describe_rest(self.read([Reading(tokens, 0, rows)]))
         except NanFoundError as found:
