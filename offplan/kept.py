@@ -88,7 +88,7 @@ class KeptAnswers(Generic[_Answer]):
 
 @cache
 def installed_packages() -> list[str]:
-    """Name all packages that are installed, with their versions; reading them takes 0.2 s."""
+    """Name all packages that are installed, with their versions; reading them takes 0.03 s."""
     return sorted(f"{each.name} {each.version}" for each in distributions())
 
 
