@@ -17,7 +17,7 @@ from offplan.serve.token_names import TokenNames
 
 @dataclass
 class Choice:
-    """What came of one text so far."""
+    """The tokens of one text so far, and how it ended."""
 
     num_prompt: int
     """Tokens of its prompt."""
@@ -26,7 +26,7 @@ class Choice:
     made: list[Added] = field(default_factory=list)
     finish: str | None = None
     calls: CallParser | None = None
-    """What finds calls of tools in it; None leaves the text as it is."""
+    """The parser of tool calls; None leaves the text as it is."""
 
     @property
     def reason(self) -> str | None:

@@ -58,12 +58,12 @@ class ClientGoneError(Exception):
 
 @dataclass
 class Service:
-    """What the server is made of."""
+    """The parts and the state of the server."""
 
     name: str
     """The model's name, as clients have it."""
     created_s: int
-    """When the server began, in seconds since 1970."""
+    """Time at which the server began, in seconds since 1970."""
     reader: Reader
     worker: Worker
     metrics: Metrics
@@ -71,7 +71,7 @@ class Service:
     on_fault: Callable[[BaseException], None]
     """Hears of each mistake of the server itself."""
     shares_prefixes: bool = False
-    """Whether a client's text goes on from what other clients asked."""
+    """True if a client's text may reuse prefixes that other clients sent."""
     num_open: int = 0
     """Requests that are being answered."""
     is_draining: bool = False
@@ -123,7 +123,7 @@ class Service:
 
     @property
     def threads(self) -> tuple[WatchedThread, ...]:
-        """Those that the event loop hands requests to."""
+        """Threads that the event loop hands requests to."""
         return self.parsing, self.tokenizing, self.rendering, self.dividing
 
     def end(self) -> None:
@@ -236,7 +236,7 @@ async def _send_in_time(send: Send, message: Message) -> None:
 
 
 class _Endpoints:
-    """What answers at once."""
+    """The endpoints that answer at once."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

@@ -20,7 +20,7 @@ class CallParser:
         """Parse by a response ``template`` what follows ``prompt``, which shows ``tools``."""
         self._parser: Any = ResponseParser(template, prefix=prompt, tools=tools)
         self._body = ""
-        """What has come of the call that is being made."""
+        """Text so far of the call that is being made."""
         self.num_calls = 0
 
     def feed(self, piece: str, *, is_last: bool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from offplan.serve.requests import Request
 
 
 class Client(NamedTuple):
-    """Who asks."""
+    """The client that asks."""
 
     owner: Hashable
     """Whose prefixes: a text goes on from those of an equal owner alone."""
@@ -19,11 +19,11 @@ class Client(NamedTuple):
 def identify(asked: Request, guard: Guard, address: str, *, shares_prefixes: bool) -> Client:
     """Tell the client of a request that came from an address.
 
-    The server's key, or being on this machine, is the base of an identity; what the request itself
-    says separates further. Without a base, what a request says names an owner of prefixes, which
-    others can claim only if they know it, and a request that says nothing shares with no other.
-    An address tells turns alone, where nothing else does: behind a proxy many have the same, and
-    what strangers say of themselves would get them as many turns as they like.
+    The server's key, or being on this machine, is the base of an identity; the request's own fields
+    separate further. Without a base, these fields name an owner of prefixes, which others can claim
+    only if they know it. A request without such fields shares with no other. Only without a base
+    does the address decide turns: behind a proxy many clients have the same. Fields that strangers
+    choose would get them as many turns as they like.
     """
     base = guard.api_key or ("here" if guard.is_local else None)
     owner: Hashable = (base, *asked.identity)

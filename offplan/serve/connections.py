@@ -12,8 +12,8 @@ _HEAD_S = 10.0
 """Seconds in which a connection must send the headers of its next request."""
 _FREE_CHUNKS = 1024
 _BYTES_PER_CHUNK = 256
-"""Bytes that chunks of a body must have in the mean, beyond the first ``_FREE_CHUNKS``: h11 takes
-some 10 us for each of them on the event loop."""
+"""Bytes that chunks of a body must have in the mean, beyond the first ``_FREE_CHUNKS``. h11 takes
+some 10 us for each chunk on the event loop."""
 _MANY_CHUNKS = (
     f"the body has more than {_FREE_CHUNKS} chunks of less than {_BYTES_PER_CHUNK} bytes in the "
     "mean: send larger ones, or the body with its Content-Length"
@@ -151,7 +151,7 @@ class _Parser(h11.Connection):
 
     @property
     def has_many_chunks(self) -> bool:
-        """Whether the body at hand has more chunks than its bytes need."""
+        """True if the body at hand has more chunks than its bytes need."""
         return self._num_chunks > _FREE_CHUNKS + self._num_bytes // _BYTES_PER_CHUNK
 
     def next_event(self) -> Any:

@@ -32,20 +32,20 @@ class Guard:
     """The limits of a server."""
 
     api_key: str | None = None
-    """What clients must send as a bearer token; None lets everybody in."""
+    """Bearer token that clients must send; None lets everybody in."""
     host: str = "127.0.0.1"
     """Address that the server binds to."""
     max_body_bytes: int = 2**20
     max_connections: int = 128
     """Requests of one address that are answered at a time; of all, twice as many."""
     ending: asyncio.Event = field(default_factory=asyncio.Event, compare=False)
-    """Set once the server reads no more bodies."""
+    """Event that is set once the server reads no more bodies."""
     _open: Counter[str] = field(default_factory=Counter, compare=False)
     """Requests that are being answered, by client."""
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine reaches the server."""
+        """True if only this machine reaches the server."""
         return is_loopback(self.host)
 
     @contextlib.contextmanager
@@ -70,7 +70,7 @@ class Guard:
     def check(self, request: Request) -> None:
         """Raise ApiError for a request without the key, and for one by a foreign name.
 
-        Without a key a server on loopback is known by this machine's own names alone: a page that
+        Without a key, a server on loopback answers only to this machine's own names. A page that
         has its own name resolve to 127.0.0.1 gets no answer.
         """
         if self.api_key is None:
@@ -162,7 +162,7 @@ def check_exposure(host: str, api_key: str | None, *, insecure: bool) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is an address, or the name, by which only this machine is reached."""
+    """Return True if only this machine is reached by a host's address or name."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a server counts and times, as Prometheus reads it."""
+"""Counters and times of a server, in Prometheus' format."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 

@@ -30,7 +30,7 @@ class Reader:
     """Tokens that a prompt and its text may have together."""
     renderer: Renderer
     template: Any = field(init=False)
-    """How calls of tools are written; None where that is not known."""
+    """Template of calls of tools; None where that is not known."""
 
     def __post_init__(self) -> None:
         """Find how the model calls tools."""
@@ -73,7 +73,7 @@ class Reader:
         return [self._make_text(request, number, each) for number, each in enumerate(prompts)]
 
     def finds_calls(self, request: Request) -> bool:
-        """Whether calls of tools are told from the text of an answer."""
+        """Return True if the server parses calls of tools from an answer's text."""
         return self.template is not None and bool(_list_tools(request))
 
     def make_call_parser(self, request: Request, text: Text) -> CallParser | None:

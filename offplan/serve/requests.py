@@ -95,7 +95,7 @@ class TextPart(_Object):
 
 
 class Function(_Object):
-    """What an assistant called."""
+    """The function that an assistant called."""
 
     name: Short
     arguments: str
@@ -111,10 +111,10 @@ class ToolCall(_Object):
 
 
 class Message(_Object):
-    """What somebody said."""
+    """A message of a chat."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    """Who said it; the chat template knows which there are."""
+    """Role of the author; the chat template knows which there are."""
     content: Annotated[
         Annotated[list[TextPart], Field(fail_fast=True)] | None, BeforeValidator(_list_parts)
     ] = None
@@ -178,7 +178,7 @@ class Tool(_Object):
 
 
 class StreamOptions(_Object):
-    """What a stream has beside its pieces."""
+    """The options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
@@ -233,7 +233,7 @@ class Request(_Object):
 
     @property
     def identity(self) -> tuple[str | None, ...]:
-        """What the request says of who asks; empty where it says nothing."""
+        """Fields by which the request names who asks; empty if it has none."""
         said = (self.user, self.safety_identifier, self.prompt_cache_key, self.cache_salt)
         return said if any(said) else ()
 
@@ -249,7 +249,7 @@ class Request(_Object):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
+        """True if a stream ends with the numbers of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 

@@ -84,8 +84,8 @@ class Serving:
 
         ``max_connections`` of one address may wait for a request. A signal lets the requests that
         are there be answered for ``drain_s`` seconds; a second one ends them. ``on_end`` hears of
-        each signal what it does. ``leave`` is to end the process for a pass, for what a thread is
-        at, or for loading, that does not end, and hears what to say.
+        each signal what it does. ``leave`` ends the process if a pass, a thread's work or loading
+        does not end. It receives the error that says so.
         """
         self._listening, self._drain_s = listening, drain_s
         self.port: int = listening.getsockname()[1]
@@ -164,7 +164,7 @@ class Serving:
             self._leave(OffplanError(f"{left} did not end in time, and the process ends in it"))
 
     def end(self) -> None:
-        """Do what a signal does; for any thread."""
+        """Begin to end, as a signal does; for any thread."""
         self._call(self._end)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""What a single token is: its text, and its bytes."""
+"""The text and the bytes of a single token."""
 
 import re
 from functools import cached_property

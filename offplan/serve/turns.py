@@ -6,7 +6,7 @@ from typing import Protocol, TypeVar
 
 
 class Waiting(Protocol):
-    """What waits."""
+    """A job that waits for its turn."""
 
     turn: Hashable
     """Whose turn it waits for."""
@@ -35,8 +35,8 @@ class Turns(dict[Hashable, deque[W]]):
     def take(self, num_jobs: int, running: Iterable[W]) -> list[W]:
         """Take up to so many jobs out.
 
-        Each is the first one of the client that has the fewest running, be it by this call, and of
-        several such clients the one that was served longest ago.
+        Each job is the first of the client with the fewest running jobs, those of this call
+        included. Of several such clients, the client served longest ago comes first.
         """
         num_running, taken = Counter(job.turn for job in running), list[W]()
         while self and len(taken) < num_jobs:

@@ -21,7 +21,7 @@ class Failed:
 
 
 Event = Added | Failed
-"""What a job's owner hears: a text's tokens until the text has ended, or a failure."""
+"""An event for a job's owner: a text's tokens until the text has ended, or a failure."""
 
 
 @dataclass(eq=False)
@@ -34,18 +34,18 @@ class Job:
     turn: Hashable = None
     """The client whose turn it waits for."""
     is_cancelled: bool = False
-    """Whether nobody waits for the text any more."""
+    """True if nobody waits for the text any more."""
     asked_s: float = field(default_factory=time.perf_counter)
     last_s: float | None = None
-    """When its last token came, by ``perf_counter``; None before the first one."""
+    """Time at which its last token came, by ``perf_counter``; None before the first one."""
 
 
 class Worker:
     """Continues the texts of jobs on a thread of its own; the rest wait.
 
-    Clients take the free rows in turn, and each one's jobs keep their order (``Turns``). Those that
-    wait join together between two steps, as far as there is room: weights that are off the GPU
-    cross the link once for all of their prompts.
+    Clients take the free rows in turn, and each one's jobs keep their order (``Turns``). Jobs that
+    wait join together between two steps, as far as there is room. Weights off the GPU then cross
+    the link once for all of their prompts.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Worker:
         self._running: dict[Continued, Job] = {}
         self._reserved: Counter[Hashable] = Counter()
         self._nan = ""
-        """Where the first NaN came from; empty while there was none."""
+        """Source of the first NaN; empty while there was none."""
         self._is_draining = self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="offplan-session", daemon=True)
 
@@ -81,8 +81,9 @@ class Worker:
     def reserve(self, num_jobs: int, turn: Hashable = None) -> None:
         """Keep room for so many jobs of a client, which ``submit`` or ``give_up`` takes back.
 
-        Raises ApiError with 429 where too many of the client wait already, with 503 where too many
-        of all do, and while the server ends, with 400 for more than there will ever be room for.
+        Raises ApiError with 429 if too many of the client's jobs wait, and with 503 if too many of
+        all do or the server ends. Raises it with 400 for more jobs than there will ever be room
+        for.
         """
         room = min(self._most_waiting, self._most_of_client) + self._texts.num_rows
         if num_jobs > room:
