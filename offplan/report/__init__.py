@@ -1,1 +1,1 @@
-"""What offplan says: tables for people, the same facts as JSON for scripts."""
+"""Reports of offplan: tables for people, the same facts as JSON for scripts."""

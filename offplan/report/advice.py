@@ -83,7 +83,7 @@ def describe_advice(analysis: Analysis, plan: Plan) -> list[str]:
 
 
 def reads_experts(plan: Plan, stage: Stage) -> bool:
-    """Whether decode steps of a plan for offplan's own runtime read some experts over the link."""
+    """Return True if decode steps of offplan's own runtime read some experts over the link."""
     if plan.goal.engine is not None or plan.goal.stock:
         return False
     experts = [(n.index, p.name) for n in stage.layers for p in n.parameters if p.is_expert]

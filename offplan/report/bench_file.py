@@ -34,7 +34,7 @@ class RecordedWait(_Part):
 
 
 class RecordedWaits(_Part):
-    """When compute waited during some passes, one after another."""
+    """The waits of compute during some passes, one after another."""
 
     num_passes: int
     seconds: _Number
@@ -50,7 +50,7 @@ class PhaseFigures(_Part):
     link_bytes: _Number | None
     """Bytes over the link; null where nobody counted them."""
     recorded: RecordedWaits | None = None
-    """When compute waited; null where it was not measured."""
+    """Waits of compute; null where they were not measured."""
 
 
 class Memory(_Part):
@@ -69,7 +69,7 @@ class Figures(_Part):
 
 
 class Ran(_Part):
-    """What ran: a model, by a decision."""
+    """The model and the decision that ran."""
 
     headers_sha256: str
     offload: Offload
@@ -81,7 +81,7 @@ class Ran(_Part):
 
 
 class Runtimes(_Part):
-    """What runs the plan: offplan's own runtime, or an engine."""
+    """The runtime of each side: offplan's own, or an engine."""
 
     predicted: str
     measured: str

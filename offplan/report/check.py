@@ -1,4 +1,4 @@
-"""Whether plans hold: what was checked, and what was found."""
+"""Findings of checked plans, as tables and as JSON."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ MARKS = {
     "unknown": "not told",
     "error": "ERROR",
 }
-"""What people read for a verdict."""
+"""Words that people read for each verdict."""
 FAILURES = ("drift", "infeasible", "refused", "error")
 """Verdicts that fail a plan, the worst first."""
 
@@ -45,7 +45,7 @@ def findings_payload(
 def worst_verdict(findings: Sequence[Finding], *, strict: bool = False) -> str:
     """Return the verdict of all findings together: the first of ``FAILURES`` that is among them.
 
-    Where a check is ``strict``, what could not be compared is a failure, too, and the least.
+    If a check is ``strict``, a fact that could not be compared is a failure, too, and the least.
     """
     verdicts = {finding.verdict for finding in findings}
     failures = (*FAILURES, "unknown") if strict else FAILURES

@@ -1,4 +1,4 @@
-"""What two plans differ in: tables for people, Markdown for a pull request, JSON for scripts."""
+"""Differences of two plans: tables for people, Markdown for a pull request, JSON for scripts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple

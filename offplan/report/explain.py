@@ -1,4 +1,4 @@
-"""Where a plan's numbers come from, and what its neighbours would cost."""
+"""Sources of a plan's numbers, and costs of its neighbours."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ _SHOW: dict[UnitName, Callable[[float], str]] = {
     "flops_per_s": format_flops,
     "count": lambda value: f"{value:g}",
 }
-"""How numbers of each unit are printed."""
+"""Printers of numbers, by unit."""
 
 
 def render_explanation(

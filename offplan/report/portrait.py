@@ -32,15 +32,15 @@ class Portrait:
 
     plan: Plan
     held: Held
-    """What the plan's ranks hold."""
+    """Weights of the plan's ranks."""
     machine: MachineProfile | None = None
     """The machine that the plan is for; None where its figures are not known."""
     lanes: RequestLanes | None = None
-    """What compute and link do on that machine; None where it is not known, and on engines."""
+    """Lanes of compute and link on that machine; None if it is not known, and on engines."""
     frontier: Sequence[Point] = ()
     """The best plans of other budgets; empty where they were not asked for."""
     bench: BenchFile | None = None
-    """What was measured; None where nothing was."""
+    """The benchmark's result; None if nothing was measured."""
 
     def say(self) -> list[str]:
         """Answer in sentences: what it is, whether it fits, how fast it is, what lies where."""

@@ -22,10 +22,10 @@ if TYPE_CHECKING:  # they import torch
 
 @dataclass(frozen=True)
 class RunResult:
-    """What one run did and cost."""
+    """The figures of one run, predicted and measured."""
 
     device: str
-    """What it ran on, as people call it: ``NVIDIA H200``, ``CPU``."""
+    """Name of the device it ran on: ``NVIDIA H200``, ``CPU``."""
     batch: int
     """Sequences that were generated together."""
     prompt_tokens: int
@@ -35,9 +35,9 @@ class RunResult:
     measured: "Measured"
     """Times and bytes over the link, of the prompt and of each further token."""
     prediction: Prediction | None = None
-    """What the plan predicts of this batch and these prompts, where they are not its workload's."""
+    """The plan's prediction for this batch and these prompts, if they are not its workload's."""
     experts: ComparedExperts | None = None
-    """What steps found of kept experts; None where none are kept."""
+    """Experts that steps found cached and missed; None if none are cached."""
 
 
 def render_run(plan: Plan, result: RunResult) -> RenderableType:
@@ -88,9 +88,10 @@ def note_cores(plan: Plan, device: str, predicted_s: float, measured_s: float | 
 
 
 def add_experts(table: Table, experts: ComparedExperts | None) -> None:
-    """Add the experts that were hit and missed a token; nothing where none are kept.
+    """Add the experts that were hit and missed a token; nothing if none are cached.
 
-    Where the host's cores multiplied some of those missed, also these, and those brought.
+    If the host's cores multiplied some of the missed experts, add also those multiplied and
+    brought.
     """
     if experts is None:
         return
@@ -127,7 +128,7 @@ def format_ratio(value: float | None, base: float | None) -> str:
 
 
 def reads_in_place(plan: Plan, *phases: str) -> bool:
-    """Whether kernels read weights over the link in one of the phases, which nobody counts."""
+    """Return True if kernels read weights in place in one of the phases, which nobody counts."""
     backends = [getattr(rule, phase) for rule in plan.offload.rules for phase in phases]
     return any(not backend.streams and not backend.is_served for backend in backends)
 

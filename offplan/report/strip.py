@@ -15,7 +15,7 @@ from offplan.units import format_bytes
 _HEIGHTS = " ▁▂▃▄▅▆▇█"
 _DIGITS = "0123456789"
 _COLOURS = {None: "green", True: "cyan", False: "yellow"}
-"""Colours of a layer: wholly resident, streamed in a decode step, or read at use."""
+"""Colours of a layer: wholly resident, streamed in a decode step, or read in place."""
 _PARTS = "█▓▒░·"
 _ASCII_PARTS = "#=+-."
 _NO_BREAK = "\N{NO-BREAK SPACE}"
@@ -28,7 +28,7 @@ class LayerStrip:
     shares: tuple[float, ...]
     """Part of each layer's bytes that lies on the GPU."""
     streams: tuple[bool | None, ...]
-    """Whether a decode step streams all of the rest; None where there is none."""
+    """For each layer, True if a decode step streams all of the rest; None if nothing is left."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draw the layers in lines of the console's width; digits, tenths, on ASCII terminals."""

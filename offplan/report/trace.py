@@ -19,8 +19,8 @@ _PREDICTED, _MEASURED = 1, 2
 def write_trace(lanes: RequestLanes, bench: BenchFile | None) -> str:
     """Write a prompt and some decode steps as JSON.
 
-    The decode steps of both sides begin at one moment. What was measured has no lane of the link:
-    of it only waits are recorded, and compute is what lies between them.
+    The decode steps of both sides begin at one moment. The measured side has no lane of the link:
+    only its waits are recorded, and compute lies between them.
     """
     events = list(_name_lanes(_PREDICTED, "predicted", ("compute", "link")))
     measured = None if bench is None else bench.measured

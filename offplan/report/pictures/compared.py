@@ -1,4 +1,4 @@
-"""What a plan promised beside what was measured."""
+"""The picture of a plan's prediction beside the measured figures."""
 
 from collections.abc import Callable
 

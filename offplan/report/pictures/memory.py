@@ -1,4 +1,4 @@
-"""What fills the memory of the GPU, the host and a second GPU."""
+"""The picture of what fills the memory of the GPU, the host and a second GPU."""
 
 from offplan.plan import Plan
 from offplan.report.pictures.canvas import LINE, Canvas

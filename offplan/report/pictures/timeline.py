@@ -1,4 +1,4 @@
-"""What compute and the link do during a phase: one lane each, from left to right."""
+"""Work of compute and the link during a phase: one lane each, from left to right."""
 
 from offplan.costs.lanes import PhaseLanes
 from offplan.report.pictures.canvas import Canvas
