@@ -1,1 +1,1 @@
-"""What the hardware does: one profile file a machine, each figure with its source."""
+"""Profiles of the hardware: one file a machine, each figure with its source."""

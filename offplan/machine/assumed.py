@@ -33,7 +33,7 @@ _EVERYWHERE = {
         "context and libraries of a process that has run a model, and its graphs",
     ),
 }
-"""What hardly depends on the machine."""
+"""Figures that hardly depend on the machine."""
 _OF_THE_LINK = (
     *("h2d", "uva", "copy_latency", "uva_beside_copies", "h2d_concurrent"),
     *("h2d_curve", "h2d_pageable_curve", "d2h_curve"),

@@ -10,8 +10,8 @@ from typing_extensions import TypeAliasType
 from offplan.records import Bytes, Rate, Record
 
 FIT_FROM_BYTES = 2**20
-"""Copies that the line is fitted to. What plans stream is larger: one projection of a small model
-has 2 MiB. A smaller copy takes a few microseconds more than the line says."""
+"""Bytes of the smallest copy that the line is fitted to. Plans stream larger copies: one projection
+of a small model has 2 MiB. A smaller copy takes a few microseconds more than the line says."""
 
 
 MAX_FACTOR = 1e6
@@ -19,7 +19,7 @@ MAX_FACTOR = 1e6
 
 
 class CopyRate(Record):
-    """How fast copies of one size are."""
+    """The rate of copies of one size."""
 
     bytes: Bytes = Field(gt=0)
     rate: Annotated[Rate, Field(ge=1)]
@@ -34,7 +34,7 @@ class CopyRate(Record):
 
 
 class Reread(Record):
-    """How often a weight read in place crosses the link in a product with so many rows."""
+    """The times that a weight read in place crosses the link in a product with so many rows."""
 
     rows: int = Field(ge=1, le=2**40)
     factor: float = Field(ge=1, le=MAX_FACTOR)
@@ -77,11 +77,11 @@ def fit_latency(curve: Sequence[CopyRate], bytes_per_s: float) -> Fit:
     """Find the latency whose largest relative error over the curve is least, at a given rate.
 
     Only sizes from ``FIT_FROM_BYTES`` on count, where there are any. The planner's bounds rest on a
-    line (two copies cost as much as one of both sizes and a latency more), which a measured curve
-    with its noise is not; so plans are priced by the line, and the curve shows how far it is off.
+    line: two copies cost as much as one of both sizes and a latency more. A measured curve with its
+    noise is no line. So plans are priced by the line, and the curve shows how far it is off.
 
-    The error at size i is |latency - d_i| / t_i, d_i being what the rate leaves of the time t_i:
-    convex in the latency, so the best one is 0 or where two sizes err alike on opposite sides.
+    The error at size i is |latency - d_i| / t_i, where d_i is the time t_i less bytes over rate. It
+    is convex in the latency, so the best one is 0 or where two sizes err alike on opposite sides.
     """
     points = [point for point in curve if point.bytes >= FIT_FROM_BYTES] or list(curve)
     left = [(point.seconds - point.bytes / bytes_per_s, point.seconds) for point in points]

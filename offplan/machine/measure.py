@@ -17,11 +17,12 @@ from offplan.machine.profile import MachineProfile
 from offplan.progress import Progress
 
 LIBRARY_BYTES = 100 * 2**20
-"""Workspaces of libraries, kernels and captured graphs of a process that has run a model, beside
-the tensors that graphs keep (``activation_bytes``), some MiB of which are in both.
+"""Bytes of a process that has run a model, beside the tensors that graphs keep
+(``activation_bytes``): libraries' workspaces, kernels and captured graphs. Some MiB are in both.
 
-Source: eight plans of Qwen3-8B and DeepSeek-V2-Lite took 61 to 142 MiB less than is predicted so,
-28 to 74 of which are margin, on an H200 with torch 2.11 (``benchmarks/results/packed-h200.json``).
+Source: eight plans of Qwen3-8B and DeepSeek-V2-Lite on an H200 with torch 2.11 took 61 to 142 MiB
+less than is predicted so. Of these, 28 to 74 MiB are margin
+(``benchmarks/results/packed-h200.json``).
 """
 
 KERNELS_PER_LAYER = 20

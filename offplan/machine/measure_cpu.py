@@ -1,6 +1,6 @@
 """Measures this machine's CPU, which plays GPU where there is none: one memory is host and device.
 
-What a GPU does beside its host, copies and reads in place among it, a CPU does by itself.
+The CPU itself does what a GPU does beside its host, copies and reads in place included.
 """
 
 from collections.abc import Callable

@@ -24,11 +24,11 @@ def measure_in_place_reads(
 ) -> tuple[InPlaceRead, ...]:
     """Time bf16 products on the current CUDA device, their weight in pinned memory.
 
-    Each is a shape, [out, in], or [experts, out, in] for routed experts, and a number of tokens, of
-    which each goes to ``pairs_per_token`` of the experts; by shape, and then by tokens. ``uva`` is
-    the rate of reading once, in bytes per second. A weight of more than PINNED_BYTES is cut along
-    its first dimension: whole tiles are left out. Noise does not make more tokens read less.
-    Raises MemoryLimitError.
+    Each product is a shape and a number of tokens; products are sorted by both, in this order. A
+    shape is [out, in], or [experts, out, in] for routed experts. Each token goes to
+    ``pairs_per_token`` of the experts. ``uva`` is the rate of reading once, in bytes per second. A
+    weight of more than PINNED_BYTES is cut along its first dimension: whole tiles are left out.
+    Noise does not make more tokens read less. Raises MemoryLimitError.
     """
     reads: list[InPlaceRead] = []
     with pinned(PINNED_BYTES) as host:

@@ -38,8 +38,8 @@ def average(samples: Sequence[float]) -> Timing:
 def time_work(work: Callable[[], object], repeats: int = 1, *, queued: bool = False) -> Timing:
     """Time one call by events on the current stream, after a call that warms up.
 
-    ``queued`` holds the stream until all calls are launched, so that work which is shorter than its
-    launch is timed as in a queue that never runs dry. Waits for the stream after each sample.
+    ``queued`` holds the stream until all calls are launched. Work that is shorter than its launch
+    is so timed as in a queue that never runs dry. Waits for the stream after each sample.
     """
     work()
     samples = []

@@ -46,7 +46,7 @@ _OTHER_MAKERS = {
 }
 """Normalised names of GPUs of other makers than NVIDIA."""
 _NVIDIA = re.compile(r"nvidia|geforce|tesla|quadro|[gr]tx", re.IGNORECASE)
-"""What of a name says NVIDIA, whatever maker of a processor is named beside."""
+"""Parts of a name that say NVIDIA, whatever maker of a processor is named beside."""
 _BEFORE_TURING = re.compile(
     r"(v100s?|p(4|6|40|100)|m(4|6|10|40|60)|k(10|20x?|40|80))(pcie|sxm[23]?)?([0-9]{2}gb)?|"
     r"(quadro)?(g[pv]100|[kmp][1-6][0-9]{2,3}([0-9]{2}gb)?)|"
@@ -64,7 +64,7 @@ def shipped_profiles() -> list[str]:
 
 
 class MachineName(NamedTuple):
-    """What ``--machine`` takes: ``rtx4090-pcie4,pcie=4x8,ram=64GiB``."""
+    """The value of ``--machine``: ``rtx4090-pcie4,pcie=4x8,ram=64GiB``."""
 
     base: str
     """The name of a shipped profile, or a file."""
@@ -76,7 +76,7 @@ class MachineName(NamedTuple):
 
     @property
     def is_shipped(self) -> bool:
-        """Whether its profile comes with offplan."""
+        """True if its profile comes with offplan."""
         return self.base in shipped_profiles()
 
     def move(self, moved: Callable[[str], str]) -> "MachineName":
@@ -195,7 +195,7 @@ def _find_maker(gpu: str) -> str | None:
 
 
 class _Card(NamedTuple):
-    """What a GeForce card's name says of it."""
+    """The facts in a GeForce card's name."""
 
     generation: int
     tier: int

@@ -56,7 +56,7 @@ class Figure(Record, Generic[Value]):
     basis: Basis
     source: str = Field(min_length=1)
     samples: int | None = Field(None, ge=1)
-    """How many times it was measured; of a table, each of its entries."""
+    """Number of measurements; of a table, each of its entries."""
     spread: float | None = Field(None, ge=0)
     """(largest - smallest) / median of the samples; of a table, each entry has its own."""
 
@@ -93,7 +93,7 @@ class LayerTime(Record):
     """Tokens that each sequence's attention reaches: those cached at the chunk's end, or in decode
     the prompt and half of the output."""
     is_part: bool = False
-    """Whether the chunk is one of several of a prompt."""
+    """True if the chunk is one of several of a prompt."""
     seconds: Annotated[Seconds, Field(le=1e5)]
     samples: Annotated[int, Field(ge=1)] | None = None
     """Samples that the time is the median or the mean of."""
@@ -102,7 +102,7 @@ class LayerTime(Record):
 
 
 class InPlaceRead(Record):
-    """How often one product reads its weight, which lies in host memory."""
+    """The reads by one product of its weight, which lies in host memory."""
 
     shape: tuple[int, ...] = Field(min_length=2, max_length=3)
     """The weight's, [out, in], or that of all routed experts' weights, [experts, out, in]."""
@@ -127,7 +127,8 @@ class MachineProfile(Record):
     """One GPU, its link to host memory, and what a pass costs besides the weights."""
 
     store: ClassVar[Store] = "host"
-    """What ``h2d`` and ``copy_latency`` are the link to, and ``host_memory`` the size of."""
+    """The store that ``h2d`` and ``copy_latency`` are the link to, and ``host_memory`` the size
+    of."""
 
     profile: int = Field(PROFILE_VERSION, ge=PROFILE_VERSION, le=PROFILE_VERSION)
     name: str
@@ -135,13 +136,13 @@ class MachineProfile(Record):
     h2d: Figure[LinkRate]
     """Host to device, one large pinned DMA."""
     copy_latency: Figure[ShortTime]
-    """Fixed cost of one DMA; a copy of n bytes takes latency + n / rate. Where there is a measured
-    ``h2d_curve``, the latency that fits it best."""
+    """Fixed cost of one DMA; a copy of n bytes takes latency + n / rate. If ``h2d_curve`` was
+    measured, the latency that fits it best."""
     uva: Figure[LinkRate]
     """Kernels reading pinned host memory in place, each byte once."""
     uva_beside_copies: Figure[LinkRate] | None = None
-    """The same while copies to the device are queued, which the kernels nearly starve; absent is
-    as on an H200."""
+    """``uva`` while copies to the device are queued, which the kernels nearly starve; absent is as
+    on an H200."""
     h2d_curve: Figure[Curve] | None = None
     """Host to device by size, pinned memory."""
     h2d_pageable_curve: Figure[Curve] | None = None
@@ -153,7 +154,7 @@ class MachineProfile(Record):
     peer_curve: Figure[Curve] | None = None
     """Another GPU's memory to this one's by size; the fastest of the others."""
     uva_rereads: Figure[Rereads] | None = None
-    """How often weights read in place cross, by the rows of the product; absent is as on an
+    """Times that weights read in place cross, by the rows of the product; absent is as on an
     H200."""
     hbm: Figure[LinkRate]
     """Device memory, as a memory-bound kernel reads it."""
@@ -162,10 +163,10 @@ class MachineProfile(Record):
     layer_overhead: Figure[ShortTime]
     """Launch and small-kernel time of one decoder layer in decode, beyond its bytes and flops."""
     gpu_memory: Figure[Memory]
-    """What the card offers to a process, context included."""
+    """GPU memory that the card offers to a process, context included."""
     host_memory: Figure[Capacity] | None = None
-    """What can be pinned: the least of physical memory and the limits of the container and the
-    process; absent is unlimited."""
+    """Host memory that can be pinned: the least of physical memory and the limits of the container
+    and the process; absent is unlimited."""
     pinning: Figure[LinkRate] | None = None
     """Registering ordinary memory with the driver, the page faults of fresh pages included."""
     numa_node: Figure[int] | None = None
@@ -175,15 +176,15 @@ class MachineProfile(Record):
     gpu_overhead: Figure[Capacity]
     """Context, libraries and captured graphs of a process that has run a model."""
     ranks_overhead: Figure[Capacity] | None = None
-    """What each of several ranks has beside that, to exchange what they compute; absent is 1,152
+    """Memory of each of several ranks beside that, to exchange what they compute; absent is 1,152
     MiB."""
     cores: Figure[LinkRate] | None = None
     """The host's memory as its cores read weights that they multiply by one row; absent is as a
     desktop's two channels of DDR5 have it."""
     cores_beside_copies: Figure[LinkRate] | None = None
-    """The same while copies to the device run; absent is what ``host_reads`` leaves."""
+    """``cores`` while copies to the device run; absent is what ``host_reads`` leaves."""
     host_reads: Figure[LinkRate] | None = None
-    """What the host's memory gives in all, to cores and copies together; absent is unlimited."""
+    """Rate of the host's memory in all, to cores and copies together; absent is unlimited."""
     cores_round_trip: Figure[ShortTime] | None = None
     """Seconds from the device's last write before a product to its first read behind it, beside
     those of the product; absent is 15 us."""
@@ -245,7 +246,7 @@ class MachineProfile(Record):
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the CPU stands in for a GPU, as in the profile ``cpu``."""
+        """True if the CPU stands in for a GPU, as in the profile ``cpu``."""
         return self.name == "CPU"
 
     def with_store(self, store: Store) -> "MachineProfile":
@@ -276,8 +277,8 @@ class MachineProfile(Record):
     ) -> "MachineProfile":
         """Return the profile with the link that each rank has to a plan's store, and its overhead.
 
-        The host's cores compute with ``host_threads``, those of the figures if it is left out.
-        Those of one stage copy at once. A token passes one stage after the other, and copies end
+        The host's cores compute with ``host_threads``, those of the figures if it is left out. The
+        ranks of one stage copy at once. A token passes one stage after the other, and copies end
         with the pass. Raises ProfileError where the link to the store is not known.
         """
         return self.with_store(store).with_ranks(ranks).with_threads(host_threads)
@@ -309,9 +310,10 @@ class MachineProfile(Record):
     def with_ranks(self, ranks: Ranks) -> "MachineProfile":
         """Return the profile as each of the ranks has it: its overhead and its link.
 
-        The link is that of a GPU while as many copy as a stage has ranks: the slowest one's of as
-        many that copied at once, or of the next larger number that was measured. Where none was,
-        offplan assumes that each GPU has the whole link.
+        The link is that of a GPU while as many GPUs copy as a stage has ranks. Its rate is that of
+        the slowest GPU of as many that copied at once. If so many were not measured, the next
+        larger measured number decides. If none was measured, offplan assumes that each GPU has the
+        whole link.
         """
         if ranks.num_gpus == 1:
             return self
@@ -330,7 +332,7 @@ class MachineProfile(Record):
         return type(self).model_validate({**self._figures, **changes})
 
     def knows_ranks(self, num_gpus: int) -> bool:
-        """Whether the link was measured while at least so many GPUs of the host copied."""
+        """Return True if the link was measured while at least so many GPUs of the host copied."""
         return any(number >= num_gpus for number in self.concurrent_rates)
 
     @property
