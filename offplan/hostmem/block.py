@@ -25,8 +25,8 @@ _OF_THIS_PROCESS = (mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,) if hasattr(mmap, "MA
 class HostBlock:
     """A block of host memory of an exact size, page-locked when a CUDA device will read it.
 
-    Anonymous pages registered with the driver cost about 0.08 s/GiB and keep their size, where
-    torch's pinned allocator costs 0.5 s/GiB and rounds up to a power of two.
+    Anonymous pages registered with the driver cost about 0.08 s/GiB and keep their size. torch's
+    pinned allocator costs 0.5 s/GiB and rounds up to a power of two.
     """
 
     def __init__(self, num_bytes: int, *, pin: bool, remedy: str = REMEDY) -> None:
@@ -103,8 +103,8 @@ def _clear_error() -> None:
     """Clear CUDA's last error, which a call through ``cudart`` leaves for whoever looks next.
 
     torch offers no cudaGetLastError, and one found by name may be another library's. But torch asks
-    for it behind every kernel that it launches, raises what it finds and so clears it; if there is
-    no memory for the kernel, its allocator clears it.
+    for the error behind every kernel that it launches, raises what it finds and so clears it. If
+    there is no memory for the kernel, torch's allocator clears it.
     """
     if torch.cuda.is_initialized():
         with contextlib.suppress(RuntimeError):

@@ -88,7 +88,7 @@ def pin_limit(
     """Find how many bytes can be pinned, and what limits them.
 
     ``pinned_bytes`` were pinned without trouble. NVIDIA's driver for Linux locks pages without
-    counting them against ``ulimit -l``, so a limit below that does not hold; a larger one is taken
+    counting them against ``ulimit -l``, so a limit below that does not hold. A larger one is taken
     at its word.
     """
     limit, lockable = memory_limit(proc, cgroup), lock_limit()

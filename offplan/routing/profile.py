@@ -27,7 +27,7 @@ Count = Annotated[int, Field(ge=0, le=MOST_COUNTED)]
 
 
 class LayerReuse(Record):
-    """How soon one layer's experts were chosen again."""
+    """The reuse of one layer's experts: how soon they were chosen again."""
 
     layer: Annotated[int, Field(ge=0)]
     """Index of the layer."""
@@ -94,8 +94,8 @@ class BatchReuse(Record):
     def least_missed(self, num_kept: float) -> float:
         """Experts that a step misses over all layers, at least, if so many are kept in all.
 
-        The best sizes take the places of the order of use that served most, of whichever layer; an
-        expert that is used for the first time is missed by none that keeps all.
+        The best sizes take the places of the order of use that served most, of whichever layer. A
+        cache of all experts of a layer misses none of them at its first use.
         """
         served = sorted(
             (
@@ -123,7 +123,7 @@ class BatchReuse(Record):
 
 
 class RoutingProfile(Record):
-    """Which experts a model's tokens chose, summed up; it holds nothing of the texts."""
+    """The experts that a model's tokens chose, summed up; it holds nothing of the texts."""
 
     offplan_routing: Literal[1] = ROUTING_VERSION
     """Version of the format."""

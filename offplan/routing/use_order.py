@@ -12,7 +12,7 @@ Steps = NDArray[np.integer]
 
 @dataclass(frozen=True)
 class Reuse:
-    """How far back in the order of use each choice of an expert lay, by layer."""
+    """The place in the order of use of each choice of an expert, by layer."""
 
     distances: Counts
     """Choices of an expert that lay behind so many others, int64 of [layers, experts].
