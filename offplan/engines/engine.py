@@ -1,4 +1,4 @@
-"""What exporters have in common: an engine, its versions, and what a plan demands of it."""
+"""Parts that exporters share: an engine, its versions, and the demand of a plan."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ from offplan.ranks import ONE_RANK, Ranks
 from offplan.units import format_bytes
 
 BACKENDS = (Backend.PREFETCH, Backend.UVA)
-"""Those that engines have, by their flags or by offplan's worker."""
+"""Backends that engines have, by their flags or by offplan's worker."""
 
 Version = tuple[int, int, int]
 Flags = Mapping[str, tuple[str, ...]]
@@ -27,13 +27,14 @@ Flags = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class EngineDemand:
-    """What makes an engine move what a rule takes, and what that takes there."""
+    """The flags by which an engine moves what a rule takes, and the memory that this takes
+    there."""
 
     flags: Flags = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables without which the flags do something else."""
     notes: tuple[str, ...] = ()
-    """What the flags do not promise, a sentence each."""
+    """Limits of what the flags promise, a sentence each."""
     moved: tuple[EngineParameter, ...] = ()
     """All that it, or one of its ranks, may move to the host."""
     more_gpu_bytes: int = 0
@@ -77,11 +78,11 @@ class Engine:
     newest: Version
     """The version whose real package the export is held against."""
     pass_rules: PassRules
-    """How it runs a pass."""
+    """Rules by which it runs a pass."""
     demand_rule: Callable[[Rule, Placement, Stage, Version], EngineDemand] | None
     """Returns flags for a rule with one backend; raises ExportError for what no flags can say.
 
-    None for a worker in the engine, which reads the plan itself.
+    A worker in the engine has none: it reads the plan itself.
     """
     kernels: Callable[[Stage, Version], tuple[Kernels, Kernels]]
     """Returns the least that kernels make of experts of MXFP4, and the most where none moves."""
@@ -91,7 +92,7 @@ class Engine:
     rank_flags: tuple[str, str, str]
     """Options for tensor and pipeline ranks and groups of experts; ``enable-`` begins a switch."""
     command: tuple[str, ...]
-    """What starts it, before the model and the flags."""
+    """Words that start it, before the model and the flags."""
     image: str
     """The container image, without its tag."""
     port: int
@@ -104,7 +105,7 @@ class Engine:
 
     @property
     def is_worker(self) -> bool:
-        """Whether it is offplan's worker in the engine, which runs plans that no flags can say."""
+        """True if it is offplan's worker in the engine, which runs plans that no flags can say."""
         return self.demand_rule is None
 
     @property

@@ -11,7 +11,7 @@ from offplan.engines.engine import format_version, join_flags
 from offplan.engines.export import Export
 
 CACHE = "/root/.cache/huggingface"
-"""Where the engines' images keep what they load from the Hub."""
+"""Folder in which the engines' images keep what they load from the Hub."""
 
 
 _WORKERS_PLAN = "additional-config"
@@ -60,7 +60,7 @@ def _docker(export: Export) -> str:
 def _dockerfile(export: Export) -> str:
     """Write what builds an image with a worker and its plan: the engine's own has no offplan.
 
-    What the engine's image has keeps its versions, and offplan comes from a clone of it.
+    The packages of the engine's image keep their versions, and offplan comes from a clone of it.
     """
     ((given,),) = [export.options[_WORKERS_PLAN]]
     plan = Path(json.loads(given)["offplan"])

@@ -18,7 +18,7 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Kernels:
-    """What kernels make of experts, or the most that any of several makes of them."""
+    """The sizes that kernels give experts, or the largest that any of several gives them."""
 
     hidden: int = 256
     """Weights that the hidden size is rounded up to a multiple of."""
@@ -29,7 +29,7 @@ class Kernels:
     bias_growth: int = 2
     """Times the bytes that biases are stored in: 2 where they are widened to float32."""
     code_growth: int = 1
-    """The same for codes and scales: 4 where they are expanded to bfloat16."""
+    """Times the bytes of codes and scales: 4 where they are expanded to bfloat16."""
 
     def lay_out(self, each: EngineParameter) -> EngineParameter:
         """Return an engine's parameter that holds experts, with the bytes that it takes."""

@@ -1,7 +1,7 @@
-"""What an engine calls a checkpoint's parameters once it has built the model.
+"""Names that an engine gives a checkpoint's parameters once it has built the model.
 
-An engine fuses projections that a checkpoint stores apart, and a fused parameter is offloaded
-whole or not at all. What differs by architecture stands in ``vllm.yaml``.
+An engine fuses projections that a checkpoint stores apart, and a fused parameter is offloaded whole
+or not at all. ``vllm.yaml`` lists what differs by architecture.
 
 Source: vLLM 0.33, ``packed_modules_mapping`` and ``fused_moe``.
 """
@@ -46,7 +46,7 @@ class EngineParameter:
     """Relative to the layer."""
     parameters: tuple[Parameter, ...]
     tensors: Tensors
-    """Those of the checkpoint's tensors that it holds."""
+    """Tensors of the checkpoint that it holds."""
     nbytes: int
     packs: str | None = None
     """The module, relative to the layer, of which it is a part of the packed weight."""

@@ -92,8 +92,8 @@ def demand_rule(rule: Rule, placement: Placement, stage: Stage, version: Version
 def find_kernels(stage: Stage, version: Version) -> tuple[Kernels, Kernels]:
     """Return the kernels of experts, which are the same twice: none of them moves.
 
-    Where ranks have whole experts no kernel for their codes is chosen but on Blackwell: they are
-    expanded. Source: ``arg_groups/model_overrides/gpt_oss.py``.
+    If ranks have whole experts, SGLang expands their codes: it has no kernel for them but on
+    Blackwell. Source: ``arg_groups/model_overrides/gpt_oss.py``.
     """
     kernels = Kernels(code_growth=4 if stage.ranks.expert > 1 else 1)
     return kernels, kernels
@@ -102,8 +102,8 @@ def find_kernels(stage: Stage, version: Version) -> tuple[Kernels, Kernels]:
 def serve(plan: Plan, held: Held, gpu_bytes: int | None) -> Flags:
     """Hold SGLang to the plan's type, workload and, where the GPU's bytes are known, budget.
 
-    Weights, copies ahead and cache are a share of what was free before the weights were loaded,
-    and overhead is most of what was not; ``max-total-tokens`` ends the cache where there is more.
+    Weights, copies ahead and cache are a share of what was free before the weights were loaded.
+    Overhead is most of what was not free. ``max-total-tokens`` ends the cache if there is more.
     Source: ``_profile_available_bytes``.
     """
     work, memory = plan.workload, plan.prediction.gpu_memory
@@ -126,7 +126,7 @@ def _demand_in_place(
 ) -> EngineDemand:
     """Return flags for a rule that reads in place: SGLang copies each layer before it runs.
 
-    It takes parameters in an order of its own until it has so many whole GiB. What the rule takes
+    It takes parameters in an order of its own until it has so many whole GiB. Weights of the rule
     beyond those may stay on the GPU. Source: ``OffloaderV1``, ``_get_resident_parameter_ids``.
     """
     assert rule.max_bytes is not None, "refused otherwise"

@@ -1,4 +1,4 @@
-"""What an engine says of its offloading when it starts: in its log, or asked as a server.
+"""Reports of an engine on its offloading when it starts: in its log, or asked as a server.
 
 Source: ``offplan.vllm``; vLLM 0.25.0 to 0.33.0, ``offloader`` and ``gpu_model_runner``; SGLang
 0.5.23, ``utils/offloader`` and ``model_runner``.
@@ -21,7 +21,7 @@ MOST_GIB = 2**30
 
 @dataclass(frozen=True)
 class Startup:
-    """What was said; None or empty is what was not."""
+    """The engine's report; None or empty is what it left out."""
 
     version: str | None = None
     loaded_bytes: float | None = None
@@ -34,9 +34,10 @@ class Startup:
     one that is off ``OFF``."""
     environment: Mapping[str, str] = field(default_factory=dict)
     in_force: tuple[str, ...] = ()
-    """What each rank of offplan's worker says that it holds, compared with the plan by then."""
+    """Weights that each rank of offplan's worker reports, compared with the plan by then."""
     stages: Mapping[int, "Startup"] = field(default_factory=dict)
-    """What the ranks of each stage of a pipeline say, by its number; none where there is one."""
+    """Reports of the ranks of each stage of a pipeline, by its number; none if there is one
+    stage."""
 
 
 OFF = ("off",)
@@ -50,7 +51,7 @@ _STAGE = {
     "vllm": re.compile(r"\(Worker\w*_PP(\d+)\w* pid="),
     "sglang": re.compile(r"\[[^\[\]]* PP(\d+)\b[^\[\]]*\]"),
 }
-"""How lines name the stage of the rank that wrote them.
+"""Pattern of lines that name the stage of the rank that wrote them.
 
 Source: vLLM's ``setup_proc_title_and_log_prefix``; SGLang's ``configure_scheduler_process``.
 """

@@ -60,8 +60,8 @@ FORMS = {
 """Stored forms that stay on the host. Loading lays others out anew, on the GPU, and a parameter
 that is read in place is then no longer in host memory. Source: ``device_loading_context``."""
 MARLIN: Version = (0, 33, 0)
-"""Since it, as far as is known, experts of MXFP4 stay parameters with these kernels. Those of
-others are taken out of the model, and an offloader lets them go."""
+"""Since it, as far as is known, experts of MXFP4 stay parameters with these kernels. Experts of
+other kernels are taken out of the model, and an offloader lets them go."""
 MARLIN_KERNELS = Kernels(gate_up=128, down=128, bias_growth=1)
 """Source: ``mxfp4_round_up_hidden_size_and_intermediate_size``."""
 ANY_KERNELS = Kernels(gate_up=128)
@@ -136,10 +136,10 @@ def find_kernels(stage: Stage, version: Version) -> tuple[Kernels, Kernels]:
 def serve(plan: Plan, held: Held, gpu_bytes: int | None) -> Flags:
     """Hold vLLM to the plan's type, workload and budget; ``held`` is what its ranks hold.
 
-    It is given a KV cache for the plan's workload. By a share of the GPU's memory alone it would
-    size one itself, and leave its context out (0.75 GiB beyond the budget on an H200), and a start
-    that compiles would find no room for any. Where the GPU's bytes are known the share says what
-    must be free once the context is there.
+    It is given a KV cache for the plan's workload. By a share of the GPU's memory alone vLLM would
+    size a cache itself and leave its context out. The context took 0.75 GiB beyond the budget on an
+    H200. A start that compiles would then find no room for a cache. If the GPU's bytes are known,
+    the share is what must be free once the context is there.
     """
     work, memory = plan.workload, plan.prediction.gpu_memory
     flags = _flags(
@@ -249,12 +249,13 @@ VLLM_PASSES = PassRules(
     routed_overhead_s=20e-6,
     all_reduce_s=5e-6,
 )
-"""Of decode steps, which vLLM captures.
+"""Rules of decode steps, which vLLM captures.
 
-Source: vLLM 0.33 with everything resident at batch 1, less the bytes read, a layer: Qwen3-8B 39 us
-on an H100 and 49 in two ranks, DeepSeek-V2-Lite 74 and 70. How much of that are all-reduces is
-estimated. What copies take is fitted to the plans in ``tests/costs/test_engine_times.py``, and to
-two ranks of Qwen3-8B: 12 short copies made a step 0.18 ms longer on H200s, 27 0.59 ms on H100s.
+Source: vLLM 0.33 with everything resident at batch 1, less the bytes read. A layer of Qwen3-8B took
+39 us on an H100 and 49 in two ranks, one of DeepSeek-V2-Lite 74 and 70. How much of that are
+all-reduces is estimated. Times of copies are fitted to the plans in
+``tests/costs/test_engine_times.py``, and to two ranks of Qwen3-8B. There 12 short copies made a
+step 0.18 ms longer on H200s, and 27 copies 0.59 ms on H100s.
 """
 
 VLLM = Engine(

@@ -1,4 +1,4 @@
-"""What vLLM's worker is held to: a plan as a rank of vLLM is to carry it out, or a refusal."""
+"""The plan that a rank of vLLM carries out, or a refusal."""
 
 import shlex
 
@@ -20,9 +20,9 @@ def find_taken(
     """Find what a plan takes of the model as a rank of a stage of some version of vLLM builds it.
 
     ``model`` is whole, ``ranks`` are those that vLLM divides it among. Raises ExportError, naming
-    it, for what such a worker cannot do: other ranks than the plan's, phases that read a parameter
-    in different ways, part of what vLLM fuses, other stored forms, another store, and more memory
-    than the budget.
+    it, for what such a worker cannot do: other ranks than the plan's, another store, and more
+    memory than the budget. The worker cannot read a parameter in different ways by phase, move part
+    of what vLLM fuses, or read other stored forms.
     """
     _require_ranks(plan, ranks)
     engine = f"vllm-worker=={format_version(version)}"
