@@ -48,18 +48,18 @@ def check_plan(
 ) -> tuple[Finding, ...]:
     """Check whether a plan still holds, and whether it could run now.
 
-    ``plan`` is the plan or its file. Its figures are held against each other, the model's headers
-    and config against the plan's, its profile against the fingerprint, and its prediction against
-    what its decision costs by this version of offplan. ``run``, or the engine that the plan is for,
-    is asked whether it refuses the plan. ``with_machine`` also looks at the GPU here, if there is
-    one, and the memory that it and the host have free; without ``with_network`` a model that is
-    neither on this disk nor in the Hub's cache is not compared. ``measure`` measures the link.
-    ``weights`` reads all weights that are on this disk and compares their digests, and
-    ``record_weights`` writes these beside the plan's file, too. ``model`` is where the model is to
-    be read instead of where the plan says. ``on_stage`` hears what begins.
+    ``plan`` is the plan or its file. Its figures are compared with each other, the model's headers
+    and config with the plan's, and its profile with the fingerprint. Its prediction is compared
+    with what its decision costs by this version of offplan. ``run``, or the engine that the plan is
+    for, is asked whether it refuses the plan. ``with_machine`` also looks at the GPU here, if there
+    is one, and at the free memory of GPU and host. Without ``with_network`` a model that is neither
+    on this disk nor in the Hub's cache is not compared. ``measure`` measures the link. ``weights``
+    reads all weights that are on this disk and compares their digests, and ``record_weights``
+    writes these beside the plan's file, too. ``model`` is where the model is to be read instead of
+    where the plan says. ``on_stage`` hears what begins.
 
-    Raises CheckpointError and HubError where the model cannot be read, InputError for a list of
-    digests that is not valid or has others, and what measuring raises.
+    Raises CheckpointError and HubError if the model cannot be read. Raises InputError for a list of
+    digests that is not valid or has others. Raises what measuring raises.
     """
     plan = take_plan(plan)
     read = read_planned_model if with_network else find_planned_model

@@ -64,7 +64,7 @@ def read_start(engine: str, log: Path | None, url: str | None) -> Startup:
 def check_start(plan: Plan, model: Model, engine: str, startup: Startup) -> tuple[Finding, ...]:
     """Check that an engine that has started does what was exported to it.
 
-    Where ``engine`` names no version, it is the one that the engine says. Raises ExportError for a
+    If ``engine`` names no version, it is the one that the engine reports. Raises ExportError for a
     plan that cannot be exported to it.
     """
     chosen, _ = find_engine(engine)

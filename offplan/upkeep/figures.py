@@ -104,10 +104,10 @@ def _of_decision(plan: Plan) -> Iterator[str]:
 
 
 def _differ(one: float, other: float) -> bool:
-    """Whether two figures differ by more than printing explains."""
+    """Return True if two figures differ by more than printing explains."""
     return abs(one - other) > PRINTED_TO * max(one, other)
 
 
 def _exceeds(one: float, most: float) -> bool:
-    """Whether a figure is above the most that it may be by more than printing explains."""
+    """Return True if a figure exceeds its most by more than printing explains."""
     return one > most * (1 + PRINTED_TO)

@@ -1,11 +1,11 @@
-"""What a check of a plan finds."""
+"""Findings of a check of a plan."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 Verdict = Literal["holds", "drift", "infeasible", "refused", "unknown", "error"]
-"""Whether something is as the plan has it, is not, lacks memory, is refused by what is to run it,
-could not be compared, or could not be read."""
+"""A fact is as the plan has it, differs, lacks memory, is refused by its runtime, could not be
+compared, or could not be read."""
 
 
 @dataclass(frozen=True)
@@ -15,4 +15,4 @@ class Finding:
     subject: str
     verdict: Verdict
     text: str
-    """What was found, and what to do about it, in words for people."""
+    """Words for people: what was found, and what to do about it."""

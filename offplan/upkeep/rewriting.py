@@ -22,9 +22,9 @@ def rewrite_plan(text: str, plan: Plan) -> str | None:
     """Put a plan's values into the text of another plan's file.
 
     Only values that differ are written anew: comments, blank lines, the order of keys and the way
-    other values are written stay. What stands inside a list that gets longer or shorter, such as a
-    comment between two rules, is lost with it. None where the text is laid out in a way that does
-    not let its values be exchanged.
+    other values are written stay. A list that gets longer or shorter loses what stands inside it,
+    such as a comment between two rules. Returns None if the text is laid out in a way that does not
+    let its values be exchanged.
     """
     before = parse_plan(load_yaml(text), "plan", in_any_budget=True)
     root = yaml.compose(text, yaml.SafeLoader)

@@ -27,8 +27,9 @@ def check_weights(
     ``record`` it is written where no known digest contradicts it. ``on_progress`` hears (bytes
     read, bytes in all).
 
-    Raises CheckpointError for a file that cannot be read, InputError for a list that is not valid,
-    or that is there with other digests and is to be written, and OffplanError where it cannot be.
+    Raises CheckpointError for a file that cannot be read, and InputError for a list that is not
+    valid. With ``record``, raises InputError if a list with other digests is there, and
+    OffplanError if the list cannot be written.
     """
     shards, wanted = locate_shards(model), shard_bytes(model)
     absent = [name for name in wanted if name not in shards]
