@@ -1,8 +1,8 @@
 """The library is compiled once for each source and compiler, into a folder that is the user's own.
 
-Its file's name has a digest of its content, which is checked before the file is loaded.
-Code is loaded from that folder, so nobody else may be able to write there: the owners and modes of
-the file, its folder and all folders above are checked each time.
+Its file's name has a digest of its content, which is checked before the file is loaded. Code is
+loaded from that folder, so nobody else may be able to write there. The owners and modes of the
+file, its folder and all folders above are checked each time.
 """
 
 import ctypes
@@ -50,8 +50,8 @@ _FILES = {
     "avx2.cpp": ("-march=x86-64-v3",),
     "avx512.cpp": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi"),
 }
-"""Flags of each file. What any processor runs is linked first: of what several files have in
-common, the linker keeps the first."""
+"""Flags of each file. Code for any processor is linked first: the linker keeps the first copy of
+what several files have in common."""
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Has the library in wheels for Linux on x86-64, and nothing in a checkout."""
 _ZIG = (sys.executable, "-m", "ziglang", "c++", "-target", "x86_64-linux-gnu.2.17", "-s")
@@ -62,7 +62,7 @@ _ZIG_PROCESSORS = {
     "avx2.cpp": ("-mcpu=x86_64_v3",),
     "avx512.cpp": ("-mcpu=x86_64_v4+avx512bf16+avx512vbmi",),
 }
-"""What ``_FILES`` has, as zig names processors."""
+"""Flags of ``_FILES``, as zig names processors."""
 _TIMEOUT_S = 300
 
 
@@ -83,8 +83,8 @@ def check_platform() -> None:
 def load_code() -> ctypes.CDLL:
     """Load the library for this source and compiler, compiling it first where it is not there yet.
 
-    That takes some ten seconds, once. What came with offplan's wheel is taken as it is, unless CXX
-    names a compiler. Where nothing can be kept in the cache, or loaded from there, the library is
+    That takes some ten seconds, once. The library in offplan's wheel is taken as it is, unless CXX
+    names a compiler. If nothing can be kept in the cache, or loaded from there, the library is
     compiled for this process alone, with an OffplanWarning. Raises InputError for a CXX that names
     no compiler, and OffplanError where there is none, it fails, or the cache is not the user's
     alone.

@@ -1,7 +1,7 @@
 """A thread that computes products whenever a stream rings for one; it calls no Python.
 
 A kernel of a captured step is given the number of a job and two words. It writes 0 to the answer
-and rings with the number; the stream waits until the answer is 1 or more: 1 for done, 2 for failed.
+and rings with the number. The stream waits until the answer is 1 or more: 1 for done, 2 for failed.
 Source: FreeToken, ``gpu_sync_cuda.cpp``, for a doorbell within a captured step.
 """
 
@@ -25,7 +25,7 @@ _TROUBLES = {
 
 
 class JobKind(IntEnum):
-    """What a job computes."""
+    """The kind of product that a job computes."""
 
     NOTHING = 0
     DENSE = 1
@@ -34,7 +34,7 @@ class JobKind(IntEnum):
 
 
 class _Call(Structure):
-    """What a host function of a stream is given."""
+    """The argument of a host function of a stream."""
 
     _fields_ = (("coordinator", c_void_p), ("job", c_int64))
 
@@ -55,7 +55,7 @@ class Coordinator:
         if not self._address:
             raise OffplanError("the system gives no thread to compute with")
         self._tasks: list[object] = []
-        """What jobs point to."""
+        """Objects that jobs point to."""
 
     @property
     def bell(self) -> int:
@@ -127,7 +127,7 @@ class Coordinator:
 
 
 _left: list[object] = []
-"""What threads that hang may still use: it is never given back."""
+"""Objects that hung threads may still use: they are never given back."""
 
 
 def choose_cores(
@@ -139,7 +139,7 @@ def choose_cores(
 ) -> list[int]:
     """Choose the cores to compute on, one for each thread, one a physical core.
 
-    They are of ``nearest``, the GPU's own NUMA node, where those are allowed; a physical core in
+    They are of ``nearest``, the GPU's own NUMA node, if cores of it are allowed. A physical core in
     four, at least one, is left to the loop that makes the steps. ``num_threads`` takes as many as
     it says. A container's ``quota``, in cores, counts as the number of physical cores where it is
     smaller. Raises OffplanError where there are not so many.

@@ -27,7 +27,7 @@ _NUM_PARTS = 8
 
 
 class Kind(IntEnum):
-    """How kernels tell forms apart."""
+    """The kind of a form, as kernels tell forms apart."""
 
     RAW = 0
     FP8 = 1
@@ -38,7 +38,7 @@ class Kind(IntEnum):
 
 
 class ScaleType(IntEnum):
-    """Types of scales."""
+    """The type of scales."""
 
     NONE = 0
     FLOAT32 = 1
@@ -49,7 +49,7 @@ class ScaleType(IntEnum):
 
 
 class ZeroType(IntEnum):
-    """How zeros are stored."""
+    """The type in which zeros are stored."""
 
     NONE = 0
     BYTES = 1
@@ -57,7 +57,7 @@ class ZeroType(IntEnum):
 
 
 class Place(IntEnum):
-    """Where a part's address stands in a Matrix."""
+    """The place of a part's address in a Matrix."""
 
     CODES = 0
     SCALES = 1
@@ -70,7 +70,7 @@ class Place(IntEnum):
 
 
 class Activation(IntEnum):
-    """What becomes of the first product of routed experts."""
+    """The activation of the first product of routed experts."""
 
     SILU = 0
     GELU = 1
@@ -80,7 +80,7 @@ class Activation(IntEnum):
 
 
 class InstructionSet(IntEnum):
-    """What kernels are compiled for."""
+    """The instruction set that kernels are compiled for."""
 
     AVX2 = 0
     AVX512 = 1
@@ -144,7 +144,7 @@ class Experts(Structure):
 
 
 class RowOrder(IntEnum):
-    """How AVX-512 kernels of one input take rows; see ``matrix.h``."""
+    """The order in which AVX-512 kernels of one input take rows; see ``matrix.h``."""
 
     OF_PROCESSOR = 0
     ONE_BY_ONE = 1
@@ -224,7 +224,7 @@ class Library:
             assert calls.offplan_sizes(which) == ctypes.sizeof(structure), structure
         bits = calls.offplan_instruction_sets()
         self.instruction_sets = [each for each in InstructionSet if bits >> each & 1]
-        """What the processor has, the best last."""
+        """Instruction sets of the processor, the best last."""
         if not self.instruction_sets:
             raise refuse("needs a processor with AVX2, FMA and F16C, which this one has not")
         calls.offplan_tables((c_float * 16)(*fp4), (c_float * 256)(*fp8))
@@ -243,7 +243,7 @@ class Library:
     def team_of_caller(self, num_threads: int) -> Team:
         """Make a team of the calling thread's own OpenMP workers, which torch computes by too.
 
-        Where torch has another OpenMP than GNU's, the threads are new ones.
+        If torch has another OpenMP than GNU's, the threads are new ones.
         """
         gomp = _find_gomp()
         if gomp is None or num_threads == 1:
