@@ -1,1 +1,1 @@
-"""What callers and commands ask for in one call: a machine, a question, a session, a benchmark."""
+"""Calls for callers and commands: a machine, a question, a session, a benchmark."""

@@ -1,4 +1,4 @@
-"""What other checkpoints of a model would give on the same machine: in 8 and in 4 bits a weight."""
+"""Other checkpoints of a model on the same machine: in 8 and in 4 bits a weight."""
 
 import json
 from collections.abc import Iterator
@@ -36,8 +36,8 @@ class Alternative:
 def find_alternatives(question: Question, plan: Plan | None) -> tuple[Alternative, ...]:
     """Find what checkpoints of 8 and 4 bits give where that is WORTH_TELLING times faster.
 
-    Where ``plan``, the answer, is None, every one that fits. None for an engine's plans, for
-    targets, and for the CPU. What was found is kept on disk.
+    If ``plan``, the answer, is None, every one that fits is found. An engine's plans, targets and
+    the CPU have none. The disk cache keeps the result.
     """
     goal = question.goal
     if goal.engine is not None or goal.targets or goal.objective != "latency":

@@ -49,30 +49,29 @@ def ask(
     """Ask which plan is the best one; ``make_plan`` and ``find_frontier`` answer.
 
     ``workload`` is what the plan is optimised for, the default one if left out. ``gpu_memory`` and
-    ``host_memory`` are bytes: all that the process may take on the card, context included (what is
-    free if left out), and what weights may take of the store (what it has if left out); no more
-    than the machine has is planned with. ``store`` is ``host``, or ``peer`` for the memory of a
-    second GPU. The objective ``throughput`` chooses the batch, whatever the workload's.
-    ``max_ttft_s`` and ``max_tpot_s`` are seconds, of the first token and of each further one, at
-    most. ``engine`` (``vllm``, ``vllm==0.31``) limits the search to plans that its flags can say,
-    and ``ranks`` are the GPUs that it divides the model among: ``gpu_memory`` is then each one's,
-    ``host_memory`` that of all together. ``stock`` asks for transformers' own passes, which are
-    planned for anyway where offplan's own cannot run a model and they can. With ``packing``
-    bfloat16 weights are packed without loss where that is faster; ``leave_unpacked`` names weights
-    that stay as they are stored: ``7``, ``7.mlp.down_proj``, ``mlp.down_proj``, ``output_head``.
-    With ``cached_experts`` rules may keep routed experts on the GPU one by one: as many of each
-    layer, or as many as suit (``auto``); left out, as DEFAULT_CACHED_EXPERTS says where experts can
-    be kept. ``routing`` is the file of a routing profile, which says how soon experts are chosen
-    again.
-    With ``parts`` ``auto`` rules may have prompts stream a layer's routed experts in parts; left
-    out, as DEFAULT_PARTS says where they can.
-    With ``host_cores`` rules may have the host's cores multiply what they take, by
-    ``host_threads`` threads, or as many as the machine's figures are of.
+    ``host_memory`` are bytes. ``gpu_memory`` is all that the process may take on the card, context
+    included; left out, it is what is free. ``host_memory`` is what weights may take of the store;
+    left out, it is what the store has. No more than the machine has is planned with. ``store`` is
+    ``host``, or ``peer`` for the memory of a second GPU. The objective ``throughput`` chooses the
+    batch, whatever the workload's. ``max_ttft_s`` and ``max_tpot_s`` are seconds, of the first
+    token and of each further one, at most. ``engine`` (``vllm``, ``vllm==0.31``) limits the search
+    to plans that its flags can say. ``ranks`` are the GPUs that it divides the model among:
+    ``gpu_memory`` is then each one's, ``host_memory`` that of all together. ``stock`` asks for
+    transformers' own passes, which are planned for anyway where offplan's own cannot run a model
+    and they can. With ``packing`` bfloat16 weights are packed without loss where that is faster;
+    ``leave_unpacked`` names weights that stay as they are stored: ``7``, ``7.mlp.down_proj``,
+    ``mlp.down_proj``, ``output_head``. With ``cached_experts`` rules may cache routed experts on
+    the GPU one by one: as many of each layer, or as many as suit (``auto``). Left out, it is
+    DEFAULT_CACHED_EXPERTS if experts can be cached. ``routing`` is the file of a routing profile,
+    which says how soon experts are chosen again. With ``parts`` ``auto`` rules may have prompts
+    stream a layer's routed experts in parts; left out, as DEFAULT_PARTS says where they can. With
+    ``host_cores`` rules may have the host's cores multiply what they take, by ``host_threads``
+    threads, or as many as the machine's figures are of.
 
-    Raises InputError for a routing profile that cannot be read or is not of the model and the
-    batch, for experts that cannot be kept, for a limit below zero, for a name that no weight has
-    and for an engine beside the store ``peer``, and ProfileError where the link to a second GPU is
-    not known.
+    Raises InputError for a routing profile that cannot be read or is of another model or batch, and
+    for experts that cannot be cached. Raises InputError for a limit below zero, a name that no
+    weight has, and an engine beside the store ``peer``. Raises ProfileError if the link to a second
+    GPU is not known.
     """
     workload = workload or Workload()
     if cached_experts is None or parts is None:
@@ -124,16 +123,16 @@ def ask_again(
 
     ``plan`` is the plan or its file. From the same profile, ``make_plan`` makes the same plan of
     it, byte for byte. ``model`` is the plan's model, opened already or where it is to be read
-    instead of where the plan says; ``machine`` takes the place of the one that the plan names. With
+    instead of where the plan says. ``machine`` replaces the one that the plan names. With
     ``accept_drift`` the question is about the model as it is by now, though it is not the plan's.
     ``leave_unpacked`` takes the place of the names that the plan records, and ``routing`` that of
     its routing profile's file. ``without_cores`` asks for a plan that leaves the host's cores out,
     though the plan's question has them. ``on_progress`` hears (shards read, shards in all).
 
-    Raises CheckpointError, HubError and DriftError as ``open_planned_model`` does, ProfileError
-    where the plan's profile is gone or not valid, and InputError for a plan whose machine was
-    measured and kept in no profile, unless ``machine`` is given, and where its routing profile
-    cannot be read.
+    Raises CheckpointError, HubError and DriftError as ``open_planned_model`` does. Raises
+    ProfileError if the plan's profile is gone or not valid. Raises InputError if its routing
+    profile cannot be read. Raises InputError for a plan whose machine was measured and kept in no
+    profile, unless ``machine`` is given.
     """
     plan = take_plan(plan)
     if machine is not None:
@@ -181,8 +180,9 @@ def pose(
     """Pose a question about a model that is lowered to what the goal's ranks hold.
 
     The budget is cut to what the machine has. Raises InputError for a goal that names an engine
-    offplan does not export to, ranks that it cannot divide the model among, or a context that it
-    does not serve, for a routing profile that is not of the model, and what Question raises.
+    offplan does not export to, or ranks that it cannot divide the model among. Raises InputError
+    for a context that the engine does not serve, and for a routing profile that is not of the
+    model. Raises what Question raises.
     """
     goal = goal or Goal()
     if goal.engine is None and not goal.stock and needs_stock(model, workload.context):

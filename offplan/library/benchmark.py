@@ -31,10 +31,10 @@ DEFAULT_STEPS = 20
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What one benchmark of a plan measured."""
+    """The measurements of one benchmark of a plan."""
 
     device: str
-    """What it ran on, as people call it: ``NVIDIA H200``, ``CPU``."""
+    """Name of the device it ran on: ``NVIDIA H200``, ``CPU``."""
     batch: int
     """Sequences of each request."""
     prompt_tokens: int
@@ -48,7 +48,7 @@ class BenchResult:
     host_bytes: int
     """Host memory of the process at its peak, libraries included, with the plan loaded."""
     experts: ComparedExperts | None
-    """What steps found of kept experts; None where none are kept."""
+    """Experts that steps found cached and missed; None if none are cached."""
     ran: Plan
     """The plan that was measured: another one where weights turned out not to pack."""
     others: Mapping[str, Measurement | str]
@@ -77,7 +77,7 @@ def bench_plan(
     ``tell`` hears of weights that do not pack; without it no plan is made again around them.
     ``record`` is given the plan's session once it was measured, with the routing of its steps.
 
-    Raises what ``open_session`` raises, and InputError for a way that there is not, a model whose
+    Raises what ``open_session`` raises. Raises InputError for an unknown way, a model whose
     vocabulary is not known, and more steps than the context has room for.
     """
     plan = take_plan(plan)

@@ -25,7 +25,7 @@ from offplan.units import format_seconds
 def export_here(plan: Plan, model: Model, engine: str, file: Path) -> Export:
     """Say a plan to an engine, with the GPU's memory and the NUMA nodes that its profile has.
 
-    ``file`` is the plan's own. Raises what ``export_plan`` does; an ExportError also says what
+    ``file`` is the plan's own. Raises what ``export_plan`` does. An ExportError also says what
     making the plan again for the engine costs, and whether a worker in it would run this one.
     """
     machine = _find_machine(plan)

@@ -38,7 +38,7 @@ class Machine:
     profile_name: str | None = None
     """The name or file that the profile was read from; None where it was measured."""
     skipped: tuple[str, ...] = ()
-    """What was asked to be measured and was not, and why."""
+    """Figures that were to be measured and were not, and why."""
 
 
 _OF_CORES = ("cores", "cores_beside_copies", "host_reads", "cores_round_trip")
@@ -55,7 +55,7 @@ def load_machine(name: StrPath) -> Machine:
     """Take the machine that a profile describes, its GPU memory free but for the display's.
 
     ``name`` is that of a profile that comes with offplan, such as ``h200-pcie5`` or ``rtx4090``, or
-    a file that ``offplan measure`` wrote; figures may be changed behind it, as in
+    a file that ``offplan measure`` wrote. Figures may be changed behind it, as in
     ``rtx4090,pcie=4x8,ram=64GiB``. Raises ProfileError where there is none, or it is not valid.
     """
     named = parse_name(os.fspath(name))
@@ -81,15 +81,15 @@ def measure_here(
 
     Without a ``model`` only the machine is measured: link, memory, matrix products. With one, each
     kind of its layers is timed too, on random weights at the shapes of ``workload`` (the default
-    one if left out), with ``packing`` also packed, and how often its products read weights in
-    place. They are timed in transformers' own passes with ``stock``, and where offplan's cannot run
-    the model. Times of layers are kept on disk, and found there where nothing that they depend on
-    has changed, unless all is to be measured ``afresh``. ``with_others`` also uses the host's other
-    GPUs: the link while several copy at once, and a second one's memory as a store. ``with_cores``
-    has the host's cores multiply the model's weights by ``host_threads`` threads, one for each of
-    most physical cores where it is left out; where they cannot, their figures stay out.
-    The ``device`` ``cpu`` is measured as one that plays GPU, to try offplan without any.
-    ``on_stage`` hears what begins.
+    one if left out). With ``packing`` layers are also timed packed. How often its products read
+    weights in place is measured, too. Layers are timed in transformers' own passes with ``stock``,
+    and where offplan's cannot run the model. Times of layers are kept on disk, and found there
+    where nothing that they depend on has changed, unless all is to be measured ``afresh``.
+    ``with_others`` also uses the host's other GPUs: the link while several copy at once, and a
+    second one's memory as a store. ``with_cores`` has the host's cores multiply the model's weights
+    by ``host_threads`` threads, one for each of most physical cores if left out. If the cores
+    cannot, their figures stay out. The ``device`` ``cpu`` is measured as one that plays GPU, to try
+    offplan without any. ``on_stage`` hears what begins.
 
     Takes a minute or so, nearly all of the GPU's memory in turns, and synchronises the device.
     Raises OffplanError where there is no CUDA device, CheckpointError for a model that cannot run
@@ -243,7 +243,7 @@ def find_machine(
 
 
 def has_gpu() -> bool:
-    """Whether a CUDA device can be measured; imports torch only where there is a driver."""
+    """Return True if a CUDA device can be measured; imports torch only where there is a driver."""
     driver = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     try:
         ctypes.CDLL(driver)

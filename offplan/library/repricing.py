@@ -35,9 +35,9 @@ def price_again(plan: Plan, model: Model) -> Plan:
 
     A plan that nobody has edited comes back as it is. ``model`` is the plan's.
 
-    Raises PlanError for rules that do not fit the model, for a plan that exceeds its own budget,
-    and, where the profile it was made from is not there any more, for one whose memory or bytes
-    over the link are not those that it predicts.
+    Raises PlanError for rules that do not fit the model, and for a plan that exceeds its own
+    budget. If the profile it was made from is gone, raises PlanError if its memory or bytes over
+    the link are not those that it predicts.
     """
     priced = price_decision(plan, model)
     if priced is not plan and (excess := priced.describe_excess()) is not None:
@@ -48,10 +48,10 @@ def price_again(plan: Plan, model: Model) -> Plan:
 def price_as_run(plan: Plan, model: Model, *, stock: bool = False) -> Plan:
     """Return a plan as offplan's own runtime runs it, which is what can be measured here.
 
-    A plan made for an engine loses that engine, one for offplan's own passes is run by
-    transformers' with ``stock``, and both get the prediction that the decision then has. A plan
-    for an engine comes back as it is where the profile that it was made from is not there any more;
-    ``stock`` then keeps the prediction.
+    A plan made for an engine loses that engine. With ``stock``, transformers' passes run a plan
+    made for offplan's own. Both get the prediction that the decision then has. A plan for an engine
+    comes back as it is if the profile that it was made from is gone. With ``stock``, it then loses
+    the engine and keeps the prediction.
     """
     stock = stock or plan.goal.stock
     if plan.goal.engine is None and stock == plan.goal.stock:
@@ -67,7 +67,7 @@ def price_as_run(plan: Plan, model: Model, *, stock: bool = False) -> Plan:
 def predict_workload(plan: Plan, model: Model, workload: Workload) -> Prediction | None:
     """Predict what a plan's decision takes for another workload than the plan's.
 
-    None where the profile that the plan was made from is not there any more.
+    Returns None if the profile that the plan was made from is gone.
     """
     machine = find_planned_machine(plan)
     if machine is None:
@@ -78,10 +78,10 @@ def predict_workload(plan: Plan, model: Model, workload: Workload) -> Prediction
 
 @dataclass(frozen=True)
 class ComparedExperts:
-    """What a decode step finds of the experts that are kept on the GPU one by one."""
+    """The cached experts that a decode step finds on the GPU, predicted and counted."""
 
     predicted: ExpertsFound | None
-    """By the plan's routing profile, or by uniform routing where that is not there."""
+    """Prediction by the plan's routing profile, or by uniform routing if that is not there."""
     counted: ExpertsFound
     """The mean of the steps that ran."""
 

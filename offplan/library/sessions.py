@@ -36,15 +36,15 @@ def open_session(
     out, it is a GPU if there is one. ``dummy_weights`` are random, and none are read. ``on_stage``
     hears what begins.
 
-    Nothing is priced: the bytes of weights, ring, store and KV cache that the plan's decision and
-    workload take are held against its budget, beside the activations and overhead that it records.
+    offplan prices nothing: it checks the bytes of weights, ring, store and KV cache by the plan's
+    decision and workload against its budget. Activations and overhead are those that the plan
+    records.
 
-    Raises CheckpointError, HubError and DriftError where the model is not the plan's, PlanError
-    where the decision does not fit the model or exceeds the budget, UnpackableError for weights
-    that the plan packs and that turn out not to pack, unless they are resident and the budget has
-    room for them as they are stored, InputError for a device that is not here and a model without
-    weights, MemoryLimitError, and what Session raises, with whatever was taken until then given
-    back.
+    Raises CheckpointError, HubError and DriftError if the model is not the plan's. Raises PlanError
+    if the decision does not fit the model or exceeds the budget. Raises UnpackableError for weights
+    that the plan packs and that do not pack, unless they are resident and fit the budget as stored.
+    Raises InputError for a device that is not here and a model without weights. Raises
+    MemoryLimitError, and what Session raises. Whatever was taken until then is given back.
     """
     plan = take_plan(plan)
     plan.require_one_gpu()
@@ -67,9 +67,9 @@ def load_session(
 ) -> tuple[Plan, Session]:
     """Do what ``open_session`` does, once plan and model are checked and the device is found.
 
-    Returns the plan that was loaded by, too: the one that ``settle`` returns where weights turn out
-    not to pack, which is looked for before they are loaded, too. Left out, they are held as they
-    are stored where the plan has room for them. ``record_routing`` and ``host_threads``, the
+    Returns the plan that was loaded by, too: the one that ``settle`` returns if weights turn out
+    not to pack. Weights are also checked before they are loaded. Without ``settle``, they are held
+    as they are stored if the plan has room for them. ``record_routing`` and ``host_threads``, the
     plan's if left out, are Session's.
     """
     if not dummy_weights:

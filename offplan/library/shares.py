@@ -1,4 +1,4 @@
-"""What a rank of each stage holds and takes, by a plan of several GPUs."""
+"""Weights and memory of a rank of each stage, by a plan of several GPUs."""
 
 from dataclasses import dataclass
 
@@ -26,9 +26,9 @@ class StageShare:
     """Bytes of routed experts among them."""
     kv_cache_bytes_per_token: int
     gpu_memory: GPUMemoryPrediction | None
-    """What it takes of its GPU by a plan; None without one."""
+    """GPU memory that it takes by a plan; None without one."""
     host_memory_bytes: int | None
-    """What it takes of host memory."""
+    """Bytes of host memory that it takes."""
 
 
 def list_shares(

@@ -26,8 +26,8 @@ Settle = Callable[[Plan, Model, Sequence[str]], Plan | None]
 def leave_as_stored(plan: Plan, model: Model, names: Sequence[str]) -> Plan | None:
     """Return a plan with some more weights held as they are stored, its rules unchanged.
 
-    Its memory is counted anew, its times are those of the plan. None where one of the weights lies
-    off the GPU, where it would cross the link, or where the plan would exceed its budget. Raises
+    Its memory is counted anew, its times are those of the plan. Returns None if one of the weights
+    lies off the GPU, where it would cross the link, or if the plan would exceed its budget. Raises
     PlanError for rules that do not fit.
     """
     before = plan.offload
