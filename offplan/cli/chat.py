@@ -138,7 +138,7 @@ def _open_local(
 
 
 class _Conversation:
-    """What was said, and what the user types."""
+    """The messages so far, and the user's input."""
 
     def __init__(self, speaker: "Speaker", said: list[dict[str, str]]) -> None:
         """Begin with what was ``said``."""

@@ -37,8 +37,8 @@ def diff(
     """Show what changes from one plan to another: question, decision, what moves, what that costs.
 
     BEFORE is a file, a git revision (that has the same file) or a file there (main:plans/old.yaml).
-    Figures are those that the files say. Where a prediction is not that of its file's decision any
-    more, offplan reports that and prices the decision again.
+    Figures are those that the files say. If a prediction is no longer that of its file's decision,
+    offplan reports that and prices the decision again.
     """
     from offplan.plan import load_plan
     from offplan.report.diff import difference_payload, markdown_difference, render_difference

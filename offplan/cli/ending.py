@@ -10,14 +10,14 @@ INTERRUPTED = 130
 CLOSED_PIPE = 141
 """Exit code where nobody reads the output any more, as shells have it: 128 + SIGPIPE."""
 _NO_THREAD = "can't start new thread"
-"""What Python's RuntimeError says where there is no memory for another thread's stack."""
+"""Text of Python's RuntimeError if there is no memory for another thread's stack."""
 
 
 def tell(error: BaseException) -> int:
     """Say what ended a command, in a line, and return its exit code; raises what is a mistake here.
 
-    An OSError is a full disk or a lost network share, a module that cannot be imported or fails
-    without saying why a broken installation or too little memory: no traceback helps.
+    An OSError is a full disk or a lost network share. A module that cannot be imported, or fails
+    without saying why, is a broken installation or too little memory. No traceback helps.
     """
     if _is_interrupt(error):
         print_note("interrupted")
@@ -42,7 +42,7 @@ def tell(error: BaseException) -> int:
 
 
 def _is_interrupt(error: BaseException | None) -> bool:
-    """Whether an error came of a Ctrl-C, which transformers, being imported, makes ImportError."""
+    """Return True if an error came of a Ctrl-C, which transformers' import makes an ImportError."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error is not None

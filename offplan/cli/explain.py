@@ -12,8 +12,8 @@ def explain(
 ) -> None:
     """Show each number of a plan with its formula and inputs, and what one step of a knob costs.
 
-    Numbers are those that the decision has by now, and before they are rounded for the file; where
-    the file says something else, that is noted.
+    Numbers are those that the decision has by now, before they are rounded for the file. If the
+    file says something else, that is noted.
     """
     from offplan.cli.planning import price_asked
     from offplan.costs.predict import derive_prediction

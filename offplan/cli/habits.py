@@ -1,4 +1,4 @@
-"""What all commands do alike: ``--quiet``, and no word from libraries."""
+"""Options and behaviour of all commands: ``--quiet``, and no word from libraries."""
 
 import functools
 import inspect

@@ -1,6 +1,6 @@
 """Prompts as lines of JSON, and the file of results that grows by a line for each text that ends.
 
-A line is written when its text ends, and not before: whatever ends the process, a rerun finds what
+A line is written when its text ends, and not before. Whatever ends the process, a rerun finds what
 was finished and goes on from there.
 """
 
@@ -28,7 +28,7 @@ _OPTIONS |= {"logprobs", "top_logprobs", "tools", "tool_choice"}
 """Fields of OpenAI's API that a line may have beside its prompt."""
 _KEYS = {"prompt", "messages", "id"} | _OPTIONS
 _BEGINNING = b'{"line": '
-"""What each line of results begins with."""
+"""Bytes that each line of results begins with."""
 _SPARE_DEPTH = 50
 """Levels by which what stands around a line when it is read may differ from when it is written."""
 
@@ -40,19 +40,19 @@ class Line:
     number: int
     """Its line, from 1 on."""
     record: Mapping[str, Any]
-    """What stands there: ``prompt`` or ``messages``, fields of OpenAI's API, and ``id`` if it has
-    one; or what a line of OpenAI's batch files has."""
+    """Fields of the line: ``prompt`` or ``messages``, fields of OpenAI's API, and ``id`` if it has
+    one. A line of OpenAI's batch files has their fields."""
     request: Request
-    """The same as a request of OpenAI's API, of one prompt."""
+    """The line as a request of OpenAI's API, of one prompt."""
 
     @property
     def is_batch(self) -> bool:
-        """Whether it is a line of OpenAI's batch files, whose result is one, too."""
+        """True if it is a line of OpenAI's batch files, whose result is one, too."""
         return "body" in self.record
 
     @property
     def messages(self) -> Sequence[Mapping[str, Any]] | None:
-        """What was said so far, as chat templates know it, where it is a chat."""
+        """Messages so far, as chat templates have them, if it is a chat."""
         if not isinstance(self.request, ChatRequest):
             return None
         return [message.for_template() for message in self.request.messages]

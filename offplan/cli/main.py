@@ -18,7 +18,7 @@ class ClosedOutput(TextIOWrapper):
     """
 
     def writable(self) -> bool:
-        """Whether it takes text: it does not."""
+        """Return False: it takes no text."""
         return False
 
     def write(self, text: str) -> int:
@@ -83,7 +83,7 @@ def _check_docstrings() -> None:
 def _look_for_little_garbage() -> None:
     """Spare a third of what torch and transformers take to be imported, and to be left again.
 
-    What they make lives to the end; Python looks through it for cycles time and again.
+    Their objects live to the end; Python looks through them for cycles time and again.
     """
     gc.set_threshold(50_000)  # objects; 700 would do for garbage that comes as fast as it goes
     atexit.register(_leave_garbage)
@@ -92,11 +92,11 @@ def _look_for_little_garbage() -> None:
 def _let_waiting_threads_sleep() -> None:
     """Have threads that wait for each other spin for microseconds, not milliseconds, then sleep.
 
-    libgomp, by which torch computes on the CPU, spins 300,000 times at each barrier. Where other
-    processes have work, the thread that spins takes the core from the one it waits for: beside two
-    busy loops on two cores, a first token took 60 to 102 times its prediction, and 1.6 to 1.7 times
-    with 1,000 turns, which cost an idle machine nothing. libgomp reads the variable once, when
-    torch is imported. Source: https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html.
+    libgomp, by which torch computes on the CPU, spins 300,000 times at each barrier. If other
+    processes have work, the spinning thread takes the core from the thread it waits for. Beside two
+    busy loops on two cores, a first token took 60 to 102 times its prediction. With 1,000 turns,
+    which cost an idle machine nothing, it took 1.6 to 1.7 times. libgomp reads the variable once,
+    when torch is imported. Source: https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -1,4 +1,4 @@
-"""Where results go: reports and JSON to stdout, everything else to stderr, files whole or not."""
+"""Output of results: reports and JSON to stdout, everything else to stderr, files whole or not."""
 
 import errno
 import json
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 JSON_VERSION = 1
 QUIET = ContextVar("quiet", default=False)
-"""Whether a command is to say nothing beside its result."""
+"""True if a command is to print nothing beside its result."""
 STANDARD = Path("-")
 """The name of standard output, and of standard input."""
 

@@ -1,4 +1,4 @@
-"""What commands have in common: plans and values read from options, and what is noted of them."""
+"""Plans and values that commands read from options, and the notes on them."""
 
 import os
 from pathlib import Path

@@ -40,9 +40,9 @@ def replan(
 ) -> None:
     """Make a plan again from its file: same model, workload, budget and goal.
 
-    Comments, the order of keys and values that have not changed stay as they are written in the
-    file; comments inside a list of rules that gets longer or shorter are lost. Plans of a machine
-    that was measured are made from this one's figures, measured again.
+    Comments, the order of keys and unchanged values stay as they are written in the file. Comments
+    inside a list of rules that gets longer or shorter are lost. Plans of a machine that was
+    measured are made from this one's figures, measured again.
     """
     from offplan.cli.planning import (
         note_budget,

@@ -1,4 +1,4 @@
-"""What ``run`` is asked to continue: prompts in their order, and how each of them ends."""
+"""Prompts that ``run`` continues, in their order, and how each of them ends."""
 
 import hashlib
 import json
@@ -34,20 +34,21 @@ class GenerationRequest:
     """Prompts, and all that the texts behind them depend on beside a plan's model."""
 
     prompts: Sequence[tuple[str, str | Chat]]
-    """What an error calls each, and what is to be continued: a text, or messages to be answered."""
+    """Name of each prompt in errors, and the prompt: a text to be continued, or messages to be
+    answered."""
     chat: bool
-    """Whether a prompt is what a user says; messages are answered in any case."""
+    """True if a prompt is a user's message; messages are answered in any case."""
     num_tokens: int
     """Tokens of each text, at most."""
     stop_strings: Sequence[str]
     sampling: Sampling | None
-    """None for greedy generation."""
+    """Way in which tokens are drawn; None for greedy generation."""
     lines: Sequence[Line] = ()
     """Lines of a file that the prompts stand in, none for others; what one names is its own."""
 
     @property
     def shown(self) -> list[str]:
-        """What is printed before each text: what it continues; nothing before an answer."""
+        """Texts printed before each continuation: its prompt, or nothing before an answer."""
         return [prompt if isinstance(prompt, str) else "" for _, prompt in self.prompts]
 
     def read_texts(self, plan: Plan, model: Model) -> list[Text]:

@@ -1,4 +1,4 @@
-"""What ``--record-routing`` of ``run`` and ``bench`` saves and prints."""
+"""The routing profile that ``--record-routing`` of ``run`` and ``bench`` saves and prints."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

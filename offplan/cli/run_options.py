@@ -1,4 +1,4 @@
-"""What ``run`` is asked: its options, declared once."""
+"""Options of ``run``, declared once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,5 +106,5 @@ class RunOptions:
 
     @property
     def prints_lines(self) -> bool:
-        """Whether standard output is where results of the file of prompts go."""
+        """True if results of the file of prompts go to standard output."""
         return self.prompts is not None and self.output in (None, STANDARD)

@@ -21,10 +21,11 @@ _BYTES_PER_TOKEN = 32
 """Bytes of a body for each token of the context: text in UTF-8 has 4, escaped in JSON up to 12."""
 _LEAST_BODY_BYTES = 2**20
 _DRAIN_S = 6.0
-"""Seconds for what a server has when it is to end. What follows takes up to three, of the ten that
-``docker stop`` leaves. Source: https://docs.docker.com/reference/cli/docker/container/stop."""
+"""Seconds for the requests at hand when a server is to end. The rest of its end takes up to three,
+of the ten that ``docker stop`` leaves. Source:
+https://docs.docker.com/reference/cli/docker/container/stop."""
 _MOST_CONNECTIONS = 128
-"""Connections of one address, with a whole request or without: four times as many fit into the
+"""Connections of one address, with a whole request or without. Four times as many fit into the
 1,024 files that a process may have open by default."""
 
 

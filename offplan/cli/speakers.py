@@ -31,7 +31,7 @@ class Speaker(Protocol):
     """Answers chats, one at a time."""
 
     told: str
-    """What the last answer took, for the user."""
+    """Figures of the last answer, for the user."""
 
     def answer(self, messages: Chat) -> Iterator[str]:
         """Yield the pieces of the next message, until it ends or is stopped.

@@ -1,4 +1,4 @@
-"""Where texts go while they are made: to the terminal, or to a file of results."""
+"""Sinks of texts while they are made: the terminal, or a file of results."""
 
 import sys
 from collections import defaultdict
@@ -21,10 +21,10 @@ from offplan.serve.token_names import TokenNames
 
 
 class Teller:
-    """Takes what texts are made of; this one keeps it to itself, for a result that is printed."""
+    """A sink of texts: this one keeps them to itself, for a result that is printed."""
 
     is_shown = False
-    """Whether a text is seen while it is made."""
+    """True if a text is seen while it is made."""
 
     def leave_out_done(self, texts: Sequence[Text]) -> Sequence[Text]:
         """Return the texts that are yet to be made: all of them."""
@@ -34,7 +34,7 @@ class Teller:
         """Take what a token has added to a text."""
 
     def finish(self) -> None:
-        """Know that there is no more."""
+        """End the output."""
 
 
 class Printer(Teller):

@@ -27,8 +27,7 @@ Flags = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class EngineDemand:
-    """The flags by which an engine moves what a rule takes, and the memory that this takes
-    there."""
+    """The flags by which an engine moves what a rule takes, and the memory of that."""
 
     flags: Flags = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
