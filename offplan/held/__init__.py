@@ -1,1 +1,1 @@
-"""What one GPU holds of a model, lowered once a question: stages of layers of units."""
+"""Weights of one GPU, lowered once a question: stages of layers of units."""

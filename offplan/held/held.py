@@ -15,7 +15,7 @@ from offplan.routing.profile import RoutingProfile
 
 @dataclass(frozen=True)
 class Held:
-    """What the ranks of each stage hold; one stage where nothing divides the layers."""
+    """The weights of each stage's ranks; one stage if nothing divides the layers."""
 
     stages: tuple[Stage, ...]
     """The stages in the order in which a pass goes through them."""
@@ -34,7 +34,7 @@ class Held:
 
     @property
     def runner(self) -> Runner:
-        """What loads and runs the model."""
+        """The runtime that loads and runs the model."""
         return self.stage.runner
 
     @property
@@ -54,7 +54,7 @@ class Held:
     def pack(self, packing: Packing | None) -> "Held":
         """Return the same with the weights packed that a plan says, of each rank its own shares.
 
-        What was packed once is kept. Raises PlanError as ``pack_stage`` does.
+        Each packing is computed once. Raises PlanError as ``pack_stage`` does.
         """
         if packing not in self._packed:
             stages = tuple(pack_stage(stage, packing) for stage in self.stages)

@@ -9,7 +9,7 @@ from offplan.checkpoint.tensors import TensorInfo
 
 @dataclass(frozen=True)
 class Layout:
-    """What the tensors of the layers take where it is not what they are stored in, by name."""
+    """The bytes of layers' tensors if they are not the stored ones, by name."""
 
     gpu_growth: Mapping[str, Fraction] = field(default_factory=dict)
     """Times that a tensor grows at least on the GPU; tensors that are not here do not grow."""

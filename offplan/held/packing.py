@@ -93,7 +93,7 @@ def pack_stage(stage: Stage, packing: Packing | None) -> Stage:
     Sizes are certain: each packed matrix takes its reserve of patches, whatever its values. The
     pattern of layers starts anew in each stage of a pipeline, as that of a rule does. Raises
     PlanError for packing that takes nothing, or some of a layer's experts alone, or a head that
-    cannot be packed, and for a name that it leaves out and that is not there.
+    cannot be packed. Raises PlanError for a name that it leaves out and that is not there.
     """
     assert stage.packing is None, "a stage is packed once"
     if packing is None:
@@ -151,15 +151,16 @@ def unpack_layer(layer: Layer) -> Layer:
 
 
 def is_packed(parameter: Parameter) -> bool:
-    """Whether a weight is held packed."""
+    """Return True if a weight is held packed."""
     return parameter.form.kind is Kind.PACKED
 
 
 def packable(held: Model | Stage, unpacked: Unpacked = NOTHING) -> list[Parameter]:
     """List the weights of the layers that can be packed, told from headers and config alone.
 
-    Of several ranks they are one's shares. Those that are left ``unpacked`` are not among them. The
-    routed experts of a layer are multiplied in one way: where one of their weights stays, all do.
+    Of several ranks they are one's shares. Weights that are left ``unpacked`` are not among them.
+    The routed experts of a layer are multiplied in one way: where one of their weights stays, all
+    do.
     """
     architecture, first = held.architecture, 0 if isinstance(held, Model) else held.first_layer
     if held.dtype != "bfloat16" or architecture.quantisation is not None:
@@ -216,12 +217,12 @@ def _why_not_pack_head(held: Model | Stage) -> str | None:
 
 
 def _is_head(parameter: Parameter, model: Model) -> bool:
-    """Whether a parameter is the head, which vLLM builds in each stage of some pipelines."""
+    """Return True if a parameter is the head, which vLLM builds in each stage of some pipelines."""
     return model.head is not None and parameter.name == model.head.name
 
 
 def _fits(parameter: Parameter, architecture: Architecture) -> bool:
-    """Whether a parameter is a matrix of bfloat16 that is multiplied as it is stored, [out, in].
+    """Return True if a parameter is a matrix of bfloat16, multiplied as it is stored, [out, in].
 
     Latent attention's ``kv_b_proj`` is not only multiplied, but expanded in every step: it stays.
     """
@@ -239,7 +240,7 @@ def _is_raw_matrix(parameter: Parameter) -> bool:
 
 
 def _is_matrix(parameter: Parameter) -> bool:
-    """Whether it is one matrix, or one for each routed expert; a fused expert's bias is none."""
+    """Return True if it is one matrix, or one for each expert; a fused expert's bias is none."""
     return len(parameter.shape) == (3 if parameter.is_fused else 2)
 
 

@@ -1,4 +1,4 @@
-"""What transformers' own passes of a model take: counted once, in a process, and kept on disk."""
+"""Costs of a model's passes by transformers: counted once, in a process, and kept on disk."""
 
 import json
 import pickle
@@ -19,10 +19,10 @@ _MAX_BYTES = 2**24
 
 @dataclass(frozen=True)
 class StockPasses:
-    """What the passes of a model take, for one sequence unless they say otherwise."""
+    """The costs of a model's passes, for one sequence unless they say otherwise."""
 
     is_estimated: bool
-    """Whether small passes were measured, where passes without values fail."""
+    """True if small passes were measured, as passes without values fail."""
     calls: Mapping[str, Sequence[int]]
     """The layers in the order in which a pass of each phase calls them."""
     caches: Sequence[tuple[int, int | None, int]]
@@ -39,8 +39,8 @@ class StockPasses:
     operators: Mapping[str, Sequence[int]]
     """Operators that a pass launches in each layer, by phase; then those outside the layers."""
     prompt_moved: Sequence[tuple[float, float, float]]
-    """Bytes that operators read and write beside weights in each layer, and outside the layers: for
-    any prompt, for each token, and for each pair of tokens."""
+    """Bytes that operators read and write beside weights, in each layer and outside the layers.
+    They are for any prompt, for each token, and for each pair of tokens."""
     step_moved: Sequence[tuple[float, float]]
     """The same of a decode step: for any, and for each token of its context."""
 

@@ -1,4 +1,4 @@
-"""What is placed as one: a weight, or the weights that the runtime fuses into one."""
+"""Units of placement: a weight, or the weights that the runtime fuses into one."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +22,7 @@ Source: transformers' conversion mapping (``linear_attn.conv1d``).
 
 @dataclass(frozen=True)
 class Unit:
-    """What is placed as one: a part of a parameter, or of those that the runtime fuses into one.
+    """A unit of placement: a part of a parameter, or of parameters that the runtime fuses.
 
     All parts of a parameter have its name, so that every rule takes them together.
     """
@@ -48,7 +48,7 @@ class Unit:
 
     @property
     def is_expert(self) -> bool:
-        """Whether it holds routed experts."""
+        """True if it holds routed experts."""
         return self.parameters[0].is_expert
 
     @property
