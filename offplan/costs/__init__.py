@@ -1,1 +1,1 @@
-"""What a plan costs: compute, memory, and the timeline that prices a schedule."""
+"""Costs of a plan: compute, memory, and the timeline that prices a schedule."""

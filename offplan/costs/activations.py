@@ -60,8 +60,8 @@ Source: transformers' heads and torch's argmax, read.
 """
 
 PER_LAYER_COPIES = 8
-"""Times that live, while they are made, which all layers are handed of a token beside its hidden
-states: projected, in float32 as they are normed (three times, of two elements' size), looked up.
+"""Copies of a token's per-layer inputs that live while they are made. One is projected, three are
+in float32 as they are normed (each counts twice), and one is looked up.
 
 Source: transformers' ``project_per_layer_inputs``, read.
 """
@@ -74,8 +74,8 @@ Source: ``runtime.model.attention._attend_in_two``.
 """
 
 MASK_BYTES = 5
-"""Bytes for each pair of a new token and one that a window may show it: two comparisons, their
-conjunction, and a bias of two bytes.
+"""Bytes for each pair of a new token and one that a window may show it. They are two comparisons,
+their conjunction, and a bias of two bytes.
 
 Source: ``runtime.model.attention._window_mask``; kernels want the mask in the type of the query.
 """
@@ -98,8 +98,8 @@ Source: ``runtime.model.latent_kernel.attend_filled``.
 ROUTED_COPIES = 2
 """Hidden states that each pair of a token and an expert has beside the expert's products.
 
-They are, for few tokens, what an expert returns, weighted in float32; for many, the hidden state
-gathered for the expert, and what returns put back in order.
+For few tokens they are what an expert returns, weighted in float32. For many tokens they are the
+hidden state gathered for the expert, and what returns put back in order.
 
 Source: ``runtime.model.experts.forward_experts``; transformers' ``grouped_mm``, compiled.
 """
@@ -113,8 +113,8 @@ Source: estimated.
 CODED_EXPERTS_BYTES = 136 * 2**20
 """Bytes that a model whose experts are stored as codes, other than packed, takes besides.
 
-Source: eight plans of four such models took 34 MiB less to 161 MiB more on an H200 than the other
-terms without the margin (``benchmarks.predictions``); what takes it is not known.
+Source: eight plans of four such models on an H200, without the margin (``benchmarks.predictions``).
+They took 34 MiB less to 161 MiB more than the other terms. The cause is not known.
 """
 
 NESTED_SCALE_BYTES = 16
@@ -130,8 +130,8 @@ Source: transformers 5.23, ``torch_chunk_gated_delta_rule``.
 """
 
 RULE_KEYS, RULE_VALUES, RULE_PAIRS, RULE_STATES = 6, 4, 4, 3
-"""Times that the delta rule holds, in float32 and for each value head, what has the size of a key,
-of a value, of a token's pairs within its chunk, and of the state.
+"""Tensors that the delta rule holds in float32 for each value head. They have the size of a key, of
+a value, of a token's pairs within its chunk, and of the state.
 
 Source: transformers 5.23, ``torch_chunk_gated_delta_rule``, read. With its tensors counted as they
 came and went, a linear attention of Qwen3-Next took 0.94 of ``linear_bytes`` for 1,024 tokens.
@@ -147,9 +147,9 @@ SEGMENTS = 2.0
 their temporaries at a time.
 
 A part of the cache that a layer makes cuts the segment of a freed temporary, and the next layer's
-does not fit there. Source: prompts of 512 tokens on an H200, resident and offloaded: 1.12 and 1.28
-(Nemotron-H's layers, 5.05 GB of temporaries), 1.40 twice (Granite's hybrid, 24.1 GB). On an H100
-1.91 and 1.92 (Nemotron-H by transformers 5.17, 4.51 GB).
+does not fit there. Source: prompts of 512 tokens on an H200, resident and offloaded. Nemotron-H's
+layers took 1.12 and 1.28 (5.05 GB of temporaries), Granite's hybrid 1.40 twice (24.1 GB). On an
+H100 1.91 and 1.92 (Nemotron-H by transformers 5.17, 4.51 GB).
 """
 
 
@@ -265,10 +265,10 @@ def _nested_bytes(parameters: Iterable[Parameter]) -> int:
 def waiting_bytes(stage: Stage, workload: Workload, chunk: PassShape) -> int:
     """Bytes that a prompt keeps while ``chunk`` is in a layer.
 
-    WAITING_COPIES of a hidden state of every other token, since all chunks pass a layer before the
-    next one runs; what layers are handed of each token beside it; the rotary table of the whole
-    prompt, a cosine and a sine for each element of a query head; and the keys and values that
-    chunks of latent attention expand, of all heads.
+    They are WAITING_COPIES of a hidden state of every other token, since all chunks pass a layer
+    before the next layer runs. Layers are handed per-layer inputs of each token beside it. The
+    rotary table of the whole prompt has a cosine and a sine for each element of a query head.
+    Chunks of latent attention add the keys and values that they expand, of all heads.
     """
     dims = attention_dims(stage.architecture, chunk.phase)
     others = workload.batch * (workload.prompt_tokens - chunk.tokens)
@@ -319,10 +319,10 @@ def logits_bytes(stage: Stage, shape: PassShape) -> int:
 def attention_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
     """Bytes of attention's temporaries.
 
-    They are ATTENTION_COPIES x new tokens x the width of its products; in prefill JOINED_PARTS of
-    what attention returns for a chunk that is not the first, or meets several chunks of the text,
-    or a window's mask; in decode the scores of attention with sinks or soft caps; and for latent
-    attention ``latent_bytes``. Linear attention has none of these.
+    They are ATTENTION_COPIES x new tokens x the width of its products. In prefill a window adds its
+    mask. Another chunk that is not the first, or that meets several chunks of the text, adds
+    JOINED_PARTS of what attention returns. In decode attention with sinks or soft caps adds its
+    scores. Latent attention adds ``latent_bytes``. Linear attention has none of these.
     """
     if layer.kv_cache.state_bytes:
         return linear_bytes(stage, layer, shape)
@@ -348,9 +348,9 @@ def attention_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
 def linear_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
     """Bytes of linear attention's temporaries.
 
-    They are ATTENTION_COPIES x new tokens x the width of what it returns; for a span of the tokens
-    as many copies of its inputs' products, and in prefill what the delta rule holds; and the states
-    of all sequences RULE_STATES times.
+    They are ATTENTION_COPIES x new tokens x the width of what it returns. A span of the tokens adds
+    as many copies of its inputs' products, and in prefill what the delta rule holds. The states of
+    all sequences count RULE_STATES times.
     """
     span = min(shape.tokens, SPAN_TOKENS)
     returned = shape.num_tokens * _output_width(stage, layer, {Role.ATTENTION_OUTPUT})
@@ -389,9 +389,9 @@ def latent_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
 def mlp_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
     """Bytes of the temporaries of the MLP, of shared and of routed experts.
 
-    They are new tokens x the width of the products (gate, up, down), and the same for each of a
-    token's experts with ROUTED_COPIES of its hidden state; where the runtime has their weights
-    gathered, those too.
+    They are new tokens x the width of the products (gate, up, down). Each of a token's experts adds
+    the same with ROUTED_COPIES of its hidden state. If the runtime gathers experts' weights, those
+    count too.
     """
     routed = gathered = 0
     if layer.expert_bytes and stage.experts is not None:

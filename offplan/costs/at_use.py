@@ -1,4 +1,4 @@
-"""What layers take at use: reading over the link, and products by the host's cores."""
+"""Costs of reading weights in place, over the link and by the host's cores."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ def read_ps(backend: Backend, machine: MachineProfile, num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class AtUse:
-    """Prices what a layer takes at use; remembers what each unit of the stage has cross."""
+    """A pricer of in-place reads; it remembers what each unit of the stage has cross."""
 
     stage: Stage
     machine: MachineProfile

@@ -23,9 +23,9 @@ from offplan.machine.profile import LayerTime, MachineProfile
 MATMUL_EFFICIENCY = 0.75
 """Share of the profile's matmul rate that the products of a whole layer reach.
 
-Source: estimated. Of the 680 TFLOP/s that an H200 reaches on large products alone, a resident
-prompt of 8,192 tokens reached 0.68 with DeepSeek-V2-Lite (46.0 TFLOP, attention included, in
-0.0992 s) and 0.91 with Qwen3-8B (133.6 in 0.2151 s): ``benchmarks/results/h200.json``.
+Source: estimated. Of the 680 TFLOP/s that an H200 reaches on large products alone, resident prompts
+of 8,192 tokens reached 0.68 and 0.91. DeepSeek-V2-Lite took 0.0992 s for 46.0 TFLOP, attention
+included, and Qwen3-8B 0.2151 s for 133.6 (``benchmarks/results/h200.json``).
 """
 
 
@@ -40,18 +40,19 @@ took some 40 ms on an H200.
 MOVED_EFFICIENCY = 0.5
 """Share of the profile's HBM rate at which uncaptured operators read and write their tensors.
 
-Source: prompts of 512 tokens by transformers' own passes on an H200, whose bytes at the whole rate
-take 17 and 134 ms, took 40 ms (Nemotron-H's layers, 3.2 GB) and 236 ms (Granite's hybrid, 5.4 GB).
+Source: prompts of 512 tokens by transformers' own passes on an H200. Nemotron-H's layers (3.2 GB)
+took 40 ms, where their bytes at the whole rate take 17. Granite's hybrid (5.4 GB) took 236 ms,
+where its bytes take 134.
 """
 
 
 @dataclass(frozen=True)
 class ComputeTime:
-    """How long something computes, and whether that was measured."""
+    """A time of compute, and whether it was measured."""
 
     seconds: float
     measured: bool
-    """Whether it was measured at exactly this shape; otherwise it is estimated."""
+    """True if it was measured at exactly this shape; otherwise it is estimated."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,9 @@ class PassCompute:
     outside_ps: int
     """Picoseconds of embedding, norm and head, which only the prompt's last token reaches."""
     measured: bool
-    """Whether all of it was measured."""
+    """True if all of it was measured."""
     routed_ps: tuple[int, ...]
-    """Of each layer's picoseconds, those of its routed experts' products."""
+    """Part of each layer's picoseconds that is its routed experts' products."""
 
     @cached_property
     def chunks(self) -> Mapping[int, int]:
@@ -163,8 +164,8 @@ def _roofline(machine: MachineProfile, work: LayerWork, shape: PassShape) -> flo
 def outside_time(machine: MachineProfile, stage: Stage, shape: PassShape) -> ComputeTime:
     """Price embedding rows, final norm and the head on the last token of each sequence.
 
-    The values of a head that is stored as codes may have to be made, and then read; one that is
-    packed is read at the speed of its values, but for PACKED_SLOWDOWNS.
+    The values of a head that is stored as codes may have to be made, and then read. A packed head
+    is read at the speed of its values, but for PACKED_SLOWDOWNS.
     """
     head, element_bytes = stage.head, stage.element_bytes
 

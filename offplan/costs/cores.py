@@ -1,10 +1,10 @@
-"""What products take that the host's cores compute where the weights lie.
+"""Costs of products that the host's cores compute where the weights lie.
 
 A layer waits for each: the hand-over's round trip, and the bytes at the rate of the cores. Shared
 experts that the device multiplies meanwhile hide as much as their bytes take of GPU memory. Beside
-copies to the GPU the cores read more slowly; offplan assumes that copies do not slow down.
-Source: 12 threads beside copies on an H200's host; the copies kept 52 to 55 of 55 GB/s. What a
-layer waits for the cores alone has not been timed.
+copies to the GPU the cores read more slowly; offplan assumes that copies do not slow down. Source:
+12 threads beside copies on an H200's host; the copies kept 52 to 55 of 55 GB/s. A layer's wait for
+the cores alone has not been timed.
 """
 
 from collections.abc import Iterable
@@ -21,13 +21,13 @@ from offplan.routing.profile import BatchReuse
 ROWS_AT_RATE = 3.0
 """Rows that a weight meets as fast as one; more take as much longer as they are more.
 
-Source: two Zen 4 cores, FP8 and MXFP4: 2 / 4 / 8 / 16 rows reach 0.93 / 0.63 / 0.36 / 0.19 of the
-memory's rate. More cores have more arithmetic for each byte.
+Source: two Zen 4 cores, FP8 and MXFP4. Products of 2 / 4 / 8 / 16 rows reach 0.93 / 0.63 / 0.36 /
+0.19 of the memory's rate. More cores have more arithmetic for each byte.
 """
 
 
 class CoresUse(NamedTuple):
-    """What the cores do of a layer in a decode step."""
+    """The work of the cores on a layer in a decode step."""
 
     num_bytes: int
     """Bytes that they read."""

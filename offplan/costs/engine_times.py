@@ -1,21 +1,24 @@
-"""What prompts and steps take on engines, which run them by rules of their own.
+"""Times of prompts and steps on engines, which run them by rules of their own.
 
-offplan's own copies go on from one pass to the next. An engine's end before the next pass begins:
+offplan's own copies go on from one pass to the next. An engine's copies end before the next pass
+begins.
 
-- a captured step waits for all copies that are under way, and joins its own at its end. What a
-  prompt leaves under way is charged to the prompt, though only the first step waits for it: first
-  tokens of prompts one behind the other were measured so;
-- each chunk of a prompt goes through all layers by a pass of its own. A layer that streams waits
-  for its copy; once it has run, its slot is filled for the one ``prefetch_step`` further on;
-- a decode step is captured as one graph. In SGLang's nothing is computed while a layer is copied.
-  vLLM's lets layers run meanwhile, and copies then take longer: ``PassRules.step_copy_ps``;
-- SGLang copies what is to be read in place, each layer before it runs;
-- one slot of SGLang's ring holds the layer that has run while the next copy is under way. Its
-  prompts copy as many layers ahead as there are others (one where there is no other), which is the
-  ``prefetch_step`` that its command has;
-- SGLang's captured steps copy so many first layers twice: before they run, since a graph takes
-  nothing that was copied outside it, and after the last layers, as for a next pass;
-- after a pass's last layers vLLM fills each one's slot again; SGLang copies the first layers in
+- A captured step waits for all copies that are under way, and joins its own at its end. Copies that
+  a prompt leaves under way are charged to the prompt, though only the first step waits for them.
+  First tokens of prompts one behind the other were measured so.
+- Each chunk of a prompt goes through all layers by a pass of its own. A layer that streams waits
+  for its copy. Once it has run, its slot is filled for the layer ``prefetch_step`` further on.
+- A decode step is captured as one graph. In SGLang's graph nothing is computed while a layer is
+  copied. vLLM's graph lets layers run meanwhile, and copies then take longer:
+  ``PassRules.step_copy_ps``.
+- SGLang copies what is to be read in place, each layer before it runs.
+- One slot of SGLang's ring holds the layer that has run while the next copy is under way. Its
+  prompts copy as many layers ahead as there are other slots, or one if there is none. That number
+  is the ``prefetch_step`` of its command.
+- SGLang's captured steps copy so many first layers twice. They copy them before they run, since a
+  graph takes nothing that was copied outside it. They copy them after the last layers, as for a
+  next pass.
+- After a pass's last layers vLLM fills each one's slot again. SGLang copies the first layers in
   their order.
 
 Source: vLLM 0.25.1 and 0.33, ``PrefetchOffloader`` (``_wait_for_layer``, ``_start_prefetch``,

@@ -1,4 +1,4 @@
-"""What it takes that rules keep experts on the GPU one by one, beside the memory of the slots.
+"""Costs of caching experts on the GPU one by one, beside the memory of the slots.
 
 A decode step has the experts cross that it chooses and that no slot holds. Their share follows from
 a routing profile, or from uniform routing: of n experts in slots, n / E of the choices are served.
@@ -24,8 +24,8 @@ from offplan.routing.profile import BatchReuse
 KEEPING_S = 8e-6
 """Seconds that a layer takes to find the experts of a step and to begin with those missed.
 
-Source: 8 layers of Qwen3-30B-A3B in FP8 on an H200, beside the same layers resident: 3.1 us a layer
-where all were hit, 2.3 % of a step; 4.4 us more to begin where some were missed.
+Source: 8 layers of Qwen3-30B-A3B in FP8 on an H200, beside the same layers resident. A layer took
+3.1 us if all were hit, 2.3 % of a step. It took 4.4 us more to begin if some were missed.
 """
 LAST_TOKENS = 64
 """Tokens of each prompt whose experts are in the slots when it ends, as if they had been steps."""
@@ -46,7 +46,7 @@ def find_experts(
     reach. So the hit rate is q times that of n / q slots.
 
     Misses predicted so are 0.8 to 1.1 of a list's where tokens choose the last token's experts
-    again. Where some experts are popular with all tokens, a list has fewer, down to a half.
+    again. If some experts are popular with all tokens, a list has fewer misses, down to a half.
     """
     chosen = experts.touched(batch) if reuse is None else reuse.touched
     kept = slots.num_kept
@@ -88,7 +88,7 @@ def brought_bytes(slots: ExpertSlots, found: ExpertsFound) -> int:
 
 @dataclass(frozen=True)
 class KeptUse:
-    """What a decode step is predicted to find of experts in slots, in all layers that have any."""
+    """The experts in slots that a decode step is predicted to find, over all layers."""
 
     num_layers: int
     """Layers that keep experts."""
@@ -99,7 +99,7 @@ class KeptUse:
     expert_bytes: int
     """Bytes of an expert; the largest where layers differ."""
     source: str
-    """What tells the hits: a profile, by its fingerprint, or uniform routing."""
+    """Source of the hits: a profile, by its fingerprint, or uniform routing."""
 
     @property
     def chosen(self) -> float:

@@ -1,4 +1,4 @@
-"""What compute and the link do at each moment of a prompt and of a decode step, as priced."""
+"""Work of compute and the link at each moment of a prompt and of a decode step, as priced."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -47,8 +47,8 @@ class PhaseLanes:
     step_s: float
     """Seconds of the phase: the prompt, or a decode step in steady state."""
     events: tuple[Event, ...]
-    """In the order of their beginning, each cut to the phase: a step's copies may be under way when
-    it begins, and go on when it ends."""
+    """Events in the order of their beginning, each cut to the phase. A step's copies may be under
+    way when it begins, and go on when it ends."""
 
 
 @dataclass(frozen=True)

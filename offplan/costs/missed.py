@@ -1,8 +1,8 @@
-"""What a decode step waits for missed experts that the host's cores and the link divide.
+"""Waits of a decode step for missed experts that the host's cores and the link divide.
 
-Of the experts that a step misses in a layer, the cores multiply a share where they lie, and the
-link brings the others into the slots. Both work at once with each other and with the GPU's products
-of the experts that it found, and of shared ones. The layer waits for the longest of the three.
+The cores multiply a share of the experts that a step misses in a layer, where they lie. The link
+brings the others into the slots. Both work at once with each other and with the GPU's products of
+the experts that it found, and of shared ones. The layer waits for the longest of the three.
 """
 
 from typing import NamedTuple
@@ -19,13 +19,13 @@ from offplan.machine.profile import MachineProfile
 DIVIDING_S = 18e-6
 """Seconds that a layer takes to divide its missed experts, whoever multiplies them.
 
-Source: 12 layers of Qwen3-30B-A3B in FP8 on an H200, two routings and two shares each: 7 to 23 us
-a layer beyond what ``Missed`` predicts besides.
+Source: 12 layers of Qwen3-30B-A3B in FP8 on an H200, with two routings and two shares each. They
+took 7 to 23 us a layer beyond what ``Missed`` predicts besides.
 """
 
 
 class Missed(NamedTuple):
-    """What a layer of a decode step misses, and what runs meanwhile.
+    """The experts that a layer of a decode step misses, and the work meanwhile.
 
     Shared experts count as the GPU's, also where another rule has the cores multiply them.
     """
@@ -33,7 +33,7 @@ class Missed(NamedTuple):
     slots: ExpertSlots
     found: ExpertsFound
     chosen: CoresUse
-    """What the host's cores would do with all experts that the step chooses."""
+    """Work of the host's cores if they multiplied all experts that the step chooses."""
 
     @classmethod
     def find(cls, slots: ExpertSlots, experts: Experts, at_use: AtUse) -> "Missed":
@@ -44,7 +44,7 @@ class Missed(NamedTuple):
 
     @property
     def cores(self) -> CoresUse:
-        """What the host's cores do of those missed."""
+        """Work of the host's cores on the missed experts."""
         num_bytes = round(self.slots.expert_bytes * self.found.by_cores)
         return self.chosen._replace(num_bytes=num_bytes, num_products=int(num_bytes > 0))
 

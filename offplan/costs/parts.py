@@ -1,4 +1,4 @@
-"""What prompts take besides where layers stream their routed experts in parts."""
+"""Costs of prompts in which layers stream their routed experts in parts."""
 
 from operator import sub
 from typing import NamedTuple
@@ -22,8 +22,8 @@ from offplan.plan import Workload
 PART_LAUNCH_S = 0.28e-3
 """Seconds that the host takes to launch what multiplies a piece: at most a chunk's pairs.
 
-What comes before and after is captured. Source: DeepSeek-V2-Lite in 4 GiB beside an H100, a prompt
-of 8 chunks that met 8 parts: 83 to 95 ms for 306 pieces of 208 parts.
+Kernels before and after are captured. Source: DeepSeek-V2-Lite in 4 GiB beside an H100. A prompt of
+8 chunks that met 8 parts took 83 to 95 ms for 306 pieces of 208 parts.
 """
 REST_OF_PIECES = 0.5
 """Pieces of a part beyond the chunks that it multiplies on average: its last one is not full.
@@ -37,9 +37,9 @@ Source: eight layers of Mixtral-8x22B beside an H200, a prompt of 32 chunks: 0.9
 predicted without it. DeepSeek-V2-Lite in 4 GiB took 0.84 ms of each of 416 chunks of a layer.
 """
 PART_COPIES = 3
-"""Hidden states that a chunk keeps of each token at a layer's experts, beside those that wait in
-every layer: the residual behind attention, the normed one, and that one beside other chunks'.
-Shared experts may add theirs.
+"""Hidden states of each token that a chunk keeps at a layer's experts, beside those that wait in
+every layer. They are the residual behind attention, the normed one, and the normed one beside other
+chunks'. Shared experts may add theirs.
 
 Source: transformers' decoder layers, read; not yet measured.
 """
@@ -108,25 +108,25 @@ def divide_ps(priced: PassCompute, layer: int, num_parts: int, num_groups: int =
 class PartsMemory(NamedTuple):
     """GPU memory that a prompt takes at a layer's experts in parts, in bytes.
 
-    Source: on an H100 six prompts of three models, in 2 to 16 chunks that met 8 parts, took 0.968
-    to 0.997 of their plans' memory. With a context of twice the prompt's tokens another took 0.942,
+    Source: on an H100 six prompts of three models met 8 parts in 2 to 16 chunks. They took 0.968 to
+    0.997 of their plans' memory. With a context of twice the prompt's tokens another took 0.942,
     and prompts of its context 0.954 and 1.01 (``benchmarks/results/parts-memory-h100.json`` and
     ``parts-h100.json``).
     """
 
     token_bytes: int
-    """Of each token of a group, from where it comes to the experts until it goes on."""
+    """Bytes of each token of a group, from where it comes to the experts until it goes on."""
     product_bytes: int
-    """Of each token of a group besides, while the group meets the parts."""
+    """Bytes of each token of a group besides, while the group meets the parts."""
     block_bytes: int
-    """Of a chunk in attention or MLP, which is over by then: half of the products, at most, lie in
-    its memory, and of several groups' none."""
+    """Bytes of a chunk in attention or MLP, which is over by then. Half of the products, at most,
+    lie in its memory, and none of several groups' products."""
     routed_bytes: int
-    """Of ``activation_bytes``, what is not taken where no layer has its experts whole."""
+    """Part of ``activation_bytes`` that is not taken if no layer has its experts whole."""
     pair_bytes: int
-    """Of the pairs that are multiplied at a time: nothing of it is captured."""
+    """Bytes of the pairs that are multiplied at a time: nothing of it is captured."""
     longer_bytes: int
-    """Of a prompt as long as the context, what waits in every layer beyond what planned ones do."""
+    """Bytes that wait in every layer for a prompt as long as the context, beyond planned ones'."""
     workload: Workload
     prefill_chunk: int
 

@@ -1,4 +1,4 @@
-"""What a phase takes, term by term."""
+"""Costs of a phase, term by term."""
 
 from collections.abc import Iterator
 from fractions import Fraction
@@ -17,7 +17,7 @@ from offplan.placement import Phase
 MISSED = (
     "mean of max(products meanwhile, link, host's cores) - products meanwhile - link + DIVIDING_S"
 )
-"""How a layer waits for missed experts that the host's cores and the link divide."""
+"""Formula of a layer's wait for missed experts that the host's cores and the link divide."""
 
 
 def list_phase(

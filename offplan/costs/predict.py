@@ -1,4 +1,4 @@
-"""What an offload decision is predicted to cost: memory terms, both phases, the objective."""
+"""Predicted costs of an offload decision: memory terms, both phases, the objective."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ from offplan.schedule import build_steady_request
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """What both phases of one request take."""
+    """The times of both phases of one request."""
 
     prefill: PhaseTimes
     decode: PhaseTimes
@@ -80,7 +80,7 @@ class Derivation:
 
     terms: tuple[Term, ...]
     measured: bool
-    """Whether all compute was measured; else it is estimated."""
+    """True if all compute was measured; else it is estimated."""
 
     def predict(self) -> Prediction:
         """Return the numbers as a plan records them."""
@@ -100,9 +100,9 @@ def predict(
 ) -> Prediction:
     """Predict what an offload decision costs, whether or not it keeps the budget.
 
-    The budget only sets the memory margin. Of what one of several ranks holds, host memory is that
-    of all ranks; a pass goes through the stages of a pipeline one after the other, and GPU memory
-    is that of the stage that takes most. Raises PlanError for rules that do not fit the model.
+    The budget only sets the memory margin. With several ranks, host memory is that of all ranks,
+    and GPU memory that of the stage that takes most. A pass goes through the stages of a pipeline
+    one after the other. Raises PlanError for rules that do not fit the model.
     """
     stages = [derive_stage(stage, machine, workload, budget, offload) for stage in held.stages]
     return _join(stages).predict()

@@ -1,4 +1,4 @@
-"""What passes take, of many plans at once, in arrays: the pricer of the search and of one plan.
+"""Times of passes of many plans at once, in arrays: the pricer of the search and of one plan.
 
 It gives exactly what the schedules of the same plans give in ``costs.timeline``, which tests hold
 it to, without building them. Every array has a row for each candidate; times are whole
@@ -72,7 +72,7 @@ class PartTable:
 
 @dataclass(frozen=True)
 class PassTable:
-    """What the layers of each candidate take in one phase: arrays of shape [candidates, layers]."""
+    """The times of each candidate's layers in one phase: arrays of shape [candidates, layers]."""
 
     compute_ps: Ints
     """Compute with everything resident."""
@@ -83,7 +83,7 @@ class PassTable:
     copy_ps: Ints
     """One DMA of these bytes."""
     outside_ps: Ints
-    """What follows the last layer, [candidates]."""
+    """Picoseconds behind the last layer, [candidates]."""
     prefetch_step: Ints
     """Slots that the plan asks for, [candidates]."""
     parts: PartTable | None = None
@@ -105,7 +105,7 @@ class PassTable:
 
     @cached_property
     def streams(self) -> Bools:
-        """Whether the layer streams, [candidates, layers]."""
+        """True if the layer streams, [candidates, layers]."""
         return self.span_bytes > 0
 
     @cached_property
@@ -135,7 +135,7 @@ class PassTable:
 
     @cached_property
     def is_last(self) -> Bools:
-        """Whether the layer is the last of the pass in its slot, [candidates, layers]."""
+        """True if the layer is the last of the pass in its slot, [candidates, layers]."""
         return self.streams & (self.later >= self.num_turns)
 
     @cached_property
@@ -168,8 +168,8 @@ def price_plan(
 ) -> tuple[Fraction, Fraction]:
     """Price the prompt and a decode step of one plan, in picoseconds: a batch of one.
 
-    An engine reads the prompt in so many passes. What int64 could not add up is counted in so many
-    picoseconds that it can.
+    An engine reads the prompt in so many passes. Sums that int64 cannot hold are counted in units
+    of so many picoseconds that it can.
     """
     phases = tuple(zip(Phase, (prompt, step), strict=True))
     spans = {phase: placement.spans(phase) for phase in Phase}
@@ -395,7 +395,7 @@ def _run_pass(
 
 @dataclass
 class _Moments:
-    """When things are done in a pass, of many candidates."""
+    """The moments at which things are done in a pass, of many candidates."""
 
     compute: Ints
     link: Ints
@@ -423,7 +423,7 @@ class _Moments:
     def go_on(self, before: "_Moments", most: Ints, reads: Bools) -> Ints:
         """Repeat the step since ``before`` at once, where another like it adds the same to all.
 
-        What a step makes of its moments moves as they do, so it is then exact. ``most`` is how
+        A step's effect on its moments moves as they do, so the repetition is exact. ``most`` is how
         often at most, and ``reads`` whether the step reads: it alone moves the ring's slots.
         Returns how often it was repeated, [candidates].
         """

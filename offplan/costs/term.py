@@ -28,8 +28,8 @@ class Input:
     value: float
     unit: UnitName
     source: str | None = None
-    """How it was obtained and where, if it is a figure of the machine; else it follows from model,
-    workload and decision."""
+    """Source, if it is a figure of the machine; else it follows from model, workload and
+    decision."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Term:
     """A number of a prediction."""
 
     path: str
-    """Where it stands in the plan's file, below ``prediction``: ``decode.link``. What is of one
-    stage of a pipeline alone has the stage before it: ``stages.0.decode.link``."""
+    """Path in the plan's file, below ``prediction``: ``decode.link``. A term of one stage of a
+    pipeline alone has the stage before it: ``stages.0.decode.link``."""
     value: float
     unit: UnitName
     formula: str
-    """How it follows from the inputs and from other terms of the same section, by their names."""
+    """Formula over the inputs and other terms of the same section, by their names."""
     inputs: tuple[Input, ...] = ()
 
 

@@ -1,4 +1,4 @@
-"""Where something begins to hold: found by halving."""
+"""The threshold where something begins to hold: found by halving."""
 
 from collections.abc import Callable
 

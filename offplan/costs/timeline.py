@@ -3,17 +3,19 @@
 Traces show what it does at each moment; ``costs.steady`` has the same times of many plans at once.
 
 Two queues, as on the GPU: compute runs the operations in program order, and one FIFO link carries
-the copies. A copy starts when everything before it in the compute queue is done and the copy before
-it is done; a wait holds compute until its copy is done; a layer that reads weights in place first
-spends their time on both queues, because kernels and DMA share the link. The kernels have nearly
-all of it while they run: what is copied meanwhile is late by what they read, and they take a little
-longer, at most until it is copied. In a decode step that copies at all, the timeline assumes
-that the link is busy whenever kernels read. A layer in parts takes all but its routed
-experts' time when it is begun, and theirs part by part; each group of chunks takes an equal share.
+the copies. A copy starts when everything before it in the compute queue and the copy before it are
+done. A wait holds compute until its copy is done. A layer that reads weights in place first spends
+their time on both queues, because kernels and DMA share the link. The kernels have nearly all of
+the link while they run: copies meanwhile are late by what the kernels read. The kernels take a
+little longer, at most until these copies are done. In a decode step that copies at all, the
+timeline assumes that the link is busy whenever kernels read. A layer in parts takes all but its
+routed experts' time when it is begun, and theirs part by part. Each group of chunks takes an equal
+share.
 
-In a decode step every rule then takes a maximum or adds a constant, so it is a linear map over the
-max-plus semiring, and takes in steady state exactly the map's largest cycle mean: no iteration has
-to settle. Times are whole picoseconds, so the result does not depend on the order of additions.
+In a decode step every rule then takes a maximum or adds a constant, so the step is a linear map
+over the max-plus semiring. In steady state it takes exactly the map's largest cycle mean: no
+iteration has to settle. Times are whole picoseconds, so the result does not depend on the order of
+additions.
 
 Source: F. Baccelli et al., Synchronization and Linearity (1992), chapter 3; R. Karp, A
 characterization of the minimum cycle mean in a digraph (1978).
@@ -47,33 +49,33 @@ begins and ends."""
 
 
 class PartTimes(NamedTuple):
-    """What a layer takes whose experts stream in parts, in picoseconds."""
+    """The times of a layer whose experts stream in parts, in picoseconds."""
 
     moved_ps: int
-    """Of the layer's compute, what its parts take instead: its routed experts, less what launching
-    its chunks takes longer than their kernels."""
+    """Part of the layer's compute that its parts take: its routed experts, less what launching its
+    chunks takes longer than their kernels."""
     part_ps: int
     """One part for one group of chunks, with what launching it takes."""
     launching_ps: int
-    """What launching takes longer than kernels, over all chunks and parts."""
+    """Picoseconds that launching takes longer than kernels, over all chunks and parts."""
     num_groups: int
     """Groups of chunks for which the parts cross."""
 
 
 @dataclass(frozen=True)
 class PassTimes:
-    """How long each operation of one pass takes, in whole picoseconds."""
+    """The times of the operations of one pass, in whole picoseconds."""
 
     compute_ps: tuple[int, ...]
     """Picoseconds of each layer, all chunks, with everything resident."""
     outside_ps: int
     """After the last layer: head and whatever else lies outside the layers."""
     uva_ps: tuple[int, ...]
-    """Picoseconds each layer reads weights at use, by all backends, before it computes."""
+    """Picoseconds each layer reads weights in place, by all backends, before it computes."""
     uva_slowdown: float
-    """What reading takes in a pass that copies too, as a multiple."""
+    """Time of reading in a pass that copies too, as a multiple."""
     uva_bytes: int
-    """Bytes read at use over all layers, re-reads included."""
+    """Bytes read in place over all layers, re-reads included."""
     copy_ps: Callable[[Span], int]
     """One DMA."""
     read_by: Mapping[Backend, int] = field(default_factory=dict)
@@ -88,15 +90,15 @@ class PassTimes:
     cores_products: int = 0
     """Products that are handed over to the cores."""
     missed_ps: tuple[int, ...] = ()
-    """Picoseconds that each layer waits beyond reading where the cores multiply a share of the
-    experts that it misses; negative where its other products hide both. Empty where none do."""
+    """Picoseconds that each layer waits beyond reading if the cores multiply a share of its missed
+    experts. Negative if its other products hide both. Empty if the cores multiply none."""
     num_calls: tuple[int, ...] = ()
-    """How often the pass calls each layer, which takes an equal part in each; empty for once."""
+    """Calls of each layer in the pass, which takes an equal part in each; empty for once."""
     parts: Mapping[int, PartTimes] = field(default_factory=dict)
     """Layers of a prompt whose experts stream in parts, by index."""
 
     def share_ps(self, layer: int) -> tuple[int, int]:
-        """Picoseconds that one call of a layer reads weights at use, and runs its kernels.
+        """Picoseconds that one call of a layer reads weights in place, and runs its kernels.
 
         Of a layer in parts it is for one group of chunks, without experts.
         """
@@ -125,19 +127,19 @@ class PassTimes:
 
 @dataclass(frozen=True)
 class PhaseTimes:
-    """What a phase takes, in picoseconds; a steady step may be a fraction."""
+    """The times of a phase, in picoseconds; a steady step may be a fraction."""
 
     step_ps: Fraction
     times: PassTimes
-    """What all passes of the phase take."""
+    """Times of all passes of the phase."""
     num_copies: int
     copied_bytes: int
     copied_ps: int
     """The link's time for all copies."""
     waiting: str
-    """How the time that compute waits follows."""
+    """Formula of the time that compute waits."""
     later_ps: int = 0
-    """Of ``copied_ps``, what nothing in the phase waits for."""
+    """Part of ``copied_ps`` that nothing in the phase waits for."""
 
     @property
     def compute_ps(self) -> int:
@@ -171,7 +173,7 @@ def to_seconds(picoseconds: int | Fraction) -> float:
 
 
 WAITING = "waits in the timeline: layers in order, copies in order as slots get free"
-"""How compute's waiting follows from a schedule."""
+"""Formula of compute's waiting by a schedule."""
 
 
 def price_decode(schedule: Schedule, times: PassTimes) -> PhaseTimes:
@@ -188,7 +190,7 @@ def add_up_prompt(schedule: Schedule, times: PassTimes, step_ps: Fraction | int)
     """Add up the link's work of a prompt, which ends with its compute after ``step_ps``.
 
     Copies that it queues for the step after it count as link time and bytes, as they do when the
-    runtime measures, but not in ``bound_ps``: nothing in the prompt waits for them.
+    runtime measures. They do not count in ``bound_ps``: nothing in the prompt waits for them.
     """
     later: dict[int, int] = {}
     for op in schedule.operations:
@@ -270,8 +272,8 @@ def _run_pass(
 ) -> None:
     """Advance ``state``: when compute, the link and the fill of each slot are done.
 
-    ``read`` is given what a layer reads, and what is still to be copied then; it says how long the
-    layer's kernels take to read it.
+    ``read`` is given what a layer reads, and what is still to be copied then. It returns the time
+    that the layer's kernels take to read it.
     """
     compute, link = state[0], state[1]
     slots = state[2:]
@@ -309,7 +311,7 @@ def _run_pass(
 def largest_cycle_mean(columns: Sequence[Sequence[Time]]) -> Fraction:
     """Largest mean weight of a cycle in the graph whose edge from i to j weighs ``columns[i][j]``.
 
-    Karp's formula: max over v of min over k of (D_n(v) - D_k(v)) / (n - k), where D_k(v) is the
+    Karp's formula is max over v of min over k of (D_n(v) - D_k(v)) / (n - k). D_k(v) is the
     heaviest walk of k edges that ends in v.
     """
     size = len(columns)

@@ -19,18 +19,18 @@ from offplan.plan import Workload
 
 PACKED_SLOWDOWNS = ((1, 1.04), (4, 1.05), (16, 1.11), (32, 1.23), (64, 1.60), (128, 2.73))
 """Time of products with packed weights as a multiple of that with their values, by inputs of a
-weight, for a machine whose profile has no times of layers that are packed.
+weight. It is for a machine whose profile has no times of packed layers.
 
-Source: the products of a layer of Qwen3-8B on an H200 (``results/packed-rows-h200.json``) took 114,
-119, 134, 176 and 321 us packed by 4 inputs and more, and 107 to 117 us by cuBLAS from values. Those
-by one input took 122 and 117. Up to 64 inputs, an H100 takes 0.90 to 0.92 of the packed times since
-(``results/packed-rows-h100.json``).
+Source: the products of a layer of Qwen3-8B on an H200 (``results/packed-rows-h200.json``). By 4
+inputs and more they took 114, 119, 134, 176 and 321 us packed, and 107 to 117 us by cuBLAS from
+values. Products by one input took 122 and 117. Up to 64 inputs, an H100 takes 0.90 to 0.92 of the
+packed times since (``results/packed-rows-h100.json``).
 """
 PACKED_EXPERT_SLOWDOWNS = ((1, 1.04), (2, 1.44), (16, 1.61), (32, 1.68), (64, 2.51), (128, 3.57))
-"""The same of experts, by inputs of an expert on average.
+"""PACKED_SLOWDOWNS of experts, by inputs of an expert on average.
 
-Source: dense products by an earlier kernel. A prompt of 512 tokens of DeepSeek-V2-Lite, of 48
-inputs an expert, is so predicted to take 161 ms on an H200, where vLLM took 173.
+Source: dense products by an earlier kernel. A prompt of 512 tokens of DeepSeek-V2-Lite has 48
+inputs an expert. It is so predicted to take 161 ms on an H200, where vLLM took 173.
 """
 
 EXPANSION_SLOWDOWN = 1.3
@@ -42,18 +42,19 @@ Source: 12,288 x 4,096 took 49 us on an H200 and its bytes 44; smaller matrices 
 
 CODED_EXPERT_SLOWDOWNS = {False: 5.0, True: 9.0}
 """Time of products with experts' codes, of eight bits and of four (True), as a multiple of that of
-as many operations with values, for a machine whose profile has no times of such layers.
+as many operations with values. It is for a machine whose profile has no times of such layers.
 
-Source: prompts of 512 to 4,096 tokens of Qwen3-30B-A3B and DeepSeek-V3 in FP8 on an H200, which
-took 0.6 to 1.3 of what this gives, and of gpt-oss in MXFP4, 1.0 to 1.3.
+Source: prompts of 512 to 4,096 tokens on an H200. Qwen3-30B-A3B and DeepSeek-V3 in FP8 took 0.6 to
+1.3 of what this gives, and gpt-oss in MXFP4 1.0 to 1.3.
 """
 
 WHOLE_NUMBER_SLOWDOWNS = (2.5, 1.2)
-"""Time of reading dense whole numbers of four bits, for few tokens, and of making their values, for
-many, as multiples of that of their bytes, for a machine whose profile has no times of such layers.
+"""Times of dense whole numbers of four bits, as multiples of that of their bytes. The first is of
+reading for few tokens, the second of making their values for many. They are for a machine whose
+profile has no times of such layers.
 
-Source: 12,288 x 4,096 of compressed-tensors' W4A16 on an H200 takes 19 us by one input, where 22
-made 2.9 of a decode step of Qwen3-32B, and 37 us to be expanded, where its bytes take 30.
+Source: 12,288 x 4,096 of compressed-tensors' W4A16 on an H200. By one input it takes 19 us, where
+22 made 2.9 of a decode step of Qwen3-32B. To be expanded it takes 37 us, where its bytes take 30.
 """
 
 
@@ -80,7 +81,7 @@ class PassShape:
     context: int
     """Tokens that each sequence's attention can reach, the new ones included."""
     is_part: bool = False
-    """Whether it is one of several chunks of a prompt."""
+    """True if it is one of several chunks of a prompt."""
 
     @property
     def num_tokens(self) -> int:
@@ -153,16 +154,16 @@ class LayerWork:
     expanded_elements: int
     """Weights whose values are made of their codes for passes of many tokens."""
     absorbed_elements: int
-    """Those among them that are expanded in every decode step."""
+    """``expanded_elements`` that are expanded in every decode step."""
     whole_elements: int
-    """Those among them that are stored as whole numbers of four bits."""
+    """``expanded_elements`` that are stored as whole numbers of four bits."""
     slow_expert_elements: float
     """Weights of routed experts that are stored as codes, each as often as a product with it takes
     longer than with its value."""
     token_elements: float
     """Elements that each new token is multiplied by; of routed experts, only its own."""
     routed_elements: float
-    """Those of routed experts among them."""
+    """``token_elements`` of routed experts."""
     element_bytes: int
     """Bytes of an element of what is computed with."""
     kv_cache: KVCache
@@ -221,8 +222,8 @@ class LayerWork:
     def packing_bytes(self, shape: PassShape) -> float:
         """Bytes to and from GPU memory that are as long on their way as packing makes a pass.
 
-        Products of few tokens take PACKED_SLOWDOWNS times as long as their values; for many, dense
-        weights are read packed and their values written before they are multiplied.
+        Products of few tokens take PACKED_SLOWDOWNS times as long as their values. For many tokens,
+        dense weights are read packed and their values written before they are multiplied.
         """
         if self.unpacked is None:
             return 0.0
@@ -263,8 +264,8 @@ class LayerWork:
 def attended_pairs(shape: PassShape, window: int | None) -> int:
     """Pairs of a new token and one it looks at, in one sequence.
 
-    The new tokens are the last of the context: n of them look at n c - n (n - 1) / 2 tokens, fewer
-    where a window hides the older ones.
+    The new tokens are the last of the context: n of them look at n c - n (n - 1) / 2 tokens. They
+    look at fewer if a window hides the older ones.
     """
     first = shape.context - shape.tokens + 1  # tokens that the first new one can look at
     if window is None or window >= shape.context:
@@ -332,7 +333,7 @@ def layer_work(stage: Stage, layer: Layer) -> LayerWork:
 def moved_bytes(stage: Stage, index: int, shape: PassShape) -> float:
     """Bytes that operators of transformers' own passes read and write beside weights.
 
-    Those of a call of a layer, or, for the index -1, of what lies outside the layers.
+    They are of one call of a layer or, for the index -1, of what lies outside the layers.
     """
     assert stage.passes is not None, "offplan's own passes are priced by formulas"
     size = shape.batch, shape.tokens, shape.context
@@ -345,7 +346,7 @@ def _num_calls(stage: Stage, index: int, phase: Phase) -> int:
 
 
 def expands(parameter: Parameter, shape: PassShape, element_bytes: int) -> bool:
-    """Whether a pass has a layer's weight made of its codes before it is multiplied.
+    """Return True if a pass has a layer's weight made of its codes before it is multiplied.
 
     Latent attention's ``kv_b_proj`` is absorbed into queries, and so expanded in every decode step.
     """
@@ -356,12 +357,12 @@ def expands(parameter: Parameter, shape: PassShape, element_bytes: int) -> bool:
 
 
 def head_expands(head: Parameter, shape: PassShape, element_bytes: int) -> bool:
-    """Whether a pass has the head made of its codes: it meets each sequence's last token alone."""
+    """Return True if a pass has the head made of its codes: it meets last tokens alone."""
     return not head.form.is_raw and makes_values(shape.batch, element_bytes)
 
 
 def makes_values(num_rows: int, element_bytes: int) -> bool:
-    """Whether a product of so many rows is one of values: codes meet elements of two bytes alone.
+    """Return True if a product of so many rows is one of values: codes meet two-byte elements.
 
     Source: ``runtime.forms.stored.StoredLinear``.
     """
@@ -369,7 +370,7 @@ def makes_values(num_rows: int, element_bytes: int) -> bool:
 
 
 def gathers_codes(experts: Experts | None, num_tokens: int) -> bool:
-    """Whether a pass of so few tokens copies its experts' codes that it is to read in place."""
+    """Return True if a pass of so few tokens copies its experts' codes that it reads in place."""
     if experts is None:
         return False
     num_pairs = num_tokens * experts.num_experts_per_token
@@ -377,12 +378,12 @@ def gathers_codes(experts: Experts | None, num_tokens: int) -> bool:
 
 
 def _is_half_byte(parameter: Parameter) -> bool:
-    """Whether a weight's code has four bits, or but little more with its scales."""
+    """Return True if a weight's code has four bits, or but little more with its scales."""
     return parameter.nbytes < 0.75 * parameter.num_weights
 
 
 def is_absorbed(parameter: Parameter) -> bool:
-    """Whether it is a latent attention's ``kv_b_proj`` that is stored as codes."""
+    """Return True if it is a latent attention's ``kv_b_proj`` that is stored as codes."""
     return not parameter.form.is_raw and parameter.name.endswith("kv_b_proj.weight")
 
 
