@@ -1,4 +1,4 @@
-"""What the search makes least: values that grow with the time of each phase.
+"""Aims of the search: values to make least, which grow with the time of each phase.
 
 A value is a bound where the times are bounds.
 """
@@ -71,7 +71,7 @@ class Soonest:
 
 @dataclass(frozen=True)
 class Nearest:
-    """How far the worse phase is beyond its limit: 1 for all plans that keep both."""
+    """The excess of the worse phase over its limit: 1 for all plans that keep both."""
 
     limits_ps: tuple[float, float]
 

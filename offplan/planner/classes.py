@@ -27,23 +27,24 @@ _LEAF_PARTS = frozenset(("weight", "bias"))
 
 @dataclass(frozen=True)
 class SegmentClass:
-    """What one rule's ``cpu_offload_params`` take."""
+    """The weights that one rule's ``cpu_offload_params`` take."""
 
     segments: tuple[str, ...]
     """Empty takes everything."""
 
     def takes(self, unit: Unit) -> bool:
-        """Whether a rule of this class takes the unit, where its pattern selects the layer."""
+        """Return True if a rule of this class takes the unit, where its pattern selects the
+        layer."""
         return all(match_segments(self.segments, parameter.name) for parameter in unit.parameters)
 
 
 def segment_classes(stage: Stage) -> tuple[SegmentClass, ...]:
     """List the classes that the search goes over, each with the shortest names that mean it.
 
-    Everything; each role that engines fuse; and all unions of attention inputs, attention output,
-    MLP inputs and MLP output (with routed experts: of attention, the MLPs that are not routed, and
-    the experts' inputs and outputs). A class may take norms and routers along where that makes its
-    names shorter; classes that would take the same are listed once.
+    They are everything, each role that engines fuse, and all unions of attention inputs, attention
+    output, MLP inputs and MLP output. With routed experts the unions are of attention, the MLPs
+    that are not routed, and the experts' inputs and outputs. A class may take norms and routers
+    along where that makes its names shorter; classes that would take the same are listed once.
     """
     roles = {p.name: role_of(p) for layer in stage.layers for p in layer.parameters}
     return _list_classes(tuple(roles.items()), has_experts=stage.experts is not None)

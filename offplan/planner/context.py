@@ -11,9 +11,9 @@ from offplan.planner.space import Space
 def find_longest_context(question: Question, most: int | None = None) -> int | None:
     """Find the longest context for which a plan keeps a question's budget and targets.
 
-    It holds the workload's prompt and output, and is no longer than ``most`` tokens, by default
-    what the model was trained for, nor than an engine serves. None where not even the shortest
-    such context fits.
+    It has room for the workload's prompt and output. It is no longer than ``most`` tokens, by
+    default what the model was trained for, nor than an engine serves. Returns None if not even the
+    shortest such context fits.
     """
     workload = question.workload
     shortest = workload.prompt_tokens + workload.output_tokens

@@ -1,9 +1,9 @@
-"""What plans take at least, about, by arithmetic on what each of their rules takes alone.
+"""Low estimates of plans' times, by arithmetic on what each of their rules takes alone.
 
-A pass takes as long as its compute, resident and reading in place, or as the link, all copies and
-the same reading, whichever is longer. What rules take adds up, but for what the ring spares, of
-which the most is deducted. With one slot, copies and the layers that stream take turns. Where the
-ring runs dry a pass takes longer: ``Prices`` has the exact times.
+A pass takes as long as its compute, resident and reading in place, or as the link if that takes
+longer. The link takes all copies and the same reading. What rules take adds up, but for what the
+ring spares, of which the most is deducted. With one slot, copies and the layers that stream take
+turns. Where the ring runs dry a pass takes longer: ``Prices`` has the exact times.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from offplan.planner.space import Space
 
 
 class Loads(NamedTuple):
-    """What rules take: an array of each, all layers of a rule together.
+    """The costs of rules: an array of each, all layers of a rule together.
 
     A phase's columns are picoseconds but for ``turns``, the number of layers that stream.
     """
@@ -44,11 +44,11 @@ class Loads(NamedTuple):
     step_cores: Floats
     """Waiting for the host's cores, which copies hide."""
     cores_spared: Floats
-    """What of it a slot spares decode of one layer, at most."""
+    """Part of that wait that a slot spares decode of one layer, at most."""
     rungs_bytes: Floats
     """Bytes of all rungs."""
     none_ps: Floats
-    """What a step takes without any."""
+    """Time of a step without any rung."""
     prompt_beside: Floats
     """Copies beside whatever computes."""
     slot_bytes: Floats
@@ -89,7 +89,7 @@ class Rules:
     """The patterns of all rules, by number: of one rule those that take the same memory, the
     smallest groups first."""
     num_patterns: Ints
-    """How many patterns each rule has."""
+    """Number of patterns of each rule."""
     off_gpu_bytes: Ints
     """Bytes that each rule takes off the GPU, all but the last."""
     shared_bytes: Ints
@@ -97,7 +97,7 @@ class Rules:
 
     @cached_property
     def first_pattern(self) -> Ints:
-        """Where the patterns of each rule begin."""
+        """Number of the first pattern of each rule."""
         return np.cumsum(self.num_patterns) - self.num_patterns
 
     @cached_property
@@ -210,9 +210,9 @@ def estimate(
 
     ``spare`` are the bytes that each has left for rungs.
 
-    Of a prompt's copies decode has left as many as there are slots, where it streams; otherwise the
+    If decode streams, it has left as many of a prompt's copies as there are slots. Otherwise the
     layers that share a slot with none are not copied again: of n layers over K slots 2 K - n. That
-    holds for decode's own copies as well, and up to K layers are never copied at all. Where decode
+    holds for decode's own copies as well, and up to K layers are never copied at all. If decode
     streams nothing, it finds in each slot what prefill left there.
     """
     space, own = prices.space, prices.numbers

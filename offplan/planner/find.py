@@ -41,7 +41,7 @@ class PlanResult:
     max_rules: int
     """Plans of up to so many rules were searched."""
     floor: Floor
-    """What no plan of this budget can beat."""
+    """Lower bound of this budget's plans."""
 
     @property
     def gap(self) -> float:
@@ -52,8 +52,8 @@ class PlanResult:
 def find_plan(searcher: Searcher, question: Question, below_s: float = NEVER) -> PlanResult | None:
     """Find the plan of a question about a searcher's space, of requests of less than ``below_s``.
 
-    None where plans fit, but none keeps the targets or is as fast. Raises InfeasibleError when none
-    fits.
+    Returns None if plans fit, but none keeps the targets or is as fast. Raises InfeasibleError when
+    none fits.
     """
     space, goal = searcher.space, question.goal
     aim = searcher.fastest
@@ -88,8 +88,8 @@ def _is_in_parts(found: Found) -> bool:
 def find_floor_of(searcher: Searcher, budget: Budget) -> Floor:
     """Find a budget's floor: memory of the chunks that need least, compute of the fastest ones.
 
-    Where weights may be packed all or none are, as far as memory goes (their scratch may take more
-    than packing saves), and only those that are faster so.
+    As far as memory goes, all weights that may be packed are, or none: their scratch may take more
+    than packing saves. As far as time goes, only weights that are faster so are packed.
     """
     spaces, space = searcher.spaces, searcher.space
     ways = [(each.stage, max(0, find_room(each, budget).missing_bytes)) for each in spaces]

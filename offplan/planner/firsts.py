@@ -30,7 +30,7 @@ class Rows(NamedTuple):
     lacking_bytes: Floats
     """Bytes that the first rule leaves to be taken off the GPU."""
     is_plan: NDArray[np.bool_]
-    """Whether the first rule is a plan alone."""
+    """True if the first rule is a plan alone."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from offplan.planner.space import Space
 def check_range(space: Space) -> None:
     """Raise InputError for a question some of whose plans may take more than MOST.
 
-    What is taken as the most is a plan that reads every layer at use, by the backend that takes
-    longest, and copies it as well, in each setting.
+    The most is that of a plan that reads every layer in place, by the slowest backend, and copies
+    it as well, in each setting.
     """
     settings, most_bytes = space.settings, space.stage.loaded_bytes
     copies_ps = to_ps(space.machine.copy_seconds(most_bytes)) + len(space.kind_of) * space.start_ps

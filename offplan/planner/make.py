@@ -20,12 +20,12 @@ from offplan.units import format_budget, format_bytes, format_seconds
 def make_plan(question: Question) -> PlanResult:
     """Find the plan that a question asks for.
 
-    With the objective ``latency`` that is one of those that take, to 1 %, the least time for prompt
-    and output tokens: the one of the earliest first token, then of the fewest rules. With
+    With the objective ``latency`` the plan takes, to 1 %, the least time for prompt and output
+    tokens. Of such plans it is the one of the earliest first token, then of the fewest rules. With
     ``throughput`` the batch of most tokens a second is chosen first. The same question gives the
-    same plan, byte for byte. Raises InfeasibleError when no plan fits, with the shortfall, and when
-    none keeps the targets, with the nearest and the GPU memory that would do; with the longest
-    context that has a plan, where a shorter one has.
+    same plan, byte for byte. Raises InfeasibleError with the shortfall if no plan fits. If none
+    keeps the targets, the error names the nearest plan and the GPU memory that would do. It also
+    names the longest context that has a plan, if a shorter one has.
     """
     if question.goal.objective == "throughput":
         if best := plan_throughput(question):

@@ -1,11 +1,11 @@
-"""What a rule can say beyond its group pattern: each way is an option, and this is its one place.
+"""Options of a rule beyond its group pattern: each way is an option, and this is its one place.
 
 An option is a segment class and a pair of backends. ``KeepsExperts`` is an option with numbers of
 its own. An option lists itself, says what it takes and costs, writes the rule, and names the steps
-by which its numbers change; the search is about options and knows no number of any.
+by which its numbers change. The search is about options and knows no number of any.
 
-Numbers that are bought with memory are rungs of a ladder: every layer of the rule climbs as many
-as the plan leaves bytes for, the first ones one more. Any other number is a field of an option,
+Numbers that are bought with memory are rungs of a ladder. Every layer of the rule climbs as many as
+the plan leaves bytes for, the first layers one more. Any other number is a field of an option,
 listed once for each value that may be best.
 """
 
@@ -52,9 +52,9 @@ NUM_PARTS = (2, 4, 8, 16, 32)
 MOST_LONGER = 4
 """Groups are tried where a prompt of the context has at most so many times the planned tokens.
 
-The parts of a longer prompt would cross more often. Source: predictions.
-DeepSeek-V2-Lite in 3.82 GiB of an H100, planned for 1,500 tokens: a prompt of 8,176 would take
-2.4 s in groups of 1,500, and 0.63 s without parts.
+The parts of a longer prompt would cross more often. Source: predictions. DeepSeek-V2-Lite in 3.82
+GiB of an H100 was planned for 1,500 tokens. A prompt of 8,176 would take 2.4 s in groups of 1,500,
+and 0.63 s without parts.
 """
 MOST_GROUPS = 16
 """Groups of chunks, at most, that values of ``tokens_at_once`` divide a prompt into: they are the
@@ -62,13 +62,13 @@ prompt's tokens, and powers of two below."""
 LEAST_AT_ONCE = 1024
 """Fewer tokens at once, over all sequences, are not tried: each group has the parts cross again.
 
-Source: DeepSeek-V2-Lite in 4.5 GiB of an H200, planned for prompts of 512 tokens: one of 3,968 took
-4.4 s in groups of 512, and 1.1 s without parts (``benchmarks/results/parts-h200.json``).
+Source: DeepSeek-V2-Lite in 4.5 GiB of an H200, planned for prompts of 512 tokens. A prompt of 3,968
+took 4.4 s in groups of 512, and 1.1 s without parts (``benchmarks/results/parts-h200.json``).
 """
 
 
 class Ladder(NamedTuple):
-    """What a layer takes and costs by its number of rungs; an array of each for many layers."""
+    """The costs of a layer by its number of rungs; an array of each for many layers."""
 
     rung_bytes: Any
     """GPU memory of each rung."""
@@ -77,14 +77,15 @@ class Ladder(NamedTuple):
     none_ps: Any
     """Picoseconds that a decode step would take without any rung, beyond the option's content."""
     times_ps: NDArray[np.int64]
-    """Picoseconds beyond the option's content, [5, rungs + 1]: a prompt's reading and its compute,
-    a step's reading and its compute, and the latter in a step that copies. None at 0 rungs."""
+    """Picoseconds beyond the option's content, [5, rungs + 1]. They are of a prompt's reading and
+    its compute, a step's reading and its compute, and the latter in a step that copies. None at 0
+    rungs."""
     asked: Any
     """The rungs that each layer must have; 0 for as many as memory is left for."""
 
 
 class Parts(NamedTuple):
-    """What a layer takes and costs whose prompts stream what a rule takes part by part.
+    """The costs of a layer whose prompts stream what a rule takes part by part.
 
     An array of each for many layers.
     """
@@ -94,11 +95,11 @@ class Parts(NamedTuple):
     """GPU memory of the slots, and of what chunks keep meanwhile, [settings]: all layers share the
     largest."""
     spared_bytes: NDArray[np.int64]
-    """What prompts take less where no layer has its experts whole, [settings]."""
+    """Bytes that prompts spare if no layer has its experts whole, [settings]."""
     copy_ps: Any
     """Picoseconds of the copy of one part."""
     moved_ps: NDArray[np.int64]
-    """Of a prompt's compute in the layer, what its parts take instead, [settings]."""
+    """Part of a prompt's compute in the layer that its parts take, [settings]."""
     part_ps: NDArray[np.int64]
     """Picoseconds that a group of chunks computes with each part, [settings]."""
     num_groups: NDArray[np.int64]
@@ -107,7 +108,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Option:
-    """What a rule takes of the layers that its pattern selects, and how they get it."""
+    """The weights that a rule takes of its pattern's layers, and how they get there."""
 
     segment_class: SegmentClass
     prefill: Backend
@@ -122,12 +123,12 @@ class Option:
 
     @property
     def climbs(self) -> bool:
-        """Whether it has ladders: decode is then priced by rungs, and not by content."""
+        """True if it has ladders: decode is then priced by rungs, and not by content."""
         return False
 
     @property
     def fills_ring(self) -> bool:
-        """Whether a prompt streams layers whole, so that decode may find them in the ring."""
+        """True if a prompt streams layers whole, so that decode may find them in the ring."""
         return self.prefill.streams
 
     def numbers(self, rungs: int, more: int) -> Mapping[str, Any]:
@@ -291,7 +292,7 @@ class StreamsParts(Option):
 
     num_parts: int
     memory: tuple[PartsMemory, ...]
-    """What prompts take at the experts in each of the space's settings."""
+    """Memory that prompts take at the experts in each of the space's settings."""
     tokens_at_once: int | None = None
 
     @property
@@ -371,9 +372,9 @@ def _list_at_once(workload: Workload) -> Iterator[int]:
 def backend_pairs(backends: Iterable[Backend], store: Store) -> list[tuple[Backend, Backend]]:
     """List the backends that a rule may have in prefill and in decode.
 
-    Decode by the ring with a prompt that reads at use is not tried: a prompt's rows are never fewer
-    than a step's, so where reading is no faster than copying, as on every link measured so far, it
-    never suits the prompt better.
+    Decode by the ring with a prompt that reads in place is not tried. A prompt never has fewer rows
+    than a step. So reading never suits the prompt better if it is no faster than copying, as on
+    every link measured so far.
     """
     known = [each for each in backends if store in each.stores]
     return [
@@ -386,7 +387,7 @@ def backend_pairs(backends: Iterable[Backend], store: Store) -> list[tuple[Backe
 
 
 def suits_cores(space: "Space", segment_class: SegmentClass) -> bool:
-    """Whether the host's cores have kernels for what a class takes, experts as a whole."""
+    """Return True if the host's cores have kernels for what a class takes, experts as a whole."""
     taken = space.taken(segment_class)
     has_matrices = any(u.part is Part.WEIGHT and len(u.shape) > 1 for u in chain(*taken))
     return has_matrices and not any(

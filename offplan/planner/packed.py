@@ -1,8 +1,8 @@
 """The best plan over what may be packed: nothing, all, or the fewest layers that make all fit.
 
-Between them only plans that then need nothing off the GPU are tried: they pay for packing in as few
-layers as a group pattern can say. More memory never makes the best of these slower, as it does not
-for each packing by itself.
+Between them, only plans that then need nothing off the GPU are tried. They pay for packing in as
+few layers as a group pattern can say. More memory never makes the best of these slower, as it does
+not for each packing by itself.
 """
 
 import numpy as np
@@ -55,7 +55,7 @@ def find_best(
 
 
 def reaches(searcher: Searcher, budget: Budget) -> bool:
-    """Whether a plan fits a budget and keeps the question's targets."""
+    """Return True if a plan fits a budget and keeps the question's targets."""
     aim = Nearest(limits_ps(searcher.space.question.goal))
     # what misses a target is not wanted at all, so that hardly any plan is priced
     return find_best(searcher, budget, aim, WITHIN).best is not None

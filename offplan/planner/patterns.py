@@ -13,7 +13,7 @@ class Patterns(NamedTuple):
     group_size: NDArray[np.int64]
     num_in_group: NDArray[np.int64]
     layers: NDArray[np.bool_]
-    """Whether the pattern selects a layer, [patterns, layers]."""
+    """True if the pattern selects a layer, [patterns, layers]."""
 
 
 class PatternGroup(NamedTuple):

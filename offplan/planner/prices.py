@@ -23,7 +23,7 @@ MOST = 2**30
 
 
 class Content(NamedTuple):
-    """What is offloaded of one layer, and what that costs; an array of each for many layers."""
+    """The offloaded content of one layer, and its costs; an array of each for many layers."""
 
     unit_bytes: Any = 0
     """Bytes off the GPU."""
@@ -36,17 +36,17 @@ class Content(NamedTuple):
     prompt_copy_ps: Any = 0
     step_copy_ps: Any = 0
     step_read_ps: Any = 0
-    """What a decode step reads in place."""
+    """Picoseconds that a decode step reads in place."""
     kept_read_ps: Any = 0
-    """What of that remains when the ring keeps what prefill streamed."""
+    """Picoseconds of that reading if the ring keeps what prefill streamed."""
     step_cores_ps: Any = 0
-    """What a decode step waits for the host's cores."""
+    """Picoseconds that a decode step waits for the host's cores."""
     beside_cores_ps: Any = 0
-    """The same in a step that copies, too."""
+    """``step_cores_ps`` in a step that copies, too."""
     kept_cores_ps: Any = 0
-    """What of it remains when the ring keeps what prefill streamed."""
+    """Picoseconds of that wait if the ring keeps what prefill streamed."""
     prompt_read_ps: Any = 0
-    """What prompts read in place, [settings]."""
+    """Picoseconds that prompts read in place, [settings]."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Prices:
 
     @cached_property
     def numbers(self) -> Numbers:
-        """What rules' own numbers take and cost."""
+        """Costs of rules' own numbers."""
         return Numbers(self.space)
 
     @property
@@ -158,7 +158,8 @@ class Prices:
 
     @cached_property
     def _layers(self) -> Ints:
-        """Whether each pattern selects each layer; the last row, at NO_RULE, selects none."""
+        """True if a pattern selects a layer, [patterns, layers]; the last row, at NO_RULE, selects
+        none."""
         layers = list_patterns(len(self.space.kind_of)).layers.astype(np.int64)
         return np.vstack([layers, np.zeros_like(layers[:1])])
 

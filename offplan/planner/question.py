@@ -33,20 +33,21 @@ class Question:
 
     GPU memory is that of each rank, host memory that of all ranks together.
 
-    Raises InputError for an engine beside a second GPU's memory, for weights to leave unpacked
-    that the model does not have, for experts that cannot be kept and for a batch that the routing
-    profile does not have, and ProfileError where the link to that memory is not known.
+    Raises InputError for an engine beside a second GPU's memory, and for weights to leave unpacked
+    that the model does not have. Raises InputError for experts that cannot be cached, and for a
+    batch that the routing profile does not have. Raises ProfileError if the link to that memory is
+    not known.
     """
 
     held: Held
-    """What the ranks hold of the model, nothing of it packed."""
+    """Weights of the ranks, nothing of them packed."""
     machine: MachineProfile
     workload: Workload
     budget: Budget
     """Memory that a plan may take: no more than the machine has."""
     goal: Goal = field(default_factory=Goal)
     store: Store = "host"
-    """Where what is offloaded lies: in host memory, or in that of a second GPU."""
+    """Store of what is offloaded: host memory, or that of a second GPU."""
     profile: str | None = None
     """The name by which the machine's profile is found again; None where it was measured."""
     routing_file: str | None = None
@@ -107,7 +108,7 @@ class Question:
 
     @property
     def may_pack(self) -> bool:
-        """Whether weights may be packed: in GPU memory there are kernels that multiply them."""
+        """True if weights may be packed: in GPU memory there are kernels that multiply them."""
         return self.goal.packing and self.held.runner.holds_packed and not self.machine.is_cpu
 
     @property

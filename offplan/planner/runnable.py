@@ -1,4 +1,4 @@
-"""Whether what is to run the plans can run one: an engine's flags may not say it."""
+"""The check that a runner can run a plan: an engine's flags may not say it."""
 
 from collections.abc import Callable
 from functools import cache

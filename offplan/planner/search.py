@@ -5,8 +5,8 @@ the best plan so far. A first rule is kept if its estimate is better than that p
 second rules is kept for it if the smallest one that frees what is missing makes an estimate that is
 better still. Then each rule of the option is tried, best estimates first.
 
-Estimates are low, so what is passed over is hardly ever better: more memory or a faster link, which
-only add plans or make them faster, do not make the best plan found slower.
+Estimates are low, so what is passed over is hardly ever better. More memory or a faster link only
+add plans or make them faster, so the best plan found is not slower.
 """
 
 from collections.abc import Callable
@@ -43,9 +43,9 @@ class Found(NamedTuple):
     """A plan and how good it is."""
 
     value: float
-    """As the search's aim weighs it."""
+    """Value by the search's aim."""
     rank: tuple[int, ...]
-    """How plain it is among equally good ones: rules, host bytes, segments, slots, groups."""
+    """Plainness among equally good ones: rules, host bytes, segments, slots, groups."""
     times_ps: tuple[float, float]
     """Picoseconds of the prompt, and of a decode step."""
     write: Callable[[], Offload]
@@ -58,7 +58,7 @@ class Found(NamedTuple):
 
 @dataclass
 class Search:
-    """What was found, and among how many."""
+    """The best plan found, and the numbers of plans looked at."""
 
     best: Found | None = None
     single: float = NEVER
@@ -154,7 +154,7 @@ class Searcher:
 
     @cached_property
     def disjoint(self) -> NDArray[np.bool_]:
-        """Whether two options have no parameter in common, [options, options]."""
+        """True if two options have no parameter in common, [options, options]."""
         taken = [self.space.taken(option.segment_class) for option in self.space.options]
         held = [{id(unit) for units in kinds for unit in units} for kinds in taken]
         return np.array([[one.isdisjoint(other) for other in held] for one in held])
@@ -291,7 +291,7 @@ class _Run:
         return row[kept], second[kept]
 
     def _gain(self, rows: Rows) -> NDArray[np.bool_]:
-        """Whether estimates are better than the best plan so far by more than is as good."""
+        """Return True for estimates better than the best plan so far by more than is as good."""
         values = self.estimated.values(rows.prompt_ps, rows.step_ps)
         return values * (1 + self.aim.tolerance) < self.most
 

@@ -15,10 +15,10 @@ MOST_BATCH = 4096
 def plan_throughput(question: Question) -> PlanResult | None:
     """Find a batch whose plan gives most tokens a second within the targets.
 
-    Every power of two that fits is tried: memory spent on KV cache instead of weights may pay again
-    after it did not, and where layer times were measured a larger batch may be the one that keeps a
-    target. Then steps of a half of the best power, of a quarter and so on down to one are tried,
-    up and down from the best so far. None where no batch has a plan.
+    Every power of two that fits is tried. Memory spent on KV cache instead of weights may pay again
+    after it did not. If layer times were measured, a larger batch may be the one that keeps a
+    target. Then steps of a half of the best power, of a quarter and so on to one are tried, up and
+    down from the best. Returns None if no batch has a plan.
     """
     best: PlanResult | None = None
     tried: set[int] = set()
@@ -56,7 +56,7 @@ def plan_throughput(question: Question) -> PlanResult | None:
 
 
 def _may_fit(space: Space) -> bool:
-    """Whether the budget has room for all that is no layer's weight."""
+    """Return True if the budget has room for all that is no layer's weight."""
     layers_bytes = space.stage.loaded_bytes - space.stage.outside_bytes
     return bool(find_room(space, space.question.budget).lacking_bytes.min() <= layers_bytes)
 
