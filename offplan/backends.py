@@ -1,9 +1,9 @@
 """Backends: the ways in which a pass gets at the weights that a rule keeps off the GPU.
 
 Each is one record in one table, ``BACKENDS``. Plans name it; placement, schedule, costs, planner
-and reports ask the record, and none of them knows a backend by its name. What executes it in a
-session is registered in ``runtime.memory.servers``, since nothing here needs torch. Engines know
-the backends that their flags can say, and refuse every other one.
+and reports ask the record, and none of them knows a backend by its name. ``runtime.memory.servers``
+registers what executes it in a session, since nothing here needs torch. Engines know the backends
+that their flags can say, and refuse every other one.
 
 Every backend has the whole weight in its layer's slab, off the GPU.
 """
@@ -56,11 +56,11 @@ class Figure(Protocol):
 
     @property
     def source(self) -> str:
-        """Where it comes from, in words."""
+        """The source of the figure, in words."""
 
 
 class Rates(Protocol):
-    """What a backend may ask of a machine profile."""
+    """The figures that a backend may ask of a machine profile."""
 
     @property
     def h2d(self) -> Figure:
@@ -77,14 +77,14 @@ class Rates(Protocol):
 
 @dataclass(frozen=True)
 class Words:
-    """How people are told what a backend does with weights."""
+    """The words for what a backend does with weights."""
 
     verb: tuple[str, str]
-    """What passes do, and what one pass does: ``read``, ``reads``."""
+    """Verb of passes, and of one pass: ``read``, ``reads``."""
     how: str
-    """What follows the weights, from its space on: `` in place``."""
+    """Words behind the weights, from their space on: `` in place``."""
     passive: str
-    """What happens to the weights: ``read there in place``."""
+    """Words for the weights' use: ``read there in place``."""
     noun: str
     """The bytes that it moves, as ``explain`` names them: ``read in place``."""
 
@@ -103,12 +103,12 @@ class Backend:
     link_bytes: Callable[[Use], float]
     """Return the bytes of a unit that cross the link in a pass, those read again included."""
     streams: bool = False
-    """Whether DMA copies the unit into a slot of the ring ahead of its layer; otherwise the layer
-    reads it at use, and both the link and compute are busy for as long as that takes."""
+    """True if DMA copies the unit into a slot of the ring ahead of its layer. Otherwise the layer
+    reads it in place, and both the link and compute are busy for as long as that takes."""
     is_served: bool = False
-    """Whether the schedule has a ``Serve`` before the layer, by which the runtime fetches the units
-    at use, once for all chunks of a prompt. Otherwise the layer's own kernels read them, those of
-    each chunk for themselves."""
+    """True if the schedule has a ``Serve`` before the layer: the runtime then fetches the units
+    once for all chunks of a prompt. Otherwise the layer's own kernels read them, those of each
+    chunk for themselves."""
     gpu_bytes: Callable[[int], int] | None = None
     """Return how many of a unit's bytes stay on the GPU all the same; None where none do."""
     stores: tuple[Store, ...] = ("host",)
@@ -116,9 +116,9 @@ class Backend:
     phases: tuple[PhaseName, ...] = ("prefill", "decode")
     """Phases that it can serve."""
     is_by_cores: bool = False
-    """Whether the host's cores compute the products, of which activations alone cross the link."""
+    """True if the host's cores compute the products, of which activations alone cross the link."""
     is_usual: bool = True
-    """Whether the planner may choose it without being asked to."""
+    """True if the planner may choose it without being asked to."""
 
     PREFETCH: ClassVar["Backend"]
     """Copied by DMA into a slot of the ring before its layer runs."""

@@ -3,32 +3,34 @@
 from typing import Literal
 
 Store = Literal["host", "peer"]
-"""Where what is offloaded lies: in pinned host memory, or in that of a second GPU."""
+"""Store of what is offloaded: pinned host memory, or that of a second GPU."""
 ObjectiveName = Literal["latency", "throughput"]
-"""What a plan is best at: the time of one request, or tokens a second."""
+"""Aim of a plan: the time of one request, or tokens a second."""
 DEFAULT_CACHED_EXPERTS: Literal["off", "auto"] = "auto"
-"""Whether plans may keep experts one by one where nobody says.
+"""Default of ``cached_experts``: plans may cache experts one by one.
 
-Source: an H200 with the reuse that others publish, ``benchmarks/results/kept-experts-h200.json``:
+Source: an H200 with the reuse that others publish, ``benchmarks/results/kept-experts-h200.json``.
 Qwen3-30B-A3B in FP8 and 12 GiB 28.1 -> 9.9 ms a token, gpt-oss-120b in 24 GiB 29.7 -> 9.1. With
 uniform routing the search finds the same plans as without.
 """
 PartsChoice = Literal["off", "auto"]
-"""Whether rules may have prompts stream a layer's routed experts in parts."""
+"""Choice of ``parts``: with ``auto`` rules may have prompts stream a layer's routed experts in
+parts."""
 DEFAULT_PARTS: PartsChoice = "auto"
-"""Whether they may where nobody says.
+"""Default of ``parts``.
 
-Source: ``benchmarks/results/parts-h100.json`` and ``parts-h200.json``: five prompts of two models
+Source: ``benchmarks/results/parts-h100.json`` and ``parts-h200.json``. Five prompts of two models
 took 0.97 to 1.05 of the predicted time to the first token, and one of gpt-oss-20b 0.92. Without
 parts, Mixtral-8x22B took 0.97 s in place of 0.66, DeepSeek-V2-Lite 0.42 in place of 0.39.
 """
 DeviceName = Literal["cuda", "cpu"]
-"""What a machine is measured on: its current CUDA device, or the CPU as one that plays GPU."""
+"""Device that a machine is measured on: its current CUDA device, or the CPU as one that plays
+GPU."""
 ExportFormat = Literal["command", "yaml", "env", "docker"]
-"""How an engine's command is written."""
+"""Form in which an engine's command is written."""
 WeightType = Literal["bfloat16", "float16", "float32"]
 """The type that weights are stored in, where they are not quantised."""
 TableFormat = Literal["text", "markdown"]
-"""How tables are written."""
+"""Form in which tables are written."""
 FileKind = Literal["plan", "profile"]
-"""Which of the files that people write a schema is of."""
+"""File that a schema is of, among those that people write."""

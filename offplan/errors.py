@@ -96,8 +96,8 @@ class HubError(OffplanError):
 class NotANumberError(OffplanError):
     """The model gave NaN in place of logits, by which no token can be chosen.
 
-    ``numbers`` are the sequences of the batch, or the texts, that it concerns, from 0 on; ``cause``
-    says which layer of the pass gave the first NaN.
+    ``numbers`` are the sequences of the batch, or the texts, that it concerns, from 0 on. ``cause``
+    names the layer of the pass that gave the first NaN.
     """
 
     def __init__(self, cause: str, numbers: list[int], names: list[str]) -> None:

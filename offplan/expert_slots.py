@@ -29,12 +29,12 @@ _DOWN = {"down_proj", "output_linear", "w2"}
 
 
 class Division(NamedTuple):
-    """What the host's cores multiply of the experts that a layer misses in a step."""
+    """The part of a layer's missed experts that the host's cores multiply in a step."""
 
     experts: int
     """Whole experts."""
     chunks: int
-    """Of one expert more, the first CHUNK_COLUMNS of its inner columns, so many times."""
+    """Chunks of one expert more: the first CHUNK_COLUMNS of its inner columns, so many times."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ExpertSlots:
 
     @property
     def splits(self) -> bool:
-        """Whether cores and link each multiply a part of one missed expert.
+        """True if cores and link each multiply a part of one missed expert.
 
         The link brings its part into the last slot, where no expert is kept.
         """
@@ -68,7 +68,7 @@ class ExpertSlots:
     def divide(self, num_missed: int) -> Division:
         """Divide so many experts that a layer misses in a step: the cores get ``host_share``.
 
-        Where one is split, it is so by whole chunks; where none is, the share is rounded.
+        An expert is split by whole chunks; if none is split, the share is rounded.
         """
         wanted = self.host_share * num_missed
         if not self.splits:
@@ -106,7 +106,7 @@ class ExpertSlots:
 
 @dataclass(frozen=True)
 class ExpertsFound:
-    """What a decode step finds of the experts that it chooses, over all layers that keep some.
+    """The chosen experts that a decode step hits and misses, over all layers that keep some.
 
     An expert counts once a step and layer, however many tokens chose it.
     """
@@ -179,7 +179,7 @@ def find_inner(stage: Stage, units: Sequence[Unit]) -> int:
 
 
 def is_in_out(stage: Stage, unit: Unit) -> bool:
-    """Whether a unit holds the values of a matrix of all experts as [experts, in, out]."""
+    """Return True if a unit holds a matrix of all experts as [experts, in, out]."""
     of = unit.parameters[0]
     is_matrix = of.is_fused and len(of.shape) == 3
     return is_matrix and of.form.is_raw and stage.architecture.routing.in_out
@@ -188,8 +188,8 @@ def is_in_out(stage: Stage, unit: Unit) -> bool:
 def check_parts(stage: Stage, layer: Layer, number: int, rule: Rule, units: Sequence[Unit]) -> None:
     """Check that rule ``number``, from 1 on, which takes ``units`` of a layer, can stream parts.
 
-    Raises PlanError for a rule that takes anything but the routed experts of the layer, all of
-    them, and for a number of parts that does not divide the experts.
+    Raises PlanError for a rule that takes anything but all routed experts of the layer. Raises
+    PlanError for a number of parts that does not divide the experts.
     """
     if not units:
         return

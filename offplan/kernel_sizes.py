@@ -3,14 +3,14 @@
 CODES_ROWS = 128
 """Rows of an input up to which a weight is multiplied from its codes; more are worth expanding it.
 
-Source: FP8 of 12,288 x 4,096 on an H200: 64 / 128 / 256 rows take 23 / 32 / 58 us from codes;
+Source: FP8 of 12,288 x 4,096 on an H200. From codes 64 / 128 / 256 rows take 23 / 32 / 58 us;
 expanded first, 42 us and cuBLAS' own 30 to 60.
 """
 PACKED_ROWS = 64
 """CODES_ROWS of packed weights that have a scratch.
 
-Source: a layer of Qwen3-8B on an H200: 64 / 65 / 128 rows take 302 / 393 / 478 us from codes, and
-329 / 332 / 340 expanded first.
+Source: a layer of Qwen3-8B on an H200. From codes 64 / 65 / 128 rows take 302 / 393 / 478 us, and
+expanded first 329 / 332 / 340.
 """
 MIN_ROWS = 16
 """Rows that a product with codes takes at least."""
@@ -18,15 +18,15 @@ IN_PLACE_ROWS = 128
 """Pairs of a token and an expert that read the expert's codes in host memory together, at most.
 
 They are more than in GPU memory, since crossing again takes longer than any product. Source:
-experts of DeepSeek-V2-Lite, packed, in host memory, 512 tokens on an H200: 10.9 ms by 64 and 11.2
-by 128 where experts are chosen alike, 15.8 and 12.1 where some are chosen more often.
+experts of DeepSeek-V2-Lite, packed, in host memory, 512 tokens on an H200. They take 10.9 ms by 64
+and 11.2 by 128 if experts are chosen alike, 15.8 and 12.1 if some are chosen more often.
 """
 MAX_PAIRS = 1024
 """Pairs of a token and an expert that a kernel sorts: a program holds all of them."""
 EXPERT_MULTIPLE = 16
 """Number of which rows and columns of an expert are multiples where our kernels multiply it."""
 MAX_CAPTURED_TOKENS = 4096
-"""Tokens of a chunk, over all sequences, up to which prompts are captured: a longer one keeps the
+"""Tokens of a chunk, over all sequences, up to which prompts are captured. A longer chunk keeps the
 GPU busy for longer than the host takes to launch it.
 
 Source: DeepSeek-V2-Lite on an H200, whose prompts of 512 and 2,048 tokens took 28 ms to launch and
@@ -45,8 +45,8 @@ SPAN_TOKENS = 2048
 The rule computes in float32, and holds for each token more than ten times what a head has.
 """
 EAGER_COPIES = 6
-"""Times a pair's hidden state lives while experts run uncompiled: gathered, returned, and then
-weighted and put back in order, both in float32 where routing weights are.
+"""Times a pair's hidden state lives while experts run uncompiled: gathered, returned, weighted and
+put back in order. The latter two are in float32 if routing weights are.
 
 Source: transformers' ``grouped_mm_experts_forward``, read: its names keep all of them to the end.
 """
@@ -63,7 +63,7 @@ KERNEL_TYPES = ("bfloat16", "float16")
 
 
 def are_gathered(num_pairs: int, num_experts: int) -> bool:
-    """Whether codes of experts in host memory are copied together before they are multiplied.
+    """Return True if experts' codes in host memory are gathered before they are multiplied.
 
     They are where so few pairs of a token and an expert are sent to so many experts.
     """
@@ -71,15 +71,15 @@ def are_gathered(num_pairs: int, num_experts: int) -> bool:
 
 
 def is_captured(num_chunks: int, num_tokens: int) -> bool:
-    """Whether a prompt of so many chunks is captured; ``num_tokens`` are a chunk's, of all rows."""
+    """Return True if a prompt of so many chunks of ``num_tokens``, of all rows, is captured."""
     return num_chunks <= MAX_CAPTURED_CHUNKS and num_tokens <= MAX_CAPTURED_TOKENS
 
 
 def eager_width(hidden: int, inside: int) -> int:
     """Elements that a pair of a token and an expert takes while experts run uncompiled.
 
-    They are the more of two: EAGER_COPIES of its hidden state; one of them, what gate and up give
-    (``inside``), and as much again for their product.
+    They are the more of two. One is EAGER_COPIES of its hidden state. The other is one hidden
+    state, what gate and up give (``inside``), and as much again for their product.
     """
     return max(EAGER_COPIES * hidden, hidden + 2 * inside)
 
@@ -90,5 +90,5 @@ def parted_width(hidden: int, inside: int) -> int:
 
 
 def is_power(dim: int) -> bool:
-    """Whether kernels for attention know a width: a power of two from 16 on."""
+    """Return True if kernels for attention know a width: a power of two from 16 on."""
     return dim >= 16 and dim & (dim - 1) == 0

@@ -1,7 +1,7 @@
 """``--model offplan`` of lm_eval, which evaluates a plan's model by its session.
 
 ``python -m offplan.lm_eval run --model offplan --model_args plan=plan.yaml --tasks TASK`` is
-lm_eval's command line with that model in it: lm_eval looks for models in no other package.
+lm_eval's command line with that model in it. lm_eval looks for models in no other package.
 """
 
 import sys

@@ -73,7 +73,7 @@ def _sampled(stage: Stage) -> Iterator[TensorInfo]:
 
 
 def _exceeds(file: int, matrix: TensorInfo) -> bool:
-    """Whether sampled rows have so many patches that those of the matrix have no room."""
+    """Return True if sampled rows have so many patches that the matrix has no room for its own."""
     num_out, num_in = matrix.shape
     room = patch_reserve(num_out, num_in) / (num_out * num_in)
     num_patches = num_weights = 0

@@ -1,4 +1,4 @@
-"""What work that takes a while calls to say how far it is."""
+"""Callbacks by which work that takes a while reports how far it is."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What plans and machine profiles are made of: YAML, checked records, quantities with units."""
+"""Parts of plans and machine profiles: YAML, checked records, quantities with units."""
 
 import difflib
 import json
@@ -17,7 +17,7 @@ from offplan.errors import InputError
 from offplan.files import StrPath
 
 Basis = Literal["measured", "reported", "datasheet", "estimated"]
-"""How a figure was obtained, the most certain way first."""
+"""Way in which a figure was obtained, the most certain way first."""
 _WITH_UNITS = {"with units": True}
 """Context in which quantities are dumped with units instead of as plain numbers."""
 _MOST_ERRORS = 20
@@ -97,7 +97,7 @@ ExactSeconds = Annotated[float, _read_seconds, _show(units.format_seconds_exact)
 class _Loader(yaml.SafeLoader):
     """Reads plain values: numbers as JSON has them, no key twice, no aliases, nothing unprintable.
 
-    YAML's own loader takes the last of a key's values without a word, and ``1:30`` for 90; an alias
+    YAML's own loader takes the last of a key's values without a word, and ``1:30`` for 90. An alias
     lets a short text stand for gigabytes.
     """
 

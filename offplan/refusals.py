@@ -1,8 +1,8 @@
-"""What ``run`` refuses of a decision, told from the plan, the headers and the config.
+"""Refusals of a decision by ``run``, found from the plan, the headers and the config.
 
-One list: a decision that is priced, checked, offered as a neighbour or run has passed it. What only
-transformers' class of the model tells is in ``library.runnable``, what only the machine tells in
-``runtime.loading.prepared``. No torch.
+One list: a decision that is priced, checked, offered as a neighbour or run has passed it.
+``library.runnable`` has the refusals that only transformers' class of the model tells,
+``runtime.loading.prepared`` those that only the machine tells. No torch.
 """
 
 from collections.abc import Iterable, Iterator
@@ -66,7 +66,7 @@ def _list_refusals(
 def why_not_by_cores(stage: Stage, units: Iterable[Unit], given: Iterable[Unit]) -> str | None:
     """Say why the host's cores cannot multiply what they are ``given`` of a layer's ``units``.
 
-    None where they can. The products of routed experts are computed together or not at all.
+    Returns None if they can. The products of routed experts are computed together or not at all.
     """
     given = [unit for unit in given if _is_multiplied(unit)]
     taken = {parameter.name for unit in given for parameter in unit.parameters if unit.is_expert}
@@ -95,7 +95,7 @@ def why_not_by_cores(stage: Stage, units: Iterable[Unit], given: Iterable[Unit])
 
 
 def _is_multiplied(unit: Unit) -> bool:
-    """Whether a unit is weights of a linear layer, or of experts: not a norm, bias or router."""
+    """Return True if a unit is a linear layer's weights, or experts: no norm, bias or router."""
     of = unit.parameters[0]
     if unit.part is not Part.WEIGHT or of.name.endswith("bias"):
         return False
@@ -103,7 +103,7 @@ def _is_multiplied(unit: Unit) -> bool:
 
 
 def _is_wide(parameter: Parameter) -> bool:
-    """Whether values are float32, which steps read in place whatever the decision says."""
+    """Return True if values are float32, which steps read in place whatever the decision says."""
     return parameter.form is RAW and all(tensor.dtype == "F32" for tensor in parameter.tensors)
 
 

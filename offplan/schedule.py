@@ -1,22 +1,22 @@
 """The ordered operations of one forward pass: what the timeline prices and the runtime executes.
 
 Operations of the compute stream are in program order. A ``Copy`` stands where its slot becomes
-free: it may start once everything before it in the compute stream is done, and copies run one
-after another on their own stream. ``Wait`` makes the compute stream wait for a copy, and ``Serve``
-has a backend fetch what a layer is about to read.
+free. It may start once everything before it in the compute stream is done. Copies run one after
+another on their own stream. ``Wait`` makes the compute stream wait for a copy, and ``Serve`` has a
+backend fetch what a layer is about to read.
 
 The ring: the layers that stream in a pass take turns. Turn t uses slot t mod K, where K is the
 number of slots, or of turns where there are fewer. As soon as its layer has run, the slot is
-refilled for whoever uses it next: turn t + K of the same pass or, after the slot's last turn of the
-pass, turn t mod K of the next one. What the slot already holds is not copied again, so a layer that
+refilled for its next user. That is turn t + K of the same pass or, after the slot's last turn,
+turn t mod K of the next pass. A copy that the slot already holds is not made again, so a layer that
 has a slot of its own is never copied twice. A layer that a pass calls several times has one slot
-for all its calls, and takes a turn in each. Where decode streams nothing, it finds in the ring what
-the last turns of prefill left there; what an aborted pass took from there, decode copies anew.
+for all its calls, and takes a turn in each. If decode streams nothing, it finds in the ring what
+the last turns of prefill left there. Decode copies anew what an aborted pass took from there.
 
-Layers in parts: of a layer whose experts a prompt streams in parts, all chunks first run up to the
-experts, then each part meets the tokens of all chunks. Parts take turns in PART_SLOTS slots of
-their own, across layers, by the same rule. Where a plan limits how many chunks wait at the experts,
-the chunks do so group by group, and the parts take their turns again in each group.
+Layers in parts: all chunks first run up to the experts of a layer whose experts a prompt streams in
+parts. Then each part meets the tokens of all chunks. Parts take turns in PART_SLOTS slots of their
+own, across layers, by the same rule. If a plan limits how many chunks wait at the experts, the
+chunks do so group by group. The parts then take their turns again in each group.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Serve:
-    """Have a backend fetch what a layer reads at use in a phase, on the compute stream."""
+    """Have a backend fetch what a layer is about to read, on the compute stream."""
 
     phase: Phase
     layer: int
@@ -90,7 +90,7 @@ Calls = Mapping[Phase, Sequence[int]]
 several times."""
 
 Ring = tuple[Span | None, ...]
-"""What each slot holds, or is being filled with; None for a slot never used."""
+"""Span that each slot holds, or is being filled with; None for a slot never used."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Schedule:
 
     @property
     def copied_spans(self) -> list[Span]:
-        """What its copies move, in their order."""
+        """Spans that its copies move, in their order."""
         return [op.span for op in self.operations if isinstance(op, Copy)]
 
     @property
@@ -154,9 +154,9 @@ def turns_of(
 def kept_after_prefill(placement: Placement) -> dict[int, tuple[int, Span]]:
     """Return slot and span of the layers whose slab prefill leaves in the ring, by layer index.
 
-    Where decode copies nothing, no slot is refilled after its last turn in prefill: decode reads
-    what these spans hold from their slots, and only what lies outside them over the link. Empty
-    where decode streams anything, since it needs the slots.
+    If decode copies nothing, no slot is refilled after its last turn in prefill. Decode reads what
+    these spans hold from their slots, and only what lies outside them over the link. Empty where
+    decode streams anything, since it needs the slots.
     """
     if placement.spans(Phase.DECODE):
         return {}
@@ -177,8 +177,9 @@ def slots_read(placement: Placement, phase: Phase) -> dict[int, tuple[int, Span]
 def read_at_use(placement: Placement, phase: Phase) -> dict[int, list[SlabEntry]]:
     """Return what each layer reads neither from the GPU nor from the ring, by layer index.
 
-    What prefill streamed and left in the ring decode finds there, whatever decode's backend is,
-    but for experts that are kept one by one: decode reads these from their slots, or at use.
+    Decode finds in the ring what prefill streamed and left there, whatever decode's backend is.
+    Experts that are cached one by one are the exception: decode reads them from their slots, or in
+    place.
     """
     kept = _left_for(placement, phase)
     return {
@@ -207,9 +208,9 @@ def build_pass(
     """Order the operations of one pass that is followed by a pass of ``next_phase``.
 
     A pass calls the layers as ``calls`` says, each once and in order where that is left out; a
-    prompt does so with ``num_chunks`` chunks.
-    With ``copies_again`` every layer that streams is followed by a copy, also of what its slot
-    already holds; with ``in_order`` the last ones by the next pass's first in their order.
+    prompt does so with ``num_chunks`` chunks. With ``copies_again`` every layer that streams is
+    followed by a copy, also of what its slot already holds. With ``in_order`` copies of the next
+    pass's first layers, in their order, follow the last layers.
     """
     order = calls or dict.fromkeys(Phase, range(num_layers))
     turns_by_layer = turns_of(placement, phase, num_chunks)

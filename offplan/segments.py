@@ -9,7 +9,7 @@ _MOST_COMPARED = 100
 
 
 def match_segments(segments: Collection[str], name: str) -> bool:
-    """Whether a segment is a dotted run of ``name``; no segments match everything.
+    """Return True if a segment is a dotted run of ``name``; no segments match everything.
 
     Source: vLLM matches ``"." + segment + "."`` in ``"." + name + "."``.
     """
@@ -19,7 +19,7 @@ def match_segments(segments: Collection[str], name: str) -> bool:
 def describe_unmatched(segments: Collection[str], names: Collection[str]) -> str | None:
     """Describe the first segment that is no dotted run of a name, and the nearest that is one.
 
-    None where each segment matches a name.
+    Returns None if each segment matches a name.
     """
     for segment in segments:
         if not any(match_segments([segment], name) for name in names):
@@ -44,7 +44,7 @@ def cover_names(
     """Choose few and short ``runs`` that match all of ``wanted`` and none of ``unwanted``.
 
     Greedy: the run that covers most, of the fewest parts, so the same names always give the same
-    segments. None where the names cannot be told apart.
+    segments. Returns None if the names cannot be told apart.
     """
     covers = {
         run: {name for name in wanted if match_segments([run], name)}

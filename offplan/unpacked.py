@@ -12,8 +12,11 @@ OUTPUT_HEAD = "output_head"
 
 @dataclass(frozen=True)
 class Unpacked:
-    """Weights by name: ``7`` is all of layer 7, ``7.mlp.down_proj`` what a segment matches there,
-    ``mlp.down_proj`` what it matches in all layers, and ``output_head`` the output head."""
+    """Weights that stay as they are stored, by name.
+
+    ``7`` is all of layer 7, ``7.mlp.down_proj`` what a segment matches there. ``mlp.down_proj`` is
+    what it matches in all layers, and ``output_head`` the output head.
+    """
 
     names: tuple[str, ...] = ()
 
@@ -29,7 +32,7 @@ class Unpacked:
         return found
 
     def takes(self, layer: int, name: str) -> bool:
-        """Whether a weight stays as it is stored; ``name`` is relative to its layer."""
+        """Return True if a weight stays as it is stored; ``name`` is relative to its layer."""
         return any(
             not segment or match_segments((segment,), name)
             for key in (layer, None)
@@ -38,7 +41,7 @@ class Unpacked:
 
     @property
     def takes_head(self) -> bool:
-        """Whether the output head stays as it is stored."""
+        """True if the output head stays as it is stored."""
         return OUTPUT_HEAD in self.names
 
     def with_names(self, names: Iterable[str]) -> "Unpacked":

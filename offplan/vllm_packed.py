@@ -85,13 +85,13 @@ def register() -> None:
 
 
 class PackedConfig(QuantizationConfig):
-    """Which layers hold packed weights: all that vLLM multiplies, where their sizes allow it.
+    """The layers that hold packed weights: all that vLLM multiplies, if their sizes allow it.
 
-    Where offplan's worker runs a plan, those that the plan packs and no other.
+    If offplan's worker runs a plan, they are those that the plan packs and no other.
     """
 
     taken: Taken | None = None
-    """What a plan takes of the model, which says what it packs."""
+    """Weights that a plan takes of the model, and those of them that it packs."""
 
     def __init__(self, beside: QuantizationConfig | None = None) -> None:
         """``beside`` holds routed experts as their checkpoint stores them; None where it is
@@ -242,7 +242,7 @@ class PackedExperts(OnlineMoEMethodBase):
 
     @property
     def supports_eplb(self) -> bool:
-        """Whether vLLM may move experts between ranks: no."""
+        """False: vLLM may not move experts between ranks."""
         return False
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -296,7 +296,7 @@ class PackedExperts(OnlineMoEMethodBase):
 def _loading_on_host(layer: ParallelLMHead, loader: Callable[..., None]) -> Callable[..., None]:
     """Return a loader by which a head is filled in host memory, from where it is packed.
 
-    It is a model's largest matrix, and is loaded last: unpacked on the GPU, it alone would have
+    It is a model's largest matrix, and is loaded last. Unpacked on the GPU, it alone would have
     loading take more memory than all that runs there afterwards. vLLM asks the loader, on the meta
     device, what there is to load before it makes the weight.
     """
@@ -323,8 +323,8 @@ def _multiplier(
 ) -> Callable[[str, torch.Tensor], torch.Tensor]:
     """Return what multiplies rows, each for as many pairs, by the expert of each pair, [pairs].
 
-    It is given the name of a weight, ``w13`` or ``w2``. Pairs of an expert beyond the last one
-    are not multiplied. What lies in host memory is read as the runtime reads it: few experts are
+    It is given the name of a weight, ``w13`` or ``w2``. Pairs of an expert beyond the last one are
+    not multiplied. Weights in host memory are read as the runtime reads them. Few experts are
     copied first, and of many nothing crosses twice where it need not.
     """
     if experts.is_cuda:
@@ -399,7 +399,7 @@ def _held(layer: torch.nn.Module, name: str) -> Parts:
 
 
 class _Loads:
-    """Whether vLLM's loader filled the weights of a layer, of which it would pack anything else.
+    """The check that vLLM's loader filled the weights of a layer before they are packed.
 
     A model may write its weights past the loaders of parameters, or their file lacks them.
     """
