@@ -1,7 +1,7 @@
 """Attention over the filled part of the cache, for transformers' attention interface.
 
-Each way is registered under a name of its own, for none of which transformers builds a mask. What
-it would call a mask is how a pass tells all layers where the filled part ends.
+Each way is registered under a name of its own, for none of which transformers builds a mask. In the
+place of a mask, a pass tells all layers where the filled part ends.
 """
 
 from functools import partial
@@ -47,11 +47,11 @@ def _register(way: Way) -> None:
     ) -> tuple[torch.Tensor, None]:
         """Attend from new tokens to those cached ones that ``attention_mask`` says are filled.
 
-        ``query`` is [batch, heads, new, head_dim]; ``key`` and ``value`` are the whole cache,
-        [batch, kv_heads, context, ...], or MLA's latents and their rotary parts; ``s_aux`` are the
-        softmax's sinks, [heads]. What else a layer asks for, its module was told when the model was
-        built (``runtime.model.probe``). Returns [batch, new, heads, value_dim] and None. Runs on
-        the current stream, synchronises nothing.
+        ``query`` is [batch, heads, new, head_dim]. ``key`` and ``value`` are the whole cache,
+        [batch, kv_heads, context, ...], or MLA's latents and their rotary parts. ``s_aux`` are the
+        softmax's sinks, [heads]. The layer's module was told when the model was built what else the
+        layer asks for (``runtime.model.probe``). Returns [batch, new, heads, value_dim] and None.
+        Runs on the current stream, synchronises nothing.
         """
         # no function in between: it would be one more frame that the graph's break goes through
         if way is Way.CHUNK:
@@ -139,7 +139,7 @@ def _attend_up_to(
 
 
 def _gives_softmax_sums(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether cuDNN's attention serves, the fastest here and one that returns its softmax sums."""
+    """Return True if cuDNN's attention serves, the fastest here; it returns its softmax sums."""
     if not query.is_cuda or query.shape[2] == 1:
         return False
     wanted = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, True, True)
@@ -151,9 +151,9 @@ def _attend_in_two(
 ) -> torch.Tensor:
     """Attend to the tokens before a chunk, then to its own, and weigh the two.
 
-    No kernel of torch that knows a causal mask aligned to the last key reaches the speed of those
-    aligned to the first: a chunk of 2,048 takes 0.65 ms instead of 0.25 on an H200.
-    Source: the online softmax (Milakov and Gimelshein, 2018).
+    No kernel of torch with a causal mask aligned to the last key is as fast as one aligned to the
+    first. A chunk of 2,048 takes 0.65 ms instead of 0.25 on an H200. Source: the online softmax
+    (Milakov and Gimelshein, 2018).
     """
 
     def attend_to(key: torch.Tensor, value: torch.Tensor, *, causal: bool) -> Any:

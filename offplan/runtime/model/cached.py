@@ -48,9 +48,9 @@ def keep_in_slots(
 def divide(experts: nn.Module, shares: torch.Tensor, runs: Mapping[str, Runs] | None) -> None:
     """Have the host's cores multiply some of the experts in slots that a step misses.
 
-    ``shares`` says how many, as ``Table.shares`` does; ``cores`` of the module, where it is not
-    None, is the number of the task by which they do. ``runs`` says of the parameters how they lie
-    by inner columns, where the cores multiply a part of an expert: its rest is copied to the last
+    ``shares`` says how many, as ``Table.shares`` does. ``cores`` of the module, if it is not None,
+    is the number of the task by which they do. ``runs`` says how the parameters lie by inner
+    columns, if the cores multiply a part of an expert. The expert's rest is copied to the last
     slot.
     """
     own = vars(experts)
@@ -65,7 +65,7 @@ def keep_elsewhere(experts: nn.Module) -> None:
     """Say of experts that have no slots what ``forward_cached`` asks of all layers.
 
     Compiled code is shared by layers of a class and guarded by what it finds of a module, not by
-    what it does not find: without this, layers with slots would run what was traced without.
+    what is missing. Without this, layers with slots would run what was traced without.
     """
     vars(experts).update(reads_slots=False, noted=None)
 
@@ -80,7 +80,7 @@ def leave_slots(experts: nn.Module) -> None:
 
 
 def has_slots(experts: nn.Module) -> bool:
-    """Whether some of these experts lie in slots."""
+    """Return True if some of these experts lie in slots."""
     return "slots" in vars(experts)
 
 
@@ -92,13 +92,13 @@ def forward_cached(
 ) -> torch.Tensor:
     """Send tokens, [tokens, hidden], through their experts; returns [tokens, hidden].
 
-    ``top_k_index`` and ``top_k_weights`` are [tokens, k]. In a step the experts that are missing
-    are copied into slots, over the link, and multiplied there; where there are more of them than
-    slots, the others are read where they lie. Where experts are divided, the host's cores multiply
-    a share of those missed where they lie, meanwhile, and of one of them a part. The sum of these
-    is added here, or by the block where ``ends_in_block``. A prompt reads all of them as it would
-    without slots. Its last choices are noted. Everything is on the current stream; on a GPU the
-    host waits for nothing.
+    ``top_k_index`` and ``top_k_weights`` are [tokens, k]. In a step the missed experts are copied
+    into slots, over the link, and multiplied there. If there are more of them than slots, the
+    others are read where they lie. If experts are divided, the host's cores meanwhile multiply a
+    share of the missed ones where they lie, and of one of them a part. The sum of the cores'
+    products is added here, or by the block where ``ends_in_block``. A prompt reads all of them as
+    it would without slots. Its last choices are noted. Everything is on the current stream; on a
+    GPU the host waits for nothing.
     """
     own = vars(experts)
     if not own["reads_slots"]:

@@ -52,7 +52,7 @@ def forward_slots(
 ) -> torch.Tensor:
     """Do what ``cached.forward_cached`` does in a step, on a GPU: two launches, then the products.
 
-    Only a step of more pairs than slots may choose experts that have none: it multiplies twice,
+    Only a step of more pairs than slots may choose experts that have none. It multiplies twice,
     what is in slots and what is read in place, each pair once. Pairs that the host's cores multiply
     are left out of both, and what lies in their rows is cut before the sum. So are the inner
     columns that the cores multiply of an expert: what the last slot has there is an older one's.

@@ -11,9 +11,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 from offplan.placement import align
 
 BLOCK_BYTES = 64 * 2**20
-"""Bytes of one allocation, unless one tensor is larger. torch gives those of 1 to 10 MiB a part of
-20 MiB and rounds larger ones up to 2 MiB, little beside this; so much may be left over where layers
-differ in shape."""
+"""Bytes of one allocation, unless one tensor is larger. torch gives allocations of 1 to 10 MiB a
+part of 20 MiB and rounds larger ones up to 2 MiB, little beside this. So much may be left over if
+layers differ in shape."""
 
 
 ALL = slice(None)
@@ -28,12 +28,12 @@ class Position:
         """Tokens kept so far of each row, shape [rows], on the device, for captured graphs to read.
         """
         self.new = self.tensor
-        """Where layers write the pass's new tokens, int64 on the device: [new], the same for every
-        sequence, or [sequences, 1], one of its own for each."""
+        """Positions at which layers write the pass's new tokens, int64 on the device. They are
+        [new], the same for every sequence, or [sequences, 1], one of its own for each."""
         self.shared = self.tensor.new_zeros(())
         """The position of a step's sequences, for layers that know but one (Llama 4)."""
         self.is_shared = False
-        """Whether there are such layers: they have asked for it."""
+        """True if there are such layers: they have asked for it."""
 
     def invalidate(self) -> None:
         """Let go of where the last pass wrote its tokens; each pass says it anew."""
@@ -111,7 +111,7 @@ class _Layer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store [batch, heads, new, dim]; return the batch's cache, [batch, heads, context, dim].
 
-        Where the filled part ends is for attention to know: one compilation serves every position.
+        Attention is to know where the filled part ends: one compilation serves every position.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -222,7 +222,7 @@ class Swap:
             part[self._row] = kept
 
     def undo(self) -> None:
-        """Have the first row hold what it did; the other one then holds nothing to rely on."""
+        """Have the first row hold what it did; the second row then holds nothing to rely on."""
         for part in self._moved:
             part[self._row] = part[self._other]
         self._moved.clear()
@@ -242,7 +242,7 @@ class LayerCaches(Cache):
         """Make room once the layers are first called.
 
         It is for keys and values of ``context`` tokens, by blocks for the ``num_keeping`` layers
-        that have their own, and for states of the layers ``linear``.
+        that have their own. It is also for states of the layers ``linear``.
         """
         self._states = {index: _State() for index in linear}
         self._blocks = _Blocks(num_keeping, context), _Blocks(num_keeping, context)
@@ -283,7 +283,7 @@ class LayerCaches(Cache):
     def swap(self, row: int, other: int, num_tokens: int) -> "Swap":
         """Exchange what two rows hold of their first ``num_tokens`` tokens, and their states.
 
-        Nothing is done until the exchange is run. What the other row holds beyond is cleared, since
+        Nothing is done until the exchange is run. The rest of the other row is cleared, since
         attention weighs it by zero from then on, which does not hide a NaN.
         """
         parts = self._rows_of(num_tokens)

@@ -84,7 +84,7 @@ class WeightWatch(TorchDispatchMode):
         super().__init__()
         self._calls, self._owners, self._slot_of = calls, owners, slot_of
         self.is_watching = True
-        """Whether reads are checked: not while weights are moved."""
+        """True if reads are checked: not while weights are moved."""
         self._slots = {slot.data_ptr(): number for number, slot in enumerate(slots)}
 
     def __torch_dispatch__(

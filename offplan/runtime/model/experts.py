@@ -23,8 +23,8 @@ ROWS = 16
 MAX_BLOCK = 128
 """Rows, and columns, of a weight that a program holds at a time, at most.
 
-Source: of 40 combinations the best on an H200 for 1 to 64 tokens of DeepSeek-V2-Lite: 0.97 to 1.05
-of the time that a matrix-vector product takes to read as many bytes (one token: 1.27).
+Source: the best of 40 combinations on an H200 for 1 to 64 tokens of DeepSeek-V2-Lite. It takes 0.97
+to 1.05 of a matrix-vector product's time to read as many bytes (one token: 1.27).
 """
 
 
@@ -71,7 +71,7 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 
 def serves(experts: Any) -> bool:
-    """Whether the kernels know these experts: plain products of sizes that blocks divide."""
+    """Return True if the kernels know these experts: plain products of sizes that blocks divide."""
     plain = not (
         experts.is_transposed or experts.has_bias or getattr(experts, "has_post_expert_norm", False)
     )
@@ -114,7 +114,7 @@ def multiply(
     """Multiply each pair's row of ``x`` by its expert's weight, [experts, out, in].
 
     ``x`` is [rows, in]; row r serves the ``pairs_per_row`` pairs from r * ``pairs_per_row`` on.
-    Returns [pairs, out]: ``into``, if it is given, whose other pairs are left as they are; pairs of
+    Returns [pairs, out]: ``into``, if it is given. Its other pairs are left as they are; pairs of
     an expert beyond the last are left out.
     """
     num_experts, num_out, num_in = weight.shape
@@ -140,9 +140,9 @@ def choose_blocks(
 ) -> tuple[int, int, int]:
     """Choose the rows and columns of a weight that a program holds at a time, and its stages.
 
-    A stage takes a tile of the weight and of the inputs; two are the fewest. Source: triton 3.9
-    compiles the kernel to as many tiles as stages for compute capability 9.0, one less for 8.0, 8.6
-    and 12.0, and 1.8 for 7.5.
+    A stage takes a tile of the weight and of the inputs; two are the fewest. Source: the tiles to
+    which triton 3.9 compiles the kernel. They are as many as stages for compute capability 9.0, one
+    less for 8.0, 8.6 and 12.0, and 1.8 for 7.5.
     """
     block_n, block_k = block_size(num_out), block_size(num_in)
     column_bytes = (block_n + ROWS) * itemsize

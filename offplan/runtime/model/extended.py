@@ -15,7 +15,7 @@ _UNKNOWN = (-1,)
 class ExtendedRows:
     """Keeps idle rows of a step where they are, and has them read no expert of their own.
 
-    What a captured step reads of it lies at one address. Works on the current stream.
+    The tensors that a captured step reads of it lie at one address. Works on the current stream.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -33,7 +33,7 @@ class ExtendedRows:
         """Begin anew for so many rows, all of them extended."""
         self._rows = None
         self.moves = torch.ones(num_rows, dtype=torch.int64, device=self._device)
-        """By how much each row's position grows in a step: 0 for an idle row."""
+        """Growth of each row's position in a step: 0 for an idle row."""
         self._routed_as = torch.arange(num_rows, device=self._device)
         """The row whose experts each row's token is sent to: itself, or an extended one."""
 
@@ -62,7 +62,7 @@ class ExtendedRows:
 def _route(experts: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Send each row's token to the experts that its stand-in chose, [tokens, choices].
 
-    What an idle row computes is read by nobody, so the weights may stay its own.
+    Nobody reads what an idle row computes, so the weights may stay its own.
     """
     rows = vars(experts)["routed_as"]
     if rows is None:

@@ -37,8 +37,8 @@ class Filled:
 
 
 FindFilled = Callable[[torch.Tensor, int], Filled]
-"""A call says it for one token of each sequence at its position, int64 of [batch] on the device,
-and a cache of so many tokens."""
+"""A call says it for one token of each sequence and a cache of so many tokens. The positions are
+int64 of [batch] on the device."""
 
 
 def filled_before(start: int, num_tokens: int) -> Filled:

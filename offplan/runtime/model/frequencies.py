@@ -1,10 +1,10 @@
 """Rotary embeddings whose frequencies change with the length of the text.
 
-transformers reads the length off each pass's positions, on the device: a captured pass cannot ask
+transformers reads the length off each pass's positions, on the device. A captured pass cannot ask
 for it, and a chunk of a prompt does not show it. Here the host, which knows it, writes what a pass
 reads ahead of the pass. Keys that are cached keep the frequencies of their own pass, as they do in
-transformers' ``generate``.
-Source: transformers 5.23, ``modeling_rope_utils`` and ``PhimoeRotaryEmbedding``.
+transformers' ``generate``. Source: transformers 5.23, ``modeling_rope_utils`` and
+``PhimoeRotaryEmbedding``.
 """
 
 import inspect
@@ -55,7 +55,7 @@ def hold_frequencies(model: PreTrainedModel) -> None:
 
 
 class Frequencies:
-    """What changes in a loaded model's rotary embeddings; works on the current stream."""
+    """The parts of a loaded model's rotary embeddings that change; works on the current stream."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Find what changes in ``model``, whose buffers have their values."""
@@ -72,7 +72,7 @@ class Frequencies:
 
     @property
     def change(self) -> bool:
-        """Whether there is anything that changes."""
+        """True if there is anything that changes."""
         return bool(self._changing)
 
     def regime(self, num_tokens: int) -> tuple[int, ...]:

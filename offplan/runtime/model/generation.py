@@ -116,7 +116,7 @@ class StockGeneration:
         return sum(tensor.nbytes for tensor in kept.values())
 
     def has_layers(self, num_layers: int) -> bool:
-        """Whether the cache has a part of its own for each of so many layers."""
+        """Return True if the cache has a part of its own for each of so many layers."""
         return len(getattr(self._cache, "layers", ())) == num_layers
 
     def layer_bytes(self, num_layers: int) -> list[int]:

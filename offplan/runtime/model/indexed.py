@@ -1,7 +1,7 @@
 """Sparse attention of DeepSeek-V3.2: an indexer chooses the tokens that each one sees.
 
-Where a text has no more tokens than it chooses, it chooses all, and attention is as without it.
-Such texts run, and longer ones are refused (``runtime.refusal.refuse_long_texts``).
+If a text has no more tokens than the indexer chooses, it chooses all, and attention is as without
+it. Such texts run, and longer ones are refused (``runtime.refusal.refuse_long_texts``).
 """
 
 from typing import Any

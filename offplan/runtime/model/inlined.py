@@ -10,8 +10,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from offplan.transformers_private import chosen_attention
 
 INLINED_TYPES = ("codegen", "gpt_neox_japanese", "gptj")
-"""Model types whose attention calls ``self._attn(query, key, value, mask)``, which divides scores
-by the root of the heads' size and hides what the mask says, nothing else.
+"""Model types whose attention calls ``self._attn(query, key, value, mask)``. It divides scores by
+the root of the heads' size and hides what the mask says, nothing else.
 
 Source: transformers 5.23, ``GPTJAttention`` and those like it.
 """

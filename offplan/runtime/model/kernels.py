@@ -61,12 +61,12 @@ class ExpertKernels:
         self._current = ""
 
     def can_capture(self, num_tokens: int) -> bool:
-        """Whether a prompt of so many tokens, over all sequences, never waits for the host."""
+        """Return True if a prompt of so many tokens, of all sequences, never waits for the host."""
         return self._groups_freely or num_tokens * self._num_chosen <= self._few_pairs
 
 
 def groups_freely(dtype: str, device: torch.device) -> bool:
-    """Whether grouped products never wait for the host, which must not happen in a capture.
+    """Return True if grouped products never wait for the host, as a capture needs.
 
     Source: torch's ``_grouped_mm``, whose kernels are for bf16 on compute capability 9.x and 10.x;
     elsewhere it reads the groups' ends on the host.
@@ -82,9 +82,9 @@ def find_own_experts(
     """Return the name of our own kernels for experts, and the most pairs they are best for.
 
     The name is empty where they do not know this model's experts. For more pairs of a token and an
-    expert than this they would read experts several times. Experts that are stored as codes are
-    known to ours alone, ``with_kernels`` or without; where others are held by their values, the
-    answer is about these.
+    expert than this they would read experts several times. Our kernels alone know experts that are
+    stored as codes, ``with_kernels`` or without. If others are held by their values, the answer is
+    about these.
     """
     # only those that transformers lets choose how they are multiplied say what they are made of
     experts = list_experts(module)
@@ -103,8 +103,9 @@ def find_own_experts(
 def find_filled(model: Model, module: PreTrainedModel, context: int) -> FindFilled:
     """Find how a captured decode step of this model tells attention where its cache ends.
 
-    Compiled block attention needs heads of a power of two from 16 on and layers that ask for
-    nothing, the kernel for latents their ranks likewise, and KERNEL_TYPES.
+    Compiled block attention needs heads of a power of two from 16 on, layers that ask for nothing,
+    and KERNEL_TYPES. The kernel for latents needs ranks of a power of two likewise, and
+    KERNEL_TYPES.
     """
     asked = [vars(part)["asked"] for part in module.modules() if "asked" in vars(part)]
     if not all(each.is_plain_within(context) for each in asked):

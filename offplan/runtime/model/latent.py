@@ -33,7 +33,7 @@ def keep_latents(model: nn.Module) -> "list[Expansion]":
 
 
 def keeps_latents(module: nn.Module) -> bool:
-    """Whether ``keep_latents`` has prepared this attention."""
+    """Return True if ``keep_latents`` has prepared this attention."""
     return hasattr(module, "expansion")
 
 
@@ -100,9 +100,8 @@ def attend_latent(
     """Attend from one new token to latents.
 
     ``query`` is [batch, heads, 1, nope + rope], ``latent`` [batch, 1, kept, rank], ``rotary``
-    [batch, 1, kept, rope]; ``filled`` is a mask, [batch, 1, 1, kept], or, as ``way`` says, the
-    last filled positions.
-    Returns [batch, 1, heads, value_dim].
+    [batch, 1, kept, rope]. ``filled`` is a mask, [batch, 1, 1, kept], or, as ``way`` says, the last
+    filled positions. Returns [batch, 1, heads, value_dim].
     """
     heads, rank = query.shape[1], latent.shape[-1]
     rope = rotary.shape[-1]

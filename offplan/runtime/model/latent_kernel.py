@@ -15,8 +15,8 @@ from offplan.runtime.gpu_limits import gpu_limits
 MAX_BLOCK_TOKENS = 64
 """Cached tokens that a program takes at a time, where its shared memory has room for them.
 
-Source: the best of 18 settings on an H200 with those below, 1 to 64 sequences of 256 tokens: 9 to
-15 us a layer; 64 of 2,000 tokens take 45 us, 1.3 times what reading them takes.
+Source: the best of 18 settings on an H200 with those below. 1 to 64 sequences of 256 tokens take 9
+to 15 us a layer. 64 sequences of 2,000 tokens take 45 us, 1.3 times what reading them takes.
 """
 
 
@@ -99,9 +99,9 @@ def _join_splits(partial, log_sums, out, num_splits, RANK: tl.constexpr, BLOCK: 
 def choose_block(width: int, shared_bytes: int) -> int:
     """Choose the cached tokens of a program; ``width`` is that of a latent and its rotary.
 
-    Source: what triton 3.9 compiles the kernel to for compute capabilities 8.0 to 12.0, widths of
-    288 to 1,088 and 16 to 64 tokens, exactly: two buffers of tokens and one of queries, in 16 bits,
-    and 32 bytes a token.
+    Source: triton 3.9's kernels for compute capabilities 8.0 to 12.0, widths of 288 to 1,088 and 16
+    to 64 tokens. They take exactly two buffers of tokens and one of queries, in 16 bits, and 32
+    bytes a token.
     """
     block = MAX_BLOCK_TOKENS
     while block > 16 and (4 * block + 2 * LATENT_HEADS) * width + 32 * block > shared_bytes:
@@ -119,10 +119,11 @@ def attend_filled(
 ) -> torch.Tensor:
     """Mix cached latents by softmax of their products with the query.
 
-    ``query`` is [batch, heads, rank], ``query_rotary`` [batch, heads, rope], ``latents`` [batch,
-    context, rank], ``rotaries`` [batch, context, rope], contiguous; rank and rope are powers of two
-    from 16 on. ``position``, int64 of ``batch`` elements on the device, is the last filled token of
-    each sequence. Returns [batch, heads, rank]. Runs on the current stream, synchronises nothing.
+    ``query`` is [batch, heads, rank], ``query_rotary`` [batch, heads, rope]. ``latents`` are
+    [batch, context, rank], ``rotaries`` [batch, context, rope]. All are contiguous; rank and rope
+    are powers of two from 16 on. ``position``, int64 of ``batch`` elements on the device, is the
+    last filled token of each sequence. Returns [batch, heads, rank]. Runs on the current stream,
+    synchronises nothing.
     """
     batch, heads, rank = query.shape
     context, rope = rotaries.shape[1:]

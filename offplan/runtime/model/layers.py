@@ -1,6 +1,6 @@
 """The decoder's layers as the runtime drives them: compiled, with a cache each, callable alone.
 
-What is done to a layer is done once, and undone with the model.
+Each change to a layer is made once, and undone with the model.
 """
 
 import importlib.util
@@ -22,13 +22,13 @@ from offplan.runtime.refusal import refuse
 MAX_VARIANTS = 64
 """Compilations kept for one layer class: kinds of layers x phases x where their weights lie."""
 COMPILE_OPTIONS = {"triton.autotune_pointwise": False, "deterministic": True}
-"""No kernel is tried out in several shapes: that takes memory for a moment that the plan does
-not count, as much as the GPU's L2 cache and copies of what the kernel changes, and by the shape
-of a reduction tokens would differ from one start to the next.
+"""No kernel is tried out in several shapes. Trying takes memory that the plan does not count: the
+GPU's L2 cache, and copies of what the kernel changes, for a moment. By the shape of a reduction
+tokens would differ from one start to the next.
 
-Source: torch 2.11, ``InductorBenchmarker.benchmark_gpu`` and ``_persistent_reduction_configs``; 12
-layers of Qwen3-8B on an H200 took 4,128 MiB at a first start with both, of a budget of 4,096, 4,068
-with reductions alone tried out and 4,051 with none, then as at every later start.
+Source: torch 2.11, ``InductorBenchmarker.benchmark_gpu`` and ``_persistent_reduction_configs``. 12
+layers of Qwen3-8B on an H200 took 4,128 MiB at a first start with both, of a budget of 4,096. They
+took 4,068 with reductions alone tried out and 4,051 with none, then as at every later start.
 """
 
 
@@ -90,12 +90,13 @@ class DecoderLayers:
         """The cache of the sequences at hand; every layer is given its own part of it."""
         self._steps: list[Callable[..., Any]] = []
         self._beside: list[tuple[None, ...] | None] = []
-        """What each layer returns behind hidden states where it returns a tuple, as was probed."""
+        """Values that each layer returns behind hidden states if it returns a tuple, as was
+        probed."""
         self._see: See | None = None
         self.call: Callable[[int, Call], torch.Tensor] = self.step
-        """What is done where the model calls a layer, whose index it is told."""
+        """Runs where the model calls a layer, whose index it is told."""
         self._stand_in: Callable[[int, Call], torch.Tensor] | None = None
-        """What is done in its place."""
+        """Runs in its place."""
         if compiled:
             compile_as_real(layers)
         # A layer compiled up to a break, as where experts hand over, is guarded by nothing behind

@@ -1,8 +1,8 @@
 """Linear attention by the gated delta rule, as transformers' own modules compute it with torch.
 
-They go on from the state that the cache keeps: one token by the rule itself, more of them by its
-form over chunks of 64. A prompt may come in parts of any length.
-Source: Gated DeltaNet (arXiv 2412.06464).
+They go on from the state that the cache keeps. One token takes the rule itself, more tokens its
+form over chunks of 64. A prompt may come in parts of any length. Source: Gated DeltaNet (arXiv
+2412.06464).
 """
 
 from collections.abc import Iterable
@@ -54,7 +54,7 @@ class _InSpans(nn.Module):
 
     @torch.compiler.disable  # the rule's loop would be unrolled into thousands of operations
     def take(self, hidden_states: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        """Do the same span by span."""
+        """Compute the same span by span."""
         own, spans = super().forward, hidden_states.split(SPAN_TOKENS, dim=1)
         return torch.cat([own(span, **arguments) for span in spans], 1)
 

@@ -1,8 +1,8 @@
 """Routed experts that a prompt multiplies some at a time, while the others are on their way.
 
-A chunk that has come to the experts of a layer is handed over, and goes on once every part of them
-has met its tokens. The product of each pair of a token and an expert is kept, unweighted, so that
-the sum over a token's experts has the order of a layer whose experts are all there.
+A chunk that has come to the experts of a layer is handed over. It goes on once every part of them
+has met its tokens. The product of each pair of a token and an expert is kept, unweighted. So the
+sum over a token's experts has the order of a layer whose experts are all there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,19 +28,19 @@ from offplan.transformers_private import ExpertsInterface, chosen_experts
 
 
 class Way(NamedTuple):
-    """How a chunk's tokens are multiplied where all experts are there."""
+    """The way to multiply a chunk's tokens where all experts are there."""
 
     multiply: Callable[..., torch.Tensor]
     """Multiplies tokens, [tokens, hidden], by experts that they choose, weighted: the same shape.
     """
     is_batched: bool = False
-    """Whether it is ``batched_mm``, which copies the experts of each pair."""
+    """True if it is ``batched_mm``, which copies the experts of each pair."""
     is_grouped: bool = False
-    """Whether ``multiply_sorted`` gives the same but for the order of an expert's rows."""
+    """True if ``multiply_sorted`` gives the same but for the order of an expert's rows."""
 
 
 class Arrived(NamedTuple):
-    """What a chunk hands over at the experts of a layer."""
+    """The tensors that a chunk hands over at the experts of a layer."""
 
     hidden: torch.Tensor
     """[tokens, hidden]"""
@@ -73,7 +73,7 @@ class Meeting:
         self._num_experts: int = vars(experts)["num_experts"] // num_parts
         """Experts of a part."""
         self._parameters = dict(experts.named_parameters(recurse=False))
-        """Those of the prompt's phase: a captured prompt runs again amid steps."""
+        """Parameters of the prompt's phase: a captured prompt runs again amid steps."""
         self._hidden, chosen, self._weights = map(_join, zip(*chunks, strict=True))
         self._sizes = [len(chunk.hidden) for chunk in chunks]
         self._num_chosen = chosen.shape[-1]
@@ -93,9 +93,9 @@ class Meeting:
         """The product of each pair of a token and a choice, [tokens x choices, hidden]."""
         firsts = torch.arange(num_parts * self._num_experts + 1, device=flat.device)
         self._starts = torch.searchsorted(self._expert_of, firsts, out_int32=True)
-        """Where each expert's pairs begin among the sorted ones, [experts + 1]."""
+        """Start of each expert's pairs among the sorted ones, [experts + 1]."""
         self._bounds: list[int] = []
-        """Where each part's pairs begin among the sorted ones, and where the last one's end."""
+        """Start of each part's pairs among the sorted ones, and the end of the last one's."""
 
     def borrow(self) -> "Meeting":
         """Return what counts and adds whenever a captured pass is replayed; elsewhere itself.

@@ -1,8 +1,8 @@
-"""What each attention of a model asks for, found by running the model without weights.
+"""Needs of each attention of a model, found by running the model without weights.
 
-transformers makes the masks of its own attentions from the config, in ways that differ from one
-model to the next: windows, chunks, prefixes, attention to both sides. Attention here makes its own,
-so what those would hide is read off them, at the start of a text and far into it.
+transformers makes the masks of its own attentions from the config. They differ from one model to
+the next: windows, chunks, prefixes, attention to both sides. Attention here makes its own, so what
+those would hide is read off them, at the start of a text and far into it.
 """
 
 import inspect
@@ -36,19 +36,19 @@ HARMLESS |= {"sliding_window", "use_cache"}
 
 
 class Asked(NamedTuple):
-    """What one attention asks for beyond a softmax of all tokens up to each one's own."""
+    """The needs of one attention beyond a softmax of all tokens up to each one's own."""
 
     window: int | None = None
     """Tokens that each sees at most, its own included; None where nothing is hidden."""
     chunk: int | None = None
     """Tokens of a chunk of the text, in which alone each sees those up to its own."""
     sinks: bool = False
-    """Whether the softmax has a learned sink for each head."""
+    """True if the softmax has a learned sink for each head."""
     soft_cap: float | None = None
     """Value that scores are softly capped at."""
 
     def is_plain_within(self, context: int) -> bool:
-        """Whether it asks for nothing in texts of so many tokens."""
+        """Return True if it asks for nothing in texts of so many tokens."""
         reach = min(self.window or context, self.chunk or context)
         return self._replace(window=None, chunk=None) == Asked() and reach >= context
 
@@ -57,9 +57,9 @@ def probe_attention(model: PreTrainedModel, layers: nn.ModuleList) -> dict[nn.Mo
     """Find what each attention in the ``layers`` of a model on the meta device asks for.
 
     The model's attention and experts must be chosen again afterwards. Raises CheckpointError for a
-    layer without an attention, be it linear or one that transformers lets be chosen, and for one
-    that asks for something that is not known here, that cannot be told without weights, or that the
-    config's figures do not allow.
+    layer without an attention, be it linear or one that transformers lets be chosen. Raises
+    CheckpointError for an attention that asks for something unknown here, that cannot be told
+    without weights, or that the config's figures do not allow.
     """
     if "position_ids" not in inspect.signature(model.get_decoder().forward).parameters:
         raise refuse(f"{type(model).__name__} counts positions by its cache")
@@ -129,7 +129,7 @@ def _call(
 
 
 def _lacks_values(error: Exception) -> bool:
-    """Whether a call failed on the meta device alone, where a model has shapes and no values.
+    """Return True if a call failed on the meta device alone, where there are no values.
 
     Source: torch 2.13 has no kernels there for what depends on values, or says the device's name.
     """

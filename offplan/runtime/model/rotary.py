@@ -1,6 +1,6 @@
 """Rotary embeddings that transformers writes with complex numbers, compiled as real ones.
 
-The compiler makes no code of its own for complex products: each is a kernel, and so is every copy
+The compiler makes no code of its own for complex products. Each is a kernel, and so is every copy
 around it, 5 us a layer and decode step on an H200.
 """
 

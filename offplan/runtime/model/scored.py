@@ -24,8 +24,8 @@ def weigh(
 ) -> torch.Tensor:
     """Attend by whole products, as transformers' own attentions do.
 
-    ``query`` is [batch, heads, new, dim], ``key`` and ``value`` [batch, kv_heads, kept, dim],
-    ``mask`` bool of [new, kept] or [batch, 1, 1, kept], ``sinks`` [heads]; returns [batch,
+    ``query`` is [batch, heads, new, dim], ``key`` and ``value`` [batch, kv_heads, kept, dim].
+    ``mask`` is bool of [new, kept] or [batch, 1, 1, kept], ``sinks`` [heads]. Returns [batch,
     heads, new, dim]. Source: transformers 5.23, ``eager_attention_forward`` of Gemma2 and GptOss.
     """
     batch, heads, num_new, dim = query.shape
@@ -58,7 +58,7 @@ def attend_in_blocks(
 
     ``query`` is [batch, heads, new, dim], ``key`` and ``value`` [batch, kv_heads, kept, dim], of
     which each token sees the last ``window``; ``sinks`` is [heads]. A sink takes its share of the
-    softmax and gives nothing: what is left of the others is a sigmoid of how far they exceed it.
+    softmax and gives nothing. The share left of the others is a sigmoid of how far they exceed it.
     """
     # uncompiled, as other parts of some passes run, it would hold every score
     with torch.compiler.set_stance("default"):
