@@ -18,9 +18,9 @@ MakeLogits = Callable[[torch.Tensor], torch.Tensor]
 class Passes:
     """Runs passes: as they are at first, captured when they come again.
 
-    Libraries allocate workspaces at their first call, which must not happen in a capture. What is
-    captured, the last prompt and a step of each batch, keeps its temporary memory until a prompt
-    comes that is not.
+    Libraries allocate workspaces at their first call, which must not happen in a capture. Captured
+    passes, the last prompt and a step of each batch, keep their temporary memory until a prompt
+    comes that is not captured.
     """
 
     def __init__(
@@ -86,7 +86,8 @@ class Passes:
 
 
 _Kind = tuple[Phase, int]
-"""Of each kind the last pass stays captured: prompts are of one, steps of one for each batch."""
+"""The kind of a pass, of which the last stays captured: prompts are of one, steps of one for each
+batch."""
 
 
 def _kind_of(phase: Phase, tokens: torch.Tensor) -> _Kind:
@@ -99,7 +100,7 @@ class _CapturedForward:
 
     schedule: Schedule
     tokens: torch.Tensor
-    """What the pass reads, [batch, new]."""
+    """Tokens that the pass reads, [batch, new]."""
     pool: Any
     """The pool that its temporary memory comes from."""
     graphs: CapturedPass = field(init=False)

@@ -11,7 +11,7 @@ class Carried(Protocol):
     def invalidate(self) -> None:
         """Rely on nothing that was left: the next pass makes again what it needs.
 
-        What this queues is on the current stream, behind whatever an aborted pass has queued.
+        Its work is queued on the current stream, behind whatever an aborted pass has queued.
         """
 
 

@@ -53,12 +53,12 @@ class ChunkedTexts:
     def __init__(self, readings: Sequence[Reading], forward: Forward, chunk: int) -> None:
         """Note with what each layer is called for chunks of up to ``chunk`` tokens.
 
-        What the model does ahead of its layers is done, nothing else.
+        The model's work ahead of its layers is done, nothing else.
         """
         self._forward, self._layers, self._planned = forward, forward.layers, chunk
         self._readings = readings
         self._chunks: list[list[_Chunk]] = []
-        """Those of each reading."""
+        """Chunks of each reading."""
         for reading in readings:
             chunks, start = [], reading.start
             for tokens in reading.tokens.split(chunk, dim=1):

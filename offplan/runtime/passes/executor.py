@@ -27,14 +27,14 @@ class Executor:
         serve: Callable[[Serve], None],
         settle: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Ask ``link`` for copies and waits, and ``serve`` for what layers read at use.
+        """Ask ``link`` for copies and waits, and ``serve`` for what layers read in place.
 
         ``settle`` is told of each call of a prompt, before its layer's slot is filled again.
         """
         self._settle = settle
         self._carry_out = partial(carry_out, link, serve)
         self.is_prompt: bool
-        """Whether the pass that runs reads a prompt."""
+        """True if the pass that runs reads a prompt."""
         self._before: dict[_Place, list[Act]]
         self._after: dict[_Place, list[Act]]
         self._apply: Callable[[list[Act]], None]
@@ -103,8 +103,8 @@ class Executor:
     def _split(self, schedule: Schedule) -> list[Act]:
         """Sort operations by the call they precede or follow; return the copies before any call.
 
-        A copy belongs right behind the call that freed its slot, a wait right before the call
-        that needs it, and so does what the layer is served. Between two calls all copies come
+        A copy belongs right behind the call that freed its slot. A wait belongs right before the
+        call that needs it, and so does what the layer is served. Between two calls all copies come
         before all waits.
         """
         start: list[Act] = []
@@ -131,7 +131,7 @@ _Place = tuple[int, tuple[int, int] | None]
 
 
 def carry_out(link: Link, serve: Callable[[Serve], None], operations: list[Act]) -> None:
-    """Ask the link for each copy and wait, and ``serve`` for what is read at use."""
+    """Ask the link for each copy and wait, and ``serve`` for what is read in place."""
     for operation in operations:
         if isinstance(operation, Copy):
             link.copy(operation)

@@ -15,7 +15,7 @@ from offplan.transformers_private import choose_attention, name_cache
 
 LAST = slice(-1, None)
 """The tokens that get logits. As a number, 1, Gemma 4 would take it for leave to drop all others
-ahead of the layers that share keys, of which attention here would not know."""
+ahead of the layers that share keys. Attention here would not know of that."""
 
 
 @dataclass
@@ -28,13 +28,13 @@ class Forward:
     module: PreTrainedModel
     layers: DecoderLayers
     position: Position
-    """Where the filled part of the caches ends."""
+    """Position at which the filled part of the caches ends."""
     context: int
     """Tokens of each sequence that the caches have room for."""
     find_filled: FindFilled
     """A call says how attention is told what a step reads of the cache."""
     has_linear: bool
-    """Whether some layers have linear attention."""
+    """True if some layers have linear attention."""
 
     @cached_property
     def _cache_name(self) -> str:

@@ -48,10 +48,11 @@ class CudaLink(CpuLink):
     that event. Copies are never joined at the end of a pass: the link stays busy through sampling
     and into the next one.
 
-    From another GPU's slabs torch copies on a stream of that GPU, which it has wait for the copy
-    stream before, and the copy stream for it after, by events (Source: ``copy_device_to_device`` in
-    ATen/native/cuda/Copy.cu). Each slot then has a copy stream of its own, or a copy would begin
-    only once both GPUs had seen the one before it end; the other GPU's stream keeps their order.
+    From another GPU's slabs torch copies on a stream of that GPU. By events torch has that stream
+    wait for the copy stream before, and the copy stream for it after (Source:
+    ``copy_device_to_device`` in ATen/native/cuda/Copy.cu). Each slot then has a copy stream of its
+    own. Otherwise a copy would begin only once both GPUs had seen the one before it end. The other
+    GPU's stream keeps their order.
     """
 
     def __init__(self, slots: list[torch.Tensor], slabs: Mapping[int, torch.Tensor]) -> None:

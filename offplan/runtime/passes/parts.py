@@ -33,7 +33,7 @@ class PartRunner:
         """Chunks of the pass at hand that have the tokens of one of all rows of the cache."""
 
     def is_parted(self, index: int) -> bool:
-        """Whether the pass at hand runs a layer in parts."""
+        """Return True if the pass at hand runs a layer in parts."""
         return index in self._layers and self._executor.is_prompt
 
     def run(self, index: int, steps: Sequence[tuple[Step, Around]]) -> list[torch.Tensor]:

@@ -43,7 +43,7 @@ class RoutingRecorder:
 
     @property
     def steps(self) -> list[Steps]:
-        """What was noted, for each run of equal batches; waits for the device."""
+        """The routing noted for each run of equal batches; waits for the device."""
         self._fetch()
         return self._fetched
 
