@@ -33,8 +33,7 @@ class SegmentClass:
     """Empty takes everything."""
 
     def takes(self, unit: Unit) -> bool:
-        """Return True if a rule of this class takes the unit, where its pattern selects the
-        layer."""
+        """Return True if a rule of this class takes the unit in a layer that it selects."""
         return all(match_segments(self.segments, parameter.name) for parameter in unit.parameters)
 
 

@@ -1,9 +1,9 @@
 """Low estimates of plans' times, by arithmetic on what each of their rules takes alone.
 
 A pass takes as long as its compute, resident and reading in place, or as the link if that takes
-longer. The link takes all copies and the same reading. What rules take adds up, but for what the
+longer. The link takes all copies and the same reading. The costs of rules add up, but for what the
 ring spares, of which the most is deducted. With one slot, copies and the layers that stream take
-turns. Where the ring runs dry a pass takes longer: ``Prices`` has the exact times.
+turns. If the ring runs dry, a pass takes longer: ``Prices`` has the exact times.
 """
 
 from dataclasses import dataclass

@@ -158,8 +158,7 @@ class Prices:
 
     @cached_property
     def _layers(self) -> Ints:
-        """True if a pattern selects a layer, [patterns, layers]; the last row, at NO_RULE, selects
-        none."""
+        """True if a pattern selects a layer; the last row, at NO_RULE, selects none."""
         layers = list_patterns(len(self.space.kind_of)).layers.astype(np.int64)
         return np.vstack([layers, np.zeros_like(layers[:1])])
 

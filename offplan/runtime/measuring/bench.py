@@ -71,7 +71,7 @@ class Measurement:
     gpu_bytes: int | None = None
     """Bytes taken on the card at the peak, the context included; None on the CPU."""
     experts: ExpertsFound | None = None
-    """What a decode step found of kept experts, on average; None where none are kept."""
+    """Experts that a decode step found cached and missed, on average; None if none are cached."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Bench:
     used_before: int
     """Bytes in use on the card before the process took any."""
     stock: bool = False
-    """Whether transformers' own passes run the model."""
+    """True if transformers' own passes run the model."""
     host_threads: int | None = None
     """Threads of the host's cores, of a plan that has them compute; None for Session's own."""
     record: Callable[[Session], None] | None = None
@@ -156,7 +156,8 @@ def bench_session(session: Session, bench: Bench, on_progress: Progress) -> Meas
 def time_link(session: Session) -> float | None:
     """Time the copies of a pass, decode's if it has any, one behind the other: bytes per second.
 
-    None if there are none. The ring is left in no known state: nothing but ``close`` may follow.
+    Returns None if there are none. The ring is left in no known state: nothing but ``close`` may
+    follow.
     """
     placement = session.loaded.placement
     slots = slots_of(placement, Phase.DECODE) or slots_of(placement, Phase.PREFILL)

@@ -37,8 +37,8 @@ NUM_PRODUCTS = 32
 NUM_RATE_SAMPLES = 21
 """Samples of all products: other guests of a host take memory for tenths of a second.
 
-Source: of seven samples the rates on one H100's host had a spread of 0.15, and a median of 0.73 of
-what steps then read beside copies.
+Source: seven samples on one H100's host had a spread of 0.15, and a median of 0.73 of what steps
+then read beside copies.
 """
 DEFAULT_SHAPE = 2048, 768, 8
 """Hidden and inner columns of bf16 experts, and how many a token has, where there is no model."""
@@ -53,7 +53,7 @@ class Product(NamedTuple):
     num_bytes: int
     """Bytes of weights that it reads."""
     keeps: Any
-    """What its addresses point to."""
+    """Objects that its addresses point to."""
 
 
 def measure_cores(

@@ -23,7 +23,7 @@ _BESIDE = (
     *("forms", "held", "backends.py", "expert_slots.py", "kernel_sizes.py"),
     *("placement.py", "schedule.py"),
 )
-"""What the runtime computes by that lies beside it."""
+"""Files beside the runtime's that it computes by."""
 
 
 def layer_times_key(stage: Stage, workload: Workload, chunks: Sequence[int]) -> dict[str, Any]:

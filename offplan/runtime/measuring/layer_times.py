@@ -47,11 +47,11 @@ def measure_layer_times(
 
     The shortest run of layers that has every kind is loaded with random weights, all resident.
     Prefill is timed for prompts in chunks of each size in ``chunks`` (tokens, none more than the
-    prompt, the largest first), as the session runs them, captured or not: small chunks that are not
-    take as long as their launches. A chunk's time is the mean of those of a prompt; what lies
-    outside the layers is all of it. Decode is timed for a captured layer with the whole prompt and
-    half of the output in the cache (a few tokens less where the context ends there): what a step
-    of the request meets on average.
+    prompt, the largest first). Chunks run as in the session, captured or not: small chunks that are
+    not captured take as long as their launches. A chunk's time is the mean of those of a prompt;
+    what lies outside the layers is all of it. Decode is timed for a captured layer with the whole
+    prompt and half of the output in the cache. If the context ends before, the cache has a few
+    tokens less. A step of the request meets that on average.
     """
     kinds = [layer.key for layer in stage.layers]
     num_layers = max(kinds.index(kind) for kind in kinds) + 1
