@@ -29,7 +29,7 @@ def find_file(repo: str, filename: str, commit: str) -> Path | None:
 
 
 def is_absent(repo: str, filename: str, commit: str) -> bool:
-    """Whether the Hub has said that this commit has no such file, as far as its cache knows."""
+    """Return True if the Hub said that this commit has no such file, as its cache knows."""
     found = try_to_load_from_cache(repo, filename, revision=commit)
     return found is not None and not isinstance(found, str)
 

@@ -17,8 +17,8 @@ MAX_HEADER_BYTES = 100_000_000
 _MAX_NAME_LENGTH = 1024
 """Characters of the longest name, far past any model's; the format itself sets no limit."""
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
-"""What describes a tensor, and no more: safetensors skips other keys, unless what they hold is
-nested too deeply or a number out of its range."""
+"""Keys that describe a tensor. safetensors skips other keys, unless what they hold is nested too
+deeply or a number out of its range."""
 _AGAIN = "the file is damaged or cut short: fetch it again"
 
 
@@ -51,9 +51,8 @@ def header_length(first: bytes, file_bytes: int | None, where: str) -> int:
 def parse_header(header: bytes, file_bytes: int | None, shard: str, where: str) -> list[TensorInfo]:
     """Read and validate a header's JSON (the bytes after the length), in the order of the file.
 
-    ``shard`` is recorded in the tensors; ``file_bytes`` is the size of the whole file, None when
-    it is not known (then missing data cannot be noticed). Raises CheckpointError, naming
-    ``where``.
+    ``shard`` is recorded in the tensors. ``file_bytes`` is the size of the whole file, None if it
+    is not known (then missing data cannot be noticed). Raises CheckpointError, naming ``where``.
     """
     # Writers may pad the JSON on either side, to align the data.
     if not header.lstrip(b" \t\r\n").startswith(b"{"):
@@ -139,6 +138,6 @@ def _count_bits(shape: list[int], dtype: str) -> int | None:
 
 
 def _is_counts(value: object) -> bool:
-    """Whether this is a list of numbers that an unsigned 64-bit integer holds."""
+    """Return True for a list of numbers that an unsigned 64-bit integer holds."""
     # type(), not isinstance(): JSON's true is an int to Python.
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**64 for n in value)

@@ -63,7 +63,7 @@ def read_hub(repo: str, revision: str | None, on_progress: Progress) -> Stored:
 def offline() -> Iterator[None]:
     """Ask the Hub for nothing while the context lasts, as HF_HUB_OFFLINE has it.
 
-    What is not in the Hub's cache is a CheckpointError. The setting is the process's.
+    A file that is not in the Hub's cache is a CheckpointError. The setting is the process's.
     """
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
     try:

@@ -10,7 +10,7 @@ from offplan.errors import CheckpointError
 
 GENERATION_NAME = "generation_config.json"
 NO_GENERATION = ""
-"""What stands for the fingerprint of a generation config where a model has none."""
+"""Fingerprint of a generation config if a model has none."""
 _VOLATILE = frozenset(
     ("_commit_hash", "_name_or_path", "auto_map", "dtype", "torch_dtype", "transformers_version")
 )

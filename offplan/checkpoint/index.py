@@ -76,7 +76,7 @@ def check_against_index(index: Index, tensors: Iterable[TensorInfo], where: str)
 
 
 def is_inner_path(text: str) -> bool:
-    """Whether a path stays below the folder it is taken from, whatever the system's separators."""
+    """Return True if a path stays below the folder it is taken from, whatever the separators."""
     return (
         text.isprintable()
         and len(text) <= 255

@@ -8,9 +8,9 @@ from typing import Any
 from offplan.errors import CheckpointError
 
 _MAX_VALUES = 2_000_000
-"""Most values that a text may hold: those of a quarter of a million tensors in one file, three
-times DeepSeek-R1's in all of its 163. Each becomes an object of some hundred bytes, so that a
-header as long as the format allows could otherwise fill tens of GB."""
+"""Most values that a text may hold: those of a quarter of a million tensors in one file.
+DeepSeek-R1 has a third of these in all of its 163 files. Each becomes an object of some hundred
+bytes, so that a header as long as the format allows could otherwise fill tens of GB."""
 
 
 def load_object(data: bytes, where: str, parse_int: Callable[[str], Any] = int) -> dict[str, Any]:

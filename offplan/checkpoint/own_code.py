@@ -17,7 +17,7 @@ CONFIG_CLASS, MODEL_CLASS = "AutoConfig", "AutoModelForCausalLM"
 
 
 def names_code(config: Mapping[str, Any]) -> bool:
-    """Whether a config names code of the checkpoint's for the model and for its config."""
+    """Return True if a config names code of the checkpoint's for the model and for its config."""
     named = config.get("auto_map")
     return isinstance(named, Mapping) and all(
         isinstance(named.get(key), str) for key in (CONFIG_CLASS, MODEL_CLASS)

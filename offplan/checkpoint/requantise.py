@@ -54,8 +54,8 @@ def requantise(model: Model, bits: int) -> Model | None:
     """Size a model as its checkpoint of 8 or 4 bits a weight; None where that is not determined.
 
     It is sized from names and shapes: another checkpoint, with values and a quality of its own.
-    What its groups do not divide stays in 16 bits. None for a model that is stored in so few bits
-    already.
+    Weights that its groups do not divide stay in 16 bits. Returns None for a model that is stored
+    in so few bits already.
     """
     kinds = {p.form.kind for layer in model.layers for p in layer.parameters if not p.form.is_raw}
     if kinds - {*_FP8_KINDS} or (kinds and bits >= 8):

@@ -21,8 +21,9 @@ def in_threads(
     """Yield what ``work`` makes of each item, as the results come; raises the first error.
 
     Raises TimeoutError when for ``patience_s`` seconds no result comes and what ``progress``
-    returns stays the same. What still runs then, or when the caller turns away, is abandoned to its
-    daemon thread: the process can end, as it could not with an executor, which waits for its own.
+    returns stays the same. Work that still runs then, or when the caller turns away, is abandoned
+    to its daemon thread. So the process can end, as it could not with an executor, which waits for
+    its own.
     """
     todo = list(items)
     num_items = len(todo)

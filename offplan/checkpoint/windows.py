@@ -10,7 +10,7 @@ from offplan.checkpoint.tensors import CONFIG_NAME
 
 
 class Mixer(str, Enum):
-    """How a layer lets tokens see one another."""
+    """The way in which a layer lets tokens see one another."""
 
     FULL = "f"
     """Attention to the whole context."""
@@ -52,7 +52,7 @@ def read_windows(
     """Read the layers' mixers and windows from a language model's config, else by its model type.
 
     A window is the tokens that a layer's attention sees at most, None where nothing hides the
-    context. What is returned last are sentences on what the config leaves open.
+    context. The sentences returned last are on what the config leaves open.
     """
     pattern = PATTERNS.get(model_type)
     notes: tuple[str, ...] = ()
