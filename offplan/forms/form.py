@@ -35,32 +35,32 @@ class Kind(str, Enum):
     """bitsandbytes' floats of 4 bits, likewise."""
     PACKED = "packed"
     """bfloat16 values, bit-exact: a byte of sign and mantissa each, half a byte for the exponent,
-    and a base of exponents for each block of weights. A row's weights are packed in two halves: one
-    byte has the exponents of a weight of the first and of the one in / 2 behind it. Each half comes
-    in blocks of 128 weights, the last of what is left: the first 64 of a block are its even bytes,
-    the others its odd ones. Two weights in a row are then made at once of a word's bytes 0 and 2,
-    or 1 and 3."""
+    and a base of exponents for each block. A row's weights are packed in two halves. One byte has
+    the exponents of a weight of the first half and of the one in / 2 behind it. Each half comes in
+    blocks of 128 weights, the last of what is left. The first 64 weights of a block are its even
+    bytes, the others its odd ones. Two weights in a row are then made at once of a word's bytes 0
+    and 2, or 1 and 3."""
     OTHER = "other"
     """A way that is sized, not understood."""
 
 
 class Part(str, Enum):
-    """What a stored tensor is to the weight it belongs to."""
+    """The role of a stored tensor for the weight it belongs to."""
 
     WEIGHT = "weight"
     """The values or their codes (``weight``, ``weight_packed``, ``qweight``, ``_blocks``)."""
     SCALE = "scale"
-    """What codes are multiplied by, each for its block, group, row or matrix."""
+    """Factors of codes, each for its block, group, row or matrix."""
     ZERO = "zero"
     """The code of zero, for each group."""
     OFFSET = "offset"
-    """What is added to the scaled codes of a group (MLX's ``biases``)."""
+    """Offsets added to the scaled codes of a group (MLX's ``biases``)."""
     GROUP_INDEX = "group_index"
     """The group of each column (``g_idx``)."""
     GLOBAL_SCALE = "global_scale"
     """A matrix's scale of its scales (ModelOpt's ``weight_scale_2``)."""
     GLOBAL_DIVISOR = "global_divisor"
-    """What a matrix's scales are divided by (compressed-tensors' ``weight_global_scale``)."""
+    """Divisor of a matrix's scales (compressed-tensors' ``weight_global_scale``)."""
     INPUT_SCALE = "input_scale"
     """The scale of activations that are quantised too."""
     SHAPE = "shape"
@@ -71,25 +71,25 @@ class Part(str, Enum):
     NESTED_CODES = "nested_codes"
     """Scales and values of the scales, where they are quantised too (bitsandbytes)."""
     NESTED_OFFSET = "nested_offset"
-    """What is then added to the scales; no tensor of its own, but a number of the STATE."""
+    """Offset that is then added to the scales; no tensor of its own, but a number of the STATE."""
     STATE = "state"
-    """What else bitsandbytes keeps: its parameters as JSON, or the name of a layout."""
+    """Other data of bitsandbytes: its parameters as JSON, or the name of a layout."""
     EXPONENT = "exponent"
-    """Of packed values [..., out, in / 2]: how far above the block's BASE the biased exponents of a
-    weight (the low half of a byte) and of the one in / 2 behind it (the high half) are, 1 to 15, in
-    the order of the weights' bytes. A code of 0 is an exponent of 0: of a zero, of a subnormal
-    number in a block whose BASE is 0, and of a weight that PATCHES has instead, whose byte in
-    WEIGHT is 0."""
+    """Biased exponents of packed values [..., out, in / 2], as 1 to 15 above the block's BASE, in
+    the order of the weights' bytes. The low half of a byte is a weight's, the high half that of the
+    weight in / 2 behind it. A code of 0 is an exponent of 0. It is that of a zero, of a subnormal
+    number in a block whose BASE is 0, and of a weight that PATCHES has instead. The byte of such a
+    weight in WEIGHT is 0."""
     BASE = "base"
-    """The base of exponents, 0 to 127, of each block of packed values: uint8
-    [..., out / 64, ceil(in / 256) * 64]. A block is 128 bytes of a row of EXPONENT, the row's last
-    block what is left; the bases of 64 rows' first blocks come first, then of their second."""
+    """The base of exponents, 0 to 127, of each block of packed values: uint8 [..., out / 64,
+    ceil(in / 256) * 64]. A block is 128 bytes of a row of EXPONENT, the row's last block what is
+    left. The bases of 64 rows' first blocks come first, then of their second."""
     PATCHES = "patches"
     """Packed values, not zero, that no code of their block reaches: int32 [..., reserve, 2], by
-    row, then column, of each matrix: row * in + column, and the bits of the bfloat16. The rest is
-    unused."""
+    row, then column, of each matrix. They are row * in + column, and the bits of the bfloat16. The
+    rest is unused."""
     PATCH_BLOCKS = "patch_blocks"
-    """Where the PATCHES of each 64 rows begin and end: int32 [..., out / 64, 2]."""
+    """Begin and end of the PATCHES of each 64 rows: int32 [..., out / 64, 2]."""
 
 
 class WordOrder(str, Enum):
@@ -136,7 +136,7 @@ def patch_reserve(num_out: int, num_in: int) -> int:
 
 
 class Form(NamedTuple):
-    """How a weight is stored."""
+    """A form in which a weight is stored."""
 
     kind: Kind
     block: tuple[int, int] | None = None
@@ -145,16 +145,16 @@ class Form(NamedTuple):
     (128, 128) of FP8 in blocks, (1, 32) of MXFP4, (1, 16) of NVFP4, (1, group) of whole numbers.
     """
     word_order: WordOrder | None = None
-    """How whole numbers of 4 or 8 bits are packed; None of other kinds."""
+    """Order in words of whole numbers of 4 or 8 bits; None of other kinds."""
 
     @property
     def is_raw(self) -> bool:
-        """Whether each value is stored by itself."""
+        """True if each value is stored by itself."""
         return self.kind is Kind.RAW
 
     @property
     def is_by_columns(self) -> bool:
-        """Whether codes are stored as [in, out], with scales as [groups, out]."""
+        """True if codes are stored as [in, out], with scales as [groups, out]."""
         return self.word_order in (WordOrder.GPTQ, WordOrder.GPTQ_V2, WordOrder.AWQ)
 
     @property

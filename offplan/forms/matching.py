@@ -17,9 +17,9 @@ _PLAIN = re.compile(r"[\w.\-]*[\w\-]")
 
 
 def skips(patterns: tuple[str, ...], module: str) -> bool:
-    """Whether a list of modules not to convert means this one, as transformers matches it.
+    """Return True if a list of modules not to convert means this one, as in transformers.
 
-    Source: transformers 5.23, ``should_convert_module``: a pattern means the modules that it
+    Source: transformers 5.23, ``should_convert_module``. A pattern means the modules that it
     matches from their start up to a dot, and those whose names end with it.
     """
     starts, ends, pattern = _compile_skips(patterns)
@@ -33,12 +33,12 @@ def skips(patterns: tuple[str, ...], module: str) -> bool:
 
 
 def has_run(patterns: Iterable[str], module: str) -> bool:
-    """Whether one of these names stands in a module's name, dot to dot."""
+    """Return True if one of these names stands in a module's name, dot to dot."""
     return any(f".{pattern.strip('.')}." in f".{module}." for pattern in patterns)
 
 
 def targets(patterns: Iterable[str], module: str) -> bool:
-    """Whether compressed-tensors' targets mean this linear layer.
+    """Return True if compressed-tensors' targets mean this linear layer.
 
     Source: compressed-tensors, ``utils.match.is_match``: the class, the name, or ``re:`` a pattern.
     """
@@ -52,7 +52,7 @@ def targets(patterns: Iterable[str], module: str) -> bool:
 
 
 def matches_wildcard(patterns: tuple[str, ...], module: str) -> bool:
-    """Whether ModelOpt's wildcards mean this module, or one that it lies in."""
+    """Return True if ModelOpt's wildcards mean this module, or one that it lies in."""
     return bool(patterns) and _compile_wildcards(patterns).match(module) is not None
 
 

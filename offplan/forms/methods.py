@@ -39,19 +39,19 @@ _TORCHAO_FORMS = {
     "Float8WeightOnlyConfig": Form(Kind.FP8_CHANNEL),
 }
 _UNHEEDED = ("rotation", "transform_config", "adapter")
-"""What a config may say beyond how weights are stored: that activations are turned to meet weights
-that were, and that an adapter corrects the error. Source: GPTQModel, ``QuantizeConfig``;
-compressed-tensors, ``TransformConfig``."""
+"""Keys of a config beyond how weights are stored. Activations are turned to meet turned weights, or
+an adapter corrects the error. Source: GPTQModel, ``QuantizeConfig``; compressed-tensors,
+``TransformConfig``."""
 
 
 class _Model(NamedTuple):
-    """What quantisers' defaults depend on."""
+    """The facts that quantisers' defaults depend on."""
 
     model_type: str
     float_type: str
     """Safetensors' name of the type that scales have where it is the model's own."""
     expert_dtype: Any
-    """What a config says outside of its ``quantization_config`` of how experts are stored."""
+    """Form of experts that a config states outside of its ``quantization_config``."""
 
 
 def read_quantisation(

@@ -8,7 +8,7 @@ PACKED = Form(Kind.PACKED)
 
 
 def can_pack(shape: tuple[int, ...]) -> bool:
-    """Whether a matrix [out, in], or those of experts, [experts, out, in], has parts of its own."""
+    """Return True if a matrix [out, in], or experts' [experts, out, in], has parts of its own."""
     if len(shape) not in (2, 3) or not all(shape):
         return False
     num_out, num_in = shape[-2:]

@@ -17,18 +17,18 @@ class Quantisation:
     method: str
     """The config's ``quant_method``; ``mlx`` for mlx-lm's, which has none."""
     find: Callable[[str], Scheme | None] | None = None
-    """Gives the scheme of a linear layer by its name, None where it is left as it is; itself None
-    where the config does not determine what is stored."""
+    """Gives the scheme of a linear layer by its name, None if the layer is left as it is. Itself
+    None if the config does not determine what is stored."""
     takes_experts_alone: bool = False
-    """Whether fused experts are all that is quantised (MXFP4 of gpt-oss)."""
+    """True if fused experts are all that is quantised (MXFP4 of gpt-oss)."""
     skips_head: bool = False
-    """Whether the head, and what is tied to it, is left as it is without being named."""
+    """True if the head, and what is tied to it, is left as it is without being named."""
     takes_embeddings: bool = False
-    """Whether embeddings are quantised as linear layers are."""
+    """True if embeddings are quantised as linear layers are."""
     takes_linear_alone: bool = False
-    """Whether its tool takes modules of the class Linear alone, and so no fused experts."""
+    """True if its tool takes modules of the class Linear alone, and so no fused experts."""
     is_known: bool = True
-    """Whether the meaning of what this method stores is known."""
+    """True if the meaning of what this method stores is known."""
     leaves_misfits: bool = False
     """Whether a matrix that its layout cannot store is left as it is."""
     has_cache_scales: bool = False

@@ -1,6 +1,6 @@
 """Stored forms, recognised from types and shapes, and by the config where these leave a choice.
 
-What does not fit together is OTHER: it is sized as it is stored, and no runtime executes it.
+Tensors that do not fit together are OTHER: they are sized as stored, and no runtime executes them.
 """
 
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ def recognise(
 
 
 def _agree(form: Form, stated: Form) -> bool:
-    """Whether what was found is what the config says."""
+    """Return True if what was found is what the config says."""
     same_block = stated.block is None or stated.block == form.block
     return same_block and (form.kind, form.word_order) == (stated.kind, stated.word_order)
 

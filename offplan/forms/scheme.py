@@ -22,7 +22,7 @@ _LAYOUTS = yaml.safe_load(Path(__file__).with_name("layouts.yaml").read_bytes())
 
 @dataclass(frozen=True)
 class Scheme:
-    """What is stored for each linear layer that one part of a config takes."""
+    """The form in which each linear layer that one part of a config takes is stored."""
 
     form: Form
     """As headers would be recognised; the block of channel-wise whole numbers is None."""
@@ -31,8 +31,8 @@ class Scheme:
     scale: str = "BF16"
     """Type of the scales, as safetensors names it."""
     choices: Mapping[Part, bool] = field(default_factory=dict)
-    """Whether parts that are a choice are stored; GROUP_INDEX where columns lie in another order
-    than their groups."""
+    """For each part that is a choice, True if it is stored. GROUP_INDEX is stored if columns lie in
+    another order than their groups."""
 
     @property
     def needed(self) -> set[Part]:
@@ -45,7 +45,7 @@ class Scheme:
         return WORD_BITS // (4 if self.form.kind is Kind.W4A16 else 8)
 
     def fits(self, rows: int, columns: int) -> bool:
-        """Whether the layout can store such a matrix: in whole groups, packed ones in whole words.
+        """Return True if the layout can store such a matrix: whole groups, packed in whole words.
 
         Quantisers leave others as they are, or pad them, each in a way of its own.
         """

@@ -28,7 +28,7 @@ def is_size(value: Any) -> bool:
 
 
 def is_record(value: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Whether it is a JSON object."""
+    """Return True if it is a JSON object."""
     return isinstance(value, Mapping)
 
 
