@@ -16,15 +16,16 @@ NOTED_TOKENS = 64
 NOBODY = -1
 """Stands for an expert where a prompt has no token."""
 HITS, COPIED, IN_PLACE, FROM_PROMPT, BY_CORES, SPLIT, SPLIT_CHUNKS = range(7)
-"""Counters of 8 bytes: of steps the experts that were there, that were copied over the link and
-that were read there in place; those that prompts copied; those that the host's cores multiplied;
-those of which the cores multiplied a part, and its chunks of inner columns."""
+"""Counters of 8 bytes. Of steps they count the experts that were there, that were copied over the
+link and that were read in place; of prompts, those copied. Of the host's cores they count the
+experts multiplied, those multiplied in part, and the chunks of inner columns of that part."""
 NUM_MISSED, SPLIT_EXPERT, NUM_CHUNKS = 16, 17, 18
-"""Numbers of 4 bytes: experts to be copied; the expert of which the cores multiply a part, and its
+"""Numbers of 4 bytes: experts to be copied, the expert that the cores multiply in part, and its
 chunks of inner columns, 0 for none."""
 ORDER, SLOTS, MISSED, MISSED_SLOTS, FREED = range(LISTS)
-"""Lists of a number for each expert: experts by their last use, the latest first; the slots that
-these have, or NOBODY; experts to be copied and their slots; and room for a kernel."""
+"""Lists of a number for each expert. They are experts by their last use, the latest first, and the
+slots that these have, or NOBODY. Then come experts to be copied, their slots, and room for a
+kernel."""
 
 
 class Table(NamedTuple):
@@ -35,8 +36,8 @@ class Table(NamedTuple):
     num_slots: int
     num_experts: int
     shares: torch.Tensor | None = None
-    """Of so many experts that a step misses, how many the host's cores multiply, int32 of
-    [experts + 1], as ``list_shares`` has it; None where they multiply none."""
+    """Experts that the host's cores multiply of so many that a step misses, int32 of [experts + 1]
+    (``list_shares``); None if they multiply none."""
 
     @property
     def counts(self) -> torch.Tensor:
@@ -61,7 +62,7 @@ class Table(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """How a part of an expert lies by inner columns: the same of each in one run or several."""
+    """The layout of an expert's part by inner columns: the same of each in one run or several."""
 
     number: int = 0
     """Runs of an expert; 0 where the part does not lie so, and is copied whole."""
@@ -79,13 +80,13 @@ def list_shares(slots: ExpertSlots) -> torch.Tensor:
 
 
 class Used(NamedTuple):
-    """What the pairs of a step find, each [pairs]."""
+    """The places of a step's pairs, each [pairs]."""
 
     slot: torch.Tensor
     """The slot of each, int32; ``num_experts`` where its expert has none."""
     by_cores: torch.Tensor
-    """What the host's cores multiply of each, int64: its expert, or NOBODY where they multiply
-    nothing; where they multiply a part, ``num_experts`` x (1 + its chunks) more."""
+    """Expert of each pair that the host's cores multiply, int64; NOBODY if they multiply nothing.
+    If they multiply a part of it, ``num_experts`` x (1 + its chunks) more."""
     first_column: torch.Tensor
     """The first of its inner columns that the cores do not multiply, int32; 0 for all but parts."""
 
@@ -93,10 +94,10 @@ class Used(NamedTuple):
 def use(table: Table, chosen: torch.Tensor, *, is_step: bool) -> Used:
     """Take the experts that steps chose, [steps, pairs], one step after another; NOBODY is none.
 
-    The experts of a step move to the front together and keep the order that they had. Of those that
-    a step misses the host's cores multiply as many as ``shares`` says, the last ones in the order
-    that was; these take no slot. Of the one before them they may multiply a part: the rest of it is
-    to be copied behind the slots, for this step alone. The others are brought, in the order, while
+    The experts of a step move to the front together and keep the order that they had. The host's
+    cores multiply as many of the missed experts as ``shares`` says, the last ones in the order that
+    was. These take no slot. Of the one before them they may multiply a part: the rest of it is to
+    be copied behind the slots, for this step alone. The others are brought, in the order, while
     there are slots that no expert of the step has: in place of those used longest ago. A prompt's
     last steps leave the first experts in the order there, of those that it used or that were there.
     Lists those to be copied, and their slots. ``is_step`` counts what the step, the only one,

@@ -18,14 +18,14 @@ from offplan.transformers_private import (
 
 STORED_EXPERTS_NAME = "offplan_stored"
 PLAIN_WAY = "plain_way"
-"""Attribute that holds what multiplies a layer's experts by their values, in a model of which other
+"""Attribute that holds what multiplies a layer's experts by their values. A model needs it if other
 layers' experts are stored as codes: transformers asks for one implementation for all of them."""
 FEW_TOKENS = 16
 """Tokens up to which transformers multiplies each by its own experts, which waits for nothing."""
 
 
 def holds_codes(experts: nn.Module) -> bool:
-    """Whether these experts' weights are stored in another form than their values."""
+    """Return True if these experts' weights are stored in another form than their values."""
     return "stored_experts" in vars(experts)
 
 
@@ -52,10 +52,10 @@ def forward_stored(
     """Send tokens, [tokens, hidden], through their experts; returns [tokens, hidden].
 
     ``top_k_index`` and ``top_k_weights`` are [tokens, k]. Experts that are held by their values are
-    handed on to their PLAIN_WAY. On a GPU each weight is multiplied from
-    its codes, read once for up to 64 pairs of a token and an expert, 128 in host memory; elsewhere
-    it is expanded. Few experts' codes that lie there are copied first: their rows begin amid lines
-    of the link, and scales are a few bytes a row.
+    handed on to their PLAIN_WAY. On a GPU each weight is multiplied from its codes. They are read
+    once for up to 64 pairs of a token and an expert, 128 in host memory. Elsewhere the weight is
+    expanded. Few experts' codes in host memory are copied first: their rows begin amid lines of the
+    link, and scales are a few bytes a row.
     """
     if not holds_codes(experts):
         made: torch.Tensor = vars(experts)[PLAIN_WAY](
@@ -146,7 +146,7 @@ def send(
     """Send tokens, [tokens, hidden], through experts, weighed by [tokens, k]: [tokens, hidden].
 
     ``multiply`` is given the name of a weight and rows, each for as many pairs of a token and an
-    expert; it returns the products of all pairs, token by token.
+    expert. It returns the products of all pairs, token by token.
     """
     made = _pass(experts, hidden_states, multiply)
     weighted = made.view(*top_k_weights.shape, -1) * top_k_weights.unsqueeze(-1)

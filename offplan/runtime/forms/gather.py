@@ -72,9 +72,9 @@ def gather(
     """Copy the experts that pairs chose, each once, out of parts of [experts, ...].
 
     ``expert_of_pair`` is [pairs], ``order`` lists them by their expert, ``starts``, [experts + 1],
-    where each one's begin in it. Returns parts of as many experts as there are pairs, of which the
-    first pair of each expert has its weight and the others none, and where their pairs begin.
-    Pairs whose expert does not exist have none, in ``starts`` as here.
+    where each one's begin in it. Returns parts of as many experts as there are pairs, and where
+    their pairs begin. The first pair of each expert has its weight, and the others none. Pairs
+    whose expert does not exist have none, in ``starts`` as here.
     """
     num_pairs, num_blocks = order.numel(), 0
     gathered: Parts = {}

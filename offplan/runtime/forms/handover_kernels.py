@@ -1,6 +1,6 @@
 """Kernels that hand products over to the host's cores: they write inputs, and ring.
 
-Every operation of a captured step takes a microsecond or two whatever it does: one kernel writes
+Every operation of a captured step takes a microsecond or two whatever it does. So one kernel writes
 all inputs and both words, into memory of the host. CUDA only.
 """
 
@@ -34,9 +34,9 @@ def copy_share(source, target, num, share, num_shares, BLOCK: tl.constexpr):  # 
 def ring(words, arrived, job):  # type: ignore[no-untyped-def]
     """Ring once all programs of the launch have come here: the last one does.
 
-    What a program has written before is seen by the host before the bell. The barrier orders the
-    writes of its threads before the one that counts, and that orders them before the next one's,
-    for the whole system. The answer of before is cleared before the bell, in the same way.
+    The host sees all that a program has written earlier before it sees the bell. The barrier orders
+    the writes of its threads before the one that counts, and that orders them before the next
+    one's, for the whole system. The answer of before is cleared before the bell, in the same way.
     """
     tl.debug_barrier()
     num_before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="sys")

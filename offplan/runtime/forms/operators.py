@@ -1,4 +1,4 @@
-"""What is computed from weights in their stored form, by operators that torch.compile passes over.
+"""Operators that compute from weights in their stored form, which torch.compile passes over.
 
 It would otherwise analyse each kernel, for seconds and anew for each layer that it compiles. CUDA
 only.
@@ -17,7 +17,7 @@ from offplan.runtime.forms.operands import operands_of
 from offplan.runtime.forms.reference import Parts
 
 Compute = Callable[..., torch.Tensor]
-"""What is computed from a form, parts and further arguments."""
+"""Computes from a form, parts and further arguments."""
 
 
 def multiply(

@@ -15,11 +15,11 @@ _PATCH_ROWS = tl.constexpr(PATCH_ROWS)
 _BASE_WORDS = tl.constexpr(BASE_BYTES // 4)
 """Words of a block, whose exponents share a base."""
 _POWER = tl.constexpr(48)
-"""Weights or inputs are multiplied by two to this power: weights as their codes say them are
+"""Weights or inputs are multiplied by two to this power. Weights as their codes say them are
 2**-126 to 2**-111, and their products would be subnormal numbers."""
 _FACTOR = tl.constexpr(2.0**48)
 _HALF_POWER = tl.constexpr(113)
-"""The same of weights that become float16: 2**-13 to 2**2, no subnormal numbers."""
+"""``_POWER`` of weights that become float16: 2**-13 to 2**2, no subnormal numbers."""
 _HALF_FACTOR = tl.constexpr(2.0**113)
 
 

@@ -9,8 +9,8 @@ from offplan.runtime.forms.reference import Parts, interleave
 RUN_WEIGHTS = 2**23
 """Weights that are packed at once, at most: packing takes some 16 bytes of memory for each.
 
-Source: 7.1 GB of Qwen3-8B on an H200 were packed at 4.7 GB/s by 2**22, mostly launching, 7.1 by
-2**23 and 8.6 by 2**24, into memory touched before.
+Source: 7.1 GB of Qwen3-8B on an H200, into memory touched before. They were packed at 4.7 GB/s by
+2**22, mostly launching, 7.1 by 2**23 and 8.6 by 2**24.
 """
 
 

@@ -37,7 +37,7 @@ Source: 12,288 x 4,096 on an H200 took 49 us so, and 51 to 63 with 8 rows or few
 EACH_ROWS = 1
 """Inputs, of a weight or on average of an expert, up to which each is multiplied by itself.
 
-Source: ``gate_up_proj`` of gpt-oss-20b on an H200: 1 / 8 / 16 tokens take 28 / 183 / 355 us each by
+Source: ``gate_up_proj`` of gpt-oss-20b on an H200. 1 / 8 / 16 tokens take 28 / 183 / 355 us each by
 itself, 47 / 211 / 288 us by tensor cores.
 """
 STAGES = 3
@@ -50,7 +50,7 @@ Source: a layer of Qwen3-8B at 32 rows on an H200 took 134 us so, and 146 with S
 PACKED_PROGRAMS = 512
 """SPLIT_PROGRAMS of packed weights; twice as many where a program has more than MANY_ROWS.
 
-Source: 24,576 x 4,096 on an H200 by 32 rows took 52 us whole and 57 in two parts, by 64 rows 80 us
+Source: 24,576 x 4,096 on an H200. 32 rows took 52 us whole and 57 in two parts. 64 rows took 80 us
 whole, 76 in two and 81 in three.
 """
 TABLE_BYTES = 24
@@ -141,11 +141,11 @@ def multiply_slots(
 ) -> torch.Tensor:
     """Multiply each pair's row of ``x``, [rows, in], by its expert's weight: [pairs, out].
 
-    ``parts`` are those of slots, [slots, ...], and the first two of ``pairs`` list the pairs by
-    slot, and where each slot's begin, as of ``multiply_pairs`` with as many slots as experts.
-    ``rest`` are the parts of all experts, and the last two list the pairs that have no slot by
-    expert; without ``rest`` all have one. What comes out is bit for bit what ``multiply_pairs``
-    makes of all experts in GPU memory.
+    ``parts`` are those of slots, [slots, ...]. The first two of ``pairs`` list the pairs by slot,
+    and where each slot's begin, as of ``multiply_pairs`` with as many slots as experts. ``rest``
+    are the parts of all experts, and the last two list the pairs that have no slot by expert;
+    without ``rest`` all have one. The result is bit for bit what ``multiply_pairs`` makes of all
+    experts in GPU memory.
     """
     order, starts, *others = pairs
     of_expert = 2 * order.numel() // (starts.numel() - 1)

@@ -309,9 +309,9 @@ def address_parts(sources: Iterable[torch.Tensor], slots: Iterable[torch.Tensor]
 
 
 SlotPairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""The slot of each pair, the pairs by slot, where each slot's begin among them, the expert of each
-pair that has no slot, and the first inner column of each that the cores do not multiply, which is
-set where experts are divided."""
+"""The slot of each pair, the pairs by slot, and where each slot's begin among them. Then come the
+expert of each pair that has no slot, and the first inner column of each that the cores do not
+multiply. The last is set if experts are divided."""
 
 
 def _launch_use(
@@ -415,8 +415,8 @@ def read_slots(
     ``table`` is the memory of a ``Table`` of so many slots. Pairs whose expert has no slot have
     ``num_experts`` as their slot; among the experts of pairs without, those that have one have it.
     ``divided`` has the host's cores begin to multiply some of those missed, which then have neither
-    slot nor expert: the task's number, the table's shares, tokens and the weights of their pairs.
-    Where they multiply a part of an expert, the slot behind the table's has the rest of it.
+    slot nor expert. It is the task's number, the table's shares, tokens and the weights of their
+    pairs. If they multiply a part of an expert, the slot behind the table's has the rest of it.
     """
     arguments = chosen, table, addresses, num_slots, num_experts, list(divided)
     if not torch.compiler.is_compiling():

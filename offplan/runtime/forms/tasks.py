@@ -1,4 +1,4 @@
-"""What the host's cores compute for modules, by numbers.
+"""Computations of the host's cores for modules, by numbers.
 
 Operators of torch's are given tensors and numbers, no objects.
 """
@@ -11,14 +11,14 @@ import torch
 
 
 class Bell(NamedTuple):
-    """What a kernel rings with for the host's cores."""
+    """The words and the job with which a kernel rings for the host's cores."""
 
     words: torch.Tensor
     """The Words that the coordinator listens to, int32, as the device sees them."""
     arrived: torch.Tensor
-    """How many of a kernel's programs have written their part, int32 of [1] on the device."""
+    """Number of a kernel's programs that have written their part, int32 of [1] on the device."""
     job: int
-    """What is rung for; 0 for nothing."""
+    """Number of the job that is rung for; 0 for nothing."""
 
 
 Launch = Callable[[Sequence[torch.Tensor], Bell], None]
