@@ -103,7 +103,7 @@ def _list_modules(skeleton: nn.Module) -> Iterator[tuple[str, Any, list[Held]]]:
 
 
 def _is_wide(weights: list[Held], wanted: Mapping[str, torch.Tensor]) -> bool:
-    """Whether weights are float32 in a model of a shorter type: few, and read in place."""
+    """Return True if weights are float32 in a model of a shorter type: few, and read in place."""
     return all(
         each.form is RAW and wanted[each.parts[Part.WEIGHT]].dtype is torch.float32
         for each in weights
@@ -237,7 +237,7 @@ class LinearTask(NamedTuple):
     order: torch.Tensor | None
     """The inputs in the order that the weight has them in; None where that is their own."""
     keeps: Parts
-    """What addresses point to."""
+    """Objects that addresses point to."""
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply ``x``, [..., in], by the weight: [..., out]."""
@@ -254,9 +254,9 @@ class ExpertsTask:
     server: ByCores
     experts: cores.Experts
     keeps: list[Any]
-    """What addresses point to."""
+    """Objects that addresses point to."""
     begun: Any = None
-    """What was begun last, until it is ended."""
+    """Work that was begun last, until it is ended."""
 
     def compute(self, *arguments: torch.Tensor) -> torch.Tensor:
         """Send tokens, as ``cores.send`` does."""
@@ -321,7 +321,7 @@ class ByCoresModule(nn.Module):
     cores: torch.Tensor | None
     """The number of what computes them in this phase; None where the module does so itself."""
     ends_in_block = False
-    """Whether they are routed experts, and an ``EndsByCores`` waits for what is begun here."""
+    """True if they are routed experts, and an ``EndsByCores`` waits for what is begun here."""
 
     def forward(self, *arguments: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
         """Compute as the module does."""
@@ -348,7 +348,7 @@ def _class_by_cores(own: Any) -> Any:
 class EndsByCores(nn.Module):
     """Stands before the class of a block of which the host's cores multiply routed experts.
 
-    The device multiplies shared experts meanwhile. What the cores made is added last.
+    The device multiplies shared experts meanwhile. The products of the cores are added last.
     """
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ from offplan.transformers_private import list_experts
 
 @dataclass(frozen=True)
 class ExpertCounts:
-    """What decode steps found of the experts that they chose, each once a step and layer."""
+    """The experts that decode steps chose, by where they were, each once a step and layer."""
 
     hits: int
     """Experts that were in GPU memory."""
@@ -51,7 +51,7 @@ class ExpertCounts:
     split: int
     """Experts of which the cores multiplied a part, and the device the rest, from the last slot."""
     split_by_cores: float
-    """What the cores multiplied of these, in experts."""
+    """Part of these that the cores multiplied, in experts."""
     from_prompts: int
     """Experts that prompts copied into slots, from the ring or over the link."""
     copied_bytes: int
@@ -77,7 +77,7 @@ class _Layer:
     """Slots of each parameter of the experts, by its name: [slots, ...]."""
     of: ExpertSlots
     addresses: torch.Tensor | None
-    """Where prompts copy from and to, on a GPU: see ``address_parts``."""
+    """Addresses that prompts copy from and to, on a GPU: see ``address_parts``."""
 
 
 def find_parts(
@@ -146,7 +146,7 @@ def _refuse_orders(experts: Any, layer: int) -> None:
 class CachedExperts:
     """Keeps experts of some layers in GPU memory: for steps in slots, by the order of their use.
 
-    What it queues is on the current stream. A session has one; without layers it does nothing.
+    Its work is queued on the current stream. A session has one; without layers it does nothing.
     """
 
     def __init__(
@@ -161,11 +161,11 @@ class CachedExperts:
         self._device = store.device
         self._num_chosen = model.experts.num_experts_per_token if model.experts else 0
         self._noted: torch.Tensor | None = None
-        """What the prompt's last tokens choose in the layer at hand, [tokens, batch, choices]."""
+        """Choices of the prompt's last tokens in the layer at hand, [tokens, batch, choices]."""
         self._notes: dict[int, torch.Tensor] = {}
-        """Where prompts note choices, by their number of sequences."""
+        """Notes of prompts' choices, by their number of sequences."""
         self._place = torch.zeros(1, dtype=torch.int64, device=store.device)
-        """Where the oldest of these lie."""
+        """Place of the oldest of these."""
         self._layers: dict[int, _Layer] = {}
         if parts:
             for experts in list_experts(module):

@@ -1,4 +1,4 @@
-"""What must hold of a mapping: every parameter is filled, by its own layer, in its own shape."""
+"""Checks of a mapping: every parameter is filled, by its own layer, in its own shape."""
 
 from collections.abc import Mapping, Sequence
 

@@ -19,7 +19,8 @@ def map_codes(skeleton: PreTrainedModel, one: Gathered) -> dict[str, Target]:
     """Find what fills a part of a weight whose values are not held.
 
     Raises CheckpointError for a form that is not executed, and for a weight that is not multiplied
-    where it is held or that transformers turns into another one when it loads.
+    where it is held. Raises CheckpointError for a weight that transformers turns into another one
+    when it loads.
     """
     name, parameter, part, count = one.name, one.parameter, one.part, len(one.sources)
     form, shape = parameter.form, parameter.shape

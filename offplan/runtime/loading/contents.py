@@ -1,4 +1,4 @@
-"""What the contents of stored parts change once they are loaded: their headers do not say it."""
+"""Changes that the contents of stored parts make once they are loaded: headers do not say it."""
 
 import json
 import math

@@ -54,9 +54,9 @@ class LoadedModel:
         ``stock`` loads it for transformers' own passes, and ``share_layers`` one layer's random
         weights for all that are alike. ``host_threads`` are what the host's cores compute with.
 
-        Raises what ``prepare`` raises, CheckpointError for files that cannot be read or have
-        changed, UnpackableError for weights that the plan packs and that have more patches than
-        room, MemoryLimitError when memory runs out.
+        Raises what ``prepare`` raises, and CheckpointError for files that cannot be read or have
+        changed. Raises UnpackableError for weights that the plan packs and that have more patches
+        than room. Raises MemoryLimitError when memory runs out.
         """
         with bringing_kernels(device) if offload.packing else nullcontext():
             prepared = prepare(model, offload, device, stock=stock, share_layers=share_layers)

@@ -33,8 +33,8 @@ from offplan.runtime.loading.staging import (
 from offplan.runtime.loading.target import Target
 
 NUM_THREADS = min(4, os.cpu_count() or 1)
-"""Threads that read: a read is a copy out of the page cache, which one core does below the speed
-of memory; each costs two staging buffers."""
+"""Threads that read: a read is a copy out of the page cache, which one core does below the speed of
+memory. Each thread costs two staging buffers."""
 
 
 def load_weights(
@@ -46,11 +46,11 @@ def load_weights(
     """Fill every destination (by parameter name) from the files in ``folder``; None for random.
 
     Tensors are read file by file in the order they are stored, in extents, by a few threads, each
-    straight to its place; what is converted is staged one parameter at a time after that, and what
-    is packed a few runs of rows. On CUDA all copies are done on return.
+    straight to its place. Tensors to be converted are staged one parameter at a time after that,
+    and tensors to be packed a few runs of rows. On CUDA all copies are done on return.
 
-    Raises CheckpointError when a file is missing, cut short or changed, or a tensor is not what
-    the model wants, and MemoryLimitError when there is no room for the staging buffers.
+    Raises CheckpointError when a file is missing, cut short or changed, or a tensor is not what the
+    model wants. Raises MemoryLimitError when there is no room for the staging buffers.
     """
     matrices = find_matrices(targets, destinations)
     # what is left over is filled as it is

@@ -51,7 +51,7 @@ class Matrix:
     """A matrix that is stored by its values, [out, in], and where its parts are to lie."""
 
     tensor: TensorInfo
-    """What the checkpoint stores of it, of one expert where one tensor holds all."""
+    """Tensor that the checkpoint stores of it, of one expert if one tensor holds all."""
     weight: str
     """Name of the model's weight that it is, or is a part of."""
     first: int
@@ -142,7 +142,7 @@ def open_packing(
 ) -> Iterator[Callable[[Fill], Iterator[int]]]:
     """Set aside what packs matrices on ``device``, and give a function that packs them all.
 
-    It has each packed by one of a few threads, and yields the bytes of each; once all are packed
+    It has each packed by one of a few threads, and yields the bytes of each. Once all are packed
     that can be, it raises OverfullError for those that cannot. Leaving the context waits for the
     copies, and gives back what packing took of a CUDA device's memory.
     """
@@ -238,7 +238,7 @@ def _pack_exactly(values: torch.Tensor, name: str) -> Parts:
 
 
 def is_packed(target: Target) -> bool:
-    """Whether what a parameter holds is made of values that the checkpoint stores."""
+    """Return True if what a parameter holds is made of values that the checkpoint stores."""
     return target.codes is not None and target.codes.form.kind is Kind.PACKED
 
 

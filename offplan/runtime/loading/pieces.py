@@ -42,7 +42,7 @@ def arrange(
 
 
 def _makes_views(converter: WeightConverter, is_one_each: bool) -> bool:
-    """Whether a converter stacks and concatenates alone; ``is_one_each``: a tensor a pattern."""
+    """Return True if a converter only stacks and joins; ``is_one_each``: a tensor a pattern."""
     operations = [type(operation) for operation in converter.operations]
     if operations == [Concatenate]:
         return is_one_each

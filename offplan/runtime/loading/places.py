@@ -13,8 +13,8 @@ from offplan.runtime.refusal import refuse, refuse_config
 from offplan.transformers_private import compute_buffers
 
 Places = dict[str, list[tuple[dict[str, Any], str]]]
-"""Every place in a model that holds one stored tensor, ties included, by each of its names: a
-module's parameters or buffers, and the tensor's key there."""
+"""Every place in a model that holds one stored tensor, ties included, by each of its names. A place
+is a module's parameters or buffers, and the tensor's key there."""
 
 
 def find_places(skeleton: PreTrainedModel) -> Places:

@@ -16,7 +16,7 @@ RUN_BYTES = 2**26
 """Bytes of matrices that are laid out at once, if one is not larger: it takes some five times as
 many of memory."""
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where a word has the code of each of its columns. Source: AutoAWQ, ``AWQ_REVERSE_ORDER``."""
+"""Place in a word of the code of each of its columns. Source: AutoAWQ, ``AWQ_REVERSE_ORDER``."""
 
 
 def lay_out_rows(
@@ -27,8 +27,7 @@ def lay_out_rows(
 ) -> None:
     """Lay out in rows what was ``loaded`` as the checkpoint stores it, by parameter name.
 
-    ``orders`` are what ``order_of`` found, by weight. What lies in host memory is laid out by
-    ``device``.
+    ``orders`` are what ``order_of`` found, by weight. ``device`` lays out what lies in host memory.
     """
     for name, target in targets.items():
         codes = target.codes

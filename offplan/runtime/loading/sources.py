@@ -25,7 +25,7 @@ class Gathered:
     name: str
     """The parameter's name in the model as it was built."""
     converter: WeightConverter | None
-    """None where the tensors are renamed and no more."""
+    """Converter of the tensors; None if they are renamed and no more."""
     sources: list[Source] = field(default_factory=list)
 
     @property

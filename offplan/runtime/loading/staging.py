@@ -66,16 +66,16 @@ def stored_dtype(tensor: TensorInfo) -> torch.dtype:
 class Reader:
     """Brings extents to their place, one at a time: for one thread.
 
-    What lies in host memory as it is stored is read in place. The rest goes through a buffer of
-    EXTENT_BYTES; copies to a CUDA device run on a stream of the reader's own, so that another
-    reader's next read overlaps them.
+    Extents that go to host memory as they are stored are read straight to their place. The rest
+    goes through a buffer of EXTENT_BYTES. Copies to a CUDA device run on a stream of the reader's
+    own, so that another reader's next read overlaps them.
     """
 
     def __init__(self, shards: Shards, devices: Collection[torch.device]) -> None:
         """Set the buffer aside (untouched pages take no memory); raises MemoryLimitError.
 
         ``devices`` are the CUDA devices of the destinations. Its stream on each begins after the
-        work that is queued on the current one, which may still read the memory that the
+        work that is queued on the current stream. That work may still read the memory that the
         destinations were given.
         """
         self._shards = shards

@@ -1,4 +1,4 @@
-"""What fills a parameter of the model: the stored tensors, and the part that each of them fills."""
+"""Sources of a parameter of the model: the stored tensors, and the part that each of them fills."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Source(NamedTuple):
 
     @property
     def stores_codes(self) -> bool:
-        """Whether the checkpoint itself has something else than the weight's values."""
+        """True if the checkpoint itself has something else than the weight's values."""
         return not self.parameter.form.is_raw and self.unpacked is None
 
     @property
@@ -82,12 +82,12 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Codes:
-    """What a parameter that is a part of a weight's stored form holds."""
+    """The content of a parameter that is a part of a weight's stored form."""
 
     weight: str
     """Name of the weight that the part belongs to, in the model as it was built."""
     form: Form
-    """How it is held once loaded: in rows what the checkpoint stores by columns."""
+    """Form in which it is held once loaded: in rows what the checkpoint stores by columns."""
     part: Part
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -102,7 +102,7 @@ class Target:
     conversion: Conversion | None = None
     """Shared by all parameters that are made together; None when the pieces are views."""
     codes: Codes | None = None
-    """What the parameter holds in place of values; None where it holds these."""
+    """Codes that the parameter holds in place of values; None if it holds values."""
 
     @property
     def stored_form(self) -> Form:
