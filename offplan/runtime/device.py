@@ -30,7 +30,7 @@ def device_name(device: torch.device) -> str:
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Context in which a CUDA device is the current one; nothing changes for the CPU.
 
-    What names no device, as page locks do, would else make a context on the first GPU.
+    Calls that name no device, as page locks do, would else make a context on the first GPU.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
@@ -53,8 +53,8 @@ def settle(device: torch.device) -> None:
 def let_go(device: torch.device) -> None:
     """Wait until the device is done with host memory, whatever state an error left it in.
 
-    A device that failed reports its error at every call; host memory is to be given back all the
-    same, and the error that is already on its way is the one to show.
+    A device that failed reports its error at every call, but host memory is to be given back all
+    the same. The error that is already on its way is the one to show.
     """
     with suppress(RuntimeError):
         settle(device)

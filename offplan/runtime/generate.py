@@ -50,12 +50,12 @@ def generate(
 ) -> Iterator[torch.Tensor]:
     """Yield up to ``num_tokens`` tokens that follow ``prompt`` (int64, [batch, tokens]).
 
-    Each is int64 of shape [batch] on the CPU, and what ``choose`` makes of the logits: called as
-    ``choose(logits, rows)`` with logits of [batch, vocabulary] on the session's device and the rows
-    whose token is wanted, it returns tokens, int64 of [batch, 1] on that device. Ends early once
-    every sequence has made one of ``stop_tokens``. ``measured`` is filled while tokens are
-    taken. Runs on the session's stream and waits for each token; the next step is queued before it
-    is read. Prompts of unlike lengths are for ``generate_texts``.
+    Each is int64 of shape [batch] on the CPU, and what ``choose`` makes of the logits.
+    ``choose(logits, rows)`` is called with logits of [batch, vocabulary] on the session's device
+    and the rows whose token is wanted. It returns tokens, int64 of [batch, 1] on that device. Ends
+    early once every sequence has made one of ``stop_tokens``. ``measured`` is filled while tokens
+    are taken. Runs on the session's stream and waits for each token; the next step is queued before
+    it is read. Prompts of unlike lengths are for ``generate_texts``.
 
     Raises NotANumberError in place of the tokens of a pass whose logits are NaN in a row that has
     not ended. The device finds that out, and the host reads it with the tokens. The session then

@@ -42,7 +42,7 @@ _UNTRAINED = "a plan executes a model and cannot train it"
 
 
 class OffplanConfig(PreTrainedConfig):
-    """What transformers' registry of models lists ``OffplanForCausalLM`` under, and no more."""
+    """The config under which transformers' registry lists ``OffplanForCausalLM``, and no more."""
 
     model_type = "offplan"
 
@@ -73,7 +73,7 @@ class OffplanForCausalLM(ModelWithOwnCache):
 
     @property
     def device(self) -> torch.device:
-        """Where tokens are expected: anywhere, and so on the CPU."""
+        """Device on which tokens are expected: any, and so the CPU."""
         return torch.device("cpu")
 
     @property

@@ -36,18 +36,19 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True)
 class Added:
-    """What one token added to a text."""
+    """The piece that one token added to a text."""
 
     text: Text
     piece: str
-    """What is certain by now of the text; may be empty."""
+    """Text that has become certain; may be empty."""
     token: int
     scored: Scored | None
     """The token with its logarithm, where the text was to have them."""
     likeliest: Sequence[Scored]
     """The likeliest tokens in its place, the likeliest first."""
     finish: Literal["stop", "length"] | None
-    """Why the text ended with this token, as ``Text.finish`` has it; None while it goes on."""
+    """Reason that the text ended with this token, as ``Text.finish`` has it; None while it goes
+    on."""
 
 
 @dataclass(eq=False)
@@ -56,7 +57,7 @@ class Continued:
 
     text: Text
     sampling: Sampling | None = None
-    """How its tokens are drawn; None for greedily."""
+    """Way in which its tokens are drawn; None for greedily."""
     num_logprobs: int | None = None
     """Likeliest tokens to tell beside the one that was made; None tells no logarithms."""
     number: int | None = None
@@ -83,7 +84,7 @@ class _Chosen:
     arrival: Arrival
     scores: Mapping[Continued, tuple[torch.Tensor, torch.Tensor]]
     began_s: float | None
-    """When their prompts were begun, by ``perf_counter``; None for a step's."""
+    """Time at which their prompts were begun, by ``perf_counter``; None for a step's."""
 
 
 class JoinedTexts:
@@ -93,8 +94,8 @@ class JoinedTexts:
     order of sums, which depends on how many rows a pass has. In float32 the difference stands in
     the last bits, and tokens are the same but for ties. In a shorter type tokens may differ with
     the number of rows. A text is the same bit for bit, whatever it is beside, under three
-    conditions: there is one number of rows (``sizes=()`` of ``Rows``); all weights are resident,
-    and the host's cores multiply none; its prompt is read alone and as a whole.
+    conditions. There is one number of rows (``sizes=()`` of ``Rows``). All weights are resident,
+    and the host's cores multiply none. Its prompt is read alone and as a whole.
 
     Runs on the session's stream. The next step is queued before the tokens of the last one are
     read, so that the device is not kept waiting for the host.
@@ -110,7 +111,7 @@ class JoinedTexts:
         self._joined: dict[Continued, None] = {}
         self._chosen: deque[_Chosen] = deque()
         self._last_s = 0.0
-        """When the last tokens arrived."""
+        """Time at which the last tokens arrived."""
         # page-locked once: a later allocation would wait for the device
         self._hosts = cycle([self._make_host() for _ in range(_NUM_HOSTS)])
         with self._session.stream():
@@ -302,7 +303,7 @@ def generate_texts(
 
     A text begins in the row that another has left, while those beside it go on. ``measured`` is
     filled: the prompt's figures are of the texts that begin together at first, the steps those of
-    all. Raises what ``Rows.join_all`` and ``Rows.extend`` raise, and NotANumberError where a text's
+    all. Raises what ``Rows.join_all`` and ``Rows.extend`` raise. Raises NotANumberError if a text's
     logits are NaN: no text begins from there on, and those beside it are made first.
     """
     for each, added in continue_texts(

@@ -11,7 +11,7 @@ def refuse(why: str) -> CheckpointError:
 
 
 def is_long(model: Model, context: int) -> bool:
-    """Whether indexers choose what is seen of texts of so many tokens."""
+    """Return True if indexers choose what is seen of texts of so many tokens."""
     most = model.architecture.index_topk
     return most is not None and context > most
 

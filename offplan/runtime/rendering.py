@@ -35,7 +35,7 @@ _CODE = (
 
 
 class TemplateError(Exception):
-    """Why a template gives no text, as what is said of the template."""
+    """The reason that a template gives no text, as what is said of the template."""
 
 
 class Renderer:
@@ -107,7 +107,7 @@ class _Process:
 
     @property
     def has_ended(self) -> bool:
-        """Whether something else has ended it, as a system does that is short of memory."""
+        """True if something else has ended it, as a system does that is short of memory."""
         return self._child.poll() is not None
 
     def ask(self, question: bytes) -> dict[str, Any]:

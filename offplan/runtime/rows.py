@@ -28,7 +28,7 @@ class Joined(NamedTuple):
 
 @dataclass
 class _Row:
-    """What a row of the cache holds."""
+    """The content of a row of the cache."""
 
     tokens: list[int | torch.Tensor] = field(default_factory=list)
     """Its tokens; the last ones the host may not have read: each of one element, on the device."""
@@ -131,10 +131,10 @@ class Rows:
     ``session.stream()``. Not for several threads at once.
 
     A call that raises, whatever it raises, leaves the other texts as they were, ready for the next
-    call. Where that cannot be, as where a step has changed the states of linear attention, the rows
-    are emptied: afterwards ``in_use`` names the texts that are still there. Behind a text a row
-    holds numbers, never a NaN, which attention could not weigh by zero: a row is cleared there when
-    a text joins or moves in.
+    call. If that cannot be, as when a step has changed the states of linear attention, the rows are
+    emptied. Afterwards ``in_use`` names the texts that are still there. Behind a text a row holds
+    numbers, never a NaN, which attention could not weigh by zero. A row is cleared there when a
+    text joins or moves in.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Rows:
         """Share the cache of ``session`` among up to ``num_rows`` texts at a time.
 
         A plan has memory for as many as its workload's batch. A step runs, and is captured, for the
-        least of ``sizes`` rows that has all that it extends; ``num_rows`` is always one of them,
+        least of ``sizes`` rows that has all that it extends. ``num_rows`` is always one of them,
         and by default the other is 1. Raises InputError for fewer rows than one, and for more where
         a family's states allow one alone.
         """
@@ -167,12 +167,12 @@ class Rows:
         self._rows = [_Row() for _ in range(num_rows)]
         self._num_left = 0
         self._slots = [*range(num_rows)]
-        """Where each row lies in the cache: a step runs for the first of these places."""
+        """Place of each row in the cache: a step runs for the first of these places."""
         self._captures_prompts = False
         self._cache: object = None
         """The cache that they are rows of; None before the first pass."""
         self._is_in_doubt = True
-        """Whether positions on the device may be others than the rows': a call has not ended."""
+        """True if positions on the device may be others than the rows': a call has not ended."""
 
     @property
     def in_use(self) -> frozenset[int]:
@@ -192,9 +192,9 @@ class Rows:
         """Compile, capture and let libraries allocate: for such a prompt, and steps of each size.
 
         Forgets all texts. A prompt shorter than the plan's chunk compiles nothing. With
-        ``capture_prompt`` the prompt of a single row is captured where a session would capture it,
-        and so are others that come twice in a row: that pays where prompts have one length, for a
-        prompt of another one takes away all that is captured.
+        ``capture_prompt`` the prompt of a single row is captured where a session would capture it.
+        So are others that come twice in a row. That pays if prompts have one length: a prompt of
+        another length takes away all that is captured.
         """
         for row in self._rows:
             row.forget()
@@ -218,11 +218,11 @@ class Rows:
         """Read a prompt of ``owner`` into a free row.
 
         Of the free rows it takes the one whose cache holds most of the prompt's beginning, and
-        reads the rest alone. Where the row of another text holds more, a free row is given a copy,
-        of what the host knows of that text. A prompt goes on from texts of its own owner alone. A
+        reads the rest alone. If the row of another text holds more, a free row is given a copy, of
+        what the host knows of that text. A prompt goes on from texts of its own owner alone. A
         state that cannot go back, as linear attention has, serves a prompt that goes on from all of
-        it; where rotary embeddings change with the text's length, what is as long as to change them
-        is read as a whole. Raises InputError for a prompt that is empty or beyond the context, and
+        it. If rotary embeddings change with the text's length, what is as long as to change them is
+        read as a whole. Raises InputError for a prompt that is empty or beyond the context, and
         where no row is free, MemoryLimitError.
         """
         (joined,) = self.join_all([prompt], [owner])
@@ -293,8 +293,8 @@ class Rows:
         by the next call. Raises InputError for a row that has no text and for a text that has
         reached the context, before anything is changed, MemoryLimitError.
 
-        Where a model's states cannot stay as they are (linear attention), the texts of all rows in
-        use have to be extended; InputError otherwise.
+        If a model's states cannot stay as they are (linear attention), the texts of all rows in use
+        have to be extended; InputError otherwise.
         """
         fed = torch.zeros(self.num_rows, 1, dtype=torch.int64)
         on_device = {row: each for row, each in tokens.items() if isinstance(each, torch.Tensor)}
@@ -483,10 +483,10 @@ class Rows:
     def _divide(self, parts: Sequence[_Part]) -> list[list[_Part]]:
         """Divide what is to be read among passes.
 
-        Those of one share what rotary embeddings change by. Hidden states of their tokens wait for
-        each layer, two of a token; a plan has memory for six of each token that a chunk of all rows
-        has (``WAITING_COPIES`` and ``HIDDEN_COPIES`` of ``costs.activations``), and a chunk here is
-        of one row.
+        Parts of one pass share what rotary embeddings change by. Hidden states of their tokens wait
+        for each layer, two of a token. A plan has memory for six of each token that a chunk of all
+        rows has (``WAITING_COPIES`` and ``HIDDEN_COPIES`` of ``costs.activations``). A chunk here
+        is of one row.
         """
         most = (3 * self.num_rows - 2) * self._runner.chunk
         passes: list[list[_Part]] = []

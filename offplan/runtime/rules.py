@@ -1,4 +1,4 @@
-"""What a model's files say about which tokens may follow, and which of them end a text."""
+"""Rules of a model's files on which tokens may follow, and which of them end a text."""
 
 import math
 from collections.abc import Mapping
@@ -42,10 +42,10 @@ _NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "assistant_ensemble_weight": (),
     "max_time": (),
 }
-"""What else changes greedy texts, with the values beside null that leave them as they are.
+"""Other settings that change greedy texts, with the values beside null that leave them as they are.
 
 Source: transformers 5.23, ``_get_logits_processor``, ``_get_stopping_criteria`` and
-``get_generation_mode``. What concerns drawing, the length or the cache is not of these.
+``get_generation_mode``. Settings of drawing, the length or the cache are not among these.
 """
 _MOST_TOKEN = 2**31
 """Beyond any token, of either sign, and within what tensors of numbers hold."""
@@ -53,7 +53,7 @@ _MOST_TOKEN = 2**31
 
 @dataclass(frozen=True)
 class TokenRules:
-    """Which tokens may follow, and what ends a text; the values' names are transformers'."""
+    """The rules on which tokens may follow and what ends a text, by transformers' names."""
 
     end_tokens: frozenset[int] = frozenset()
     """Tokens that end a text."""
@@ -99,8 +99,8 @@ def read_rules(model: Model, tokenizer: Any) -> TokenRules:
 
     End tokens are those of the generation config, or else of the config, and the tokenizer's own.
 
-    Raises InputError for a file that cannot be read, for a value that is none and for what would
-    change a greedy text and is not supported, and HubError.
+    Raises InputError for a file that cannot be read, and for a value that is none. Raises
+    InputError for what would change a greedy text and is not supported. Raises HubError.
     """
     found, where = _read(model)
     for key, neutral in _NOT_SUPPORTED.items():

@@ -60,7 +60,7 @@ def mark_nan(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn, under transformers' names; temperature 0 is greedy."""
+    """The way in which tokens are drawn, under transformers' names; temperature 0 is greedy."""
 
     temperature: float = 1.0
     """Divides the logits."""

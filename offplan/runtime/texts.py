@@ -8,7 +8,7 @@ from offplan.runtime.rules import TokenRules
 _CONTEXT_TOKENS = 5
 """Tokens of the prompt that the first one is decoded behind: some tokenizers drop a space else."""
 _PART = "\N{REPLACEMENT CHARACTER}"
-"""What the bytes of a character that is not whole are decoded to."""
+"""Text that the bytes of a character that is not whole are decoded to."""
 _MOST_PART = 3
 """Bytes that a character of UTF-8 may have without being whole, and so of ``_PART``."""
 _MOST_HELD = 32
@@ -31,9 +31,10 @@ class Text:
     ) -> None:
         """Continue the tokens ``prompt`` by up to ``num_tokens``, decoded by ``tokenizer``.
 
-        What ends texts by the model's ``rules`` ends this one, and so does one of ``stop_strings``;
-        a string is left out. ``number`` is the text's own among all, by which its random numbers
-        are seeded. ``keeps_special`` leaves special tokens in the text, but the one that ends it.
+        Tokens that end texts by the model's ``rules`` end this one, and so does one of
+        ``stop_strings``; a string is left out. ``number`` is the text's own among all, by which its
+        random numbers are seeded. ``keeps_special`` leaves special tokens in the text, but the one
+        that ends it.
         """
         self._keeps_special = keeps_special
         self.prompt = list(prompt)
@@ -43,7 +44,8 @@ class Text:
         self.num_made = 0
         """Tokens so far, the one that ended the text included."""
         self.finish: Literal["stop", "length"] | None = None
-        """Why it ended: a token or a string that ends texts, or its length; None while it goes on.
+        """Reason of its end: a token or a string that ends texts, or its length; None while it goes
+        on.
         """
         self.tokenizer = tokenizer
         self.num_tokens, self.rules = num_tokens, rules or TokenRules()

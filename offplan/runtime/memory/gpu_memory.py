@@ -36,8 +36,8 @@ def bytes_in_use(device: torch.device) -> int:
 class PeakMemory:
     """Keeps account of the most bytes in use on the card, by whomever; 0 of them on the CPU.
 
-    torch's allocator gives nothing back but in ``release``, or where there is no memory left: what
-    is in use at any other time is the most since the last of them.
+    torch's allocator gives nothing back but in ``release``, or if there is no memory left. So what
+    is in use at any other time is the most since the last of these.
     """
 
     def __init__(self, device: torch.device) -> None:

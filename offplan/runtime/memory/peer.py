@@ -9,8 +9,8 @@ from offplan.units import format_bytes
 def find_peer(device: torch.device, num_bytes: int) -> torch.device:
     """Find the first other CUDA device that reaches ``device`` directly, ``num_bytes`` free.
 
-    What torch has cached there counts as free. Asking makes a context on each device that is asked,
-    which takes some of its memory. Raises MemoryLimitError, naming what was found, when none
+    Memory that torch has cached there counts as free. Asking makes a context on each device that is
+    asked, which takes some of its memory. Raises MemoryLimitError, naming what was found, when none
     will do.
     """
     own = torch.cuda.current_device() if device.index is None else device.index

@@ -1,4 +1,4 @@
-"""What executes the backends that read weights at use: one server each, registered in a table."""
+"""Servers of the backends that read weights in place: one each, registered in a table."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from offplan.runtime.memory.handover import Handover
 
 
 class Server(Protocol):
-    """Serves what one session reads at use by one backend. Works on the current stream."""
+    """Serves what one session reads in place by one backend. Works on the current stream."""
 
     @property
     def bytes_moved(self) -> int:
@@ -137,4 +137,4 @@ SERVERS: dict[Backend, Callable[[torch.device], Server]] = {
     Backend.UVA: InPlace,
     Backend.HOST: ByCores,
 }
-"""What serves each backend that reads at use on a device; the ring serves those that stream."""
+"""Server of each backend that reads in place on a device; the ring serves those that stream."""
