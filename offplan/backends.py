@@ -110,7 +110,7 @@ class Backend:
     once for all chunks of a prompt. Otherwise the layer's own kernels read them, those of each
     chunk for themselves."""
     gpu_bytes: Callable[[int], int] | None = None
-    """Return how many of a unit's bytes stay on the GPU all the same; None where none do."""
+    """Return how many of a unit's bytes stay on the GPU all the same; None if none do."""
     stores: tuple[Store, ...] = ("host",)
     """Stores that it can read."""
     phases: tuple[PhaseName, ...] = ("prefill", "decode")

@@ -50,7 +50,7 @@ class ExpertSlots:
     host_share: float = 0.0
     """Part of the experts that a step misses which the host's cores multiply where they lie."""
     inner: int = 0
-    """Inner columns of an expert that cores and link split; 0 where they split none."""
+    """Inner columns of an expert that cores and link split; 0 if they split none."""
 
     @property
     def splits(self) -> bool:
@@ -164,7 +164,7 @@ def find_expert_slots(
 
 
 def find_inner(stage: Stage, units: Sequence[Unit]) -> int:
-    """Find the inner columns of experts; 0 where a part of them cannot be multiplied alone.
+    """Find the inner columns of experts; 0 if a part of them cannot be multiplied alone.
 
     Packed weights lie in halves of a row, and their patches by place.
     """
@@ -206,7 +206,7 @@ def check_parts(stage: Stage, layer: Layer, number: int, rule: Rule, units: Sequ
 def _require_experts(stage: Stage, layer: Layer, rule: str, units: Sequence[Unit]) -> int:
     """Count the experts of a layer of which ``rule`` takes ``units``.
 
-    Raises PlanError where these are not all of the layer's routed experts, and nothing else.
+    Raises PlanError if these are not all of the layer's routed experts, and nothing else.
     """
     other = next((unit.name for unit in units if not unit.is_expert), None)
     if other is not None:
@@ -244,7 +244,7 @@ def _count_experts(stage: Stage, units: Sequence[Unit]) -> int:
 
 
 def require_few_pairs(stage: Stage | Model, offload: Offload, batch: int) -> None:
-    """Raise PlanError where a step sends ``batch`` tokens to more experts than kernels sort.
+    """Raise PlanError if a step sends ``batch`` tokens to more experts than kernels sort.
 
     ``stage`` is what holds the experts, or the model.
     """

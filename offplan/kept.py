@@ -40,7 +40,7 @@ class KeptAnswers(Generic[_Answer]):
     """Raises any exception for bytes that ``encode`` does not write."""
 
     def find(self, key: Mapping[str, Any], name: str | None = None) -> _Answer | None:
-        """Return the answer to ``key``, or None where there is none that can be believed.
+        """Return the answer to ``key``, or None if there is none that can be believed.
 
         ``name`` is the file's, as for ``keep``.
         """
@@ -57,7 +57,7 @@ class KeptAnswers(Generic[_Answer]):
     def keep(self, key: Mapping[str, Any], answer: _Answer, name: str | None = None) -> bool:
         """Keep the answer to ``key``; the file appears whole or not at all.
 
-        ``name`` is the file's path in the kind's folder; the key's digest if left out. False where
+        ``name`` is the file's path in the kind's folder; the key's digest if left out. False if
         the disk does not take the file.
         """
         asked = self._describe(key)

@@ -155,7 +155,7 @@ def kept_after_prefill(placement: Placement) -> dict[int, tuple[int, Span]]:
     """Return slot and span of the layers whose slab prefill leaves in the ring, by layer index.
 
     If decode copies nothing, no slot is refilled after its last turn in prefill. Decode reads what
-    these spans hold from their slots, and only what lies outside them over the link. Empty where
+    these spans hold from their slots, and only what lies outside them over the link. Empty if
     decode streams anything, since it needs the slots.
     """
     if placement.spans(Phase.DECODE):

@@ -94,7 +94,7 @@ class PackedConfig(QuantizationConfig):
     """Weights that a plan takes of the model, and those of them that it packs."""
 
     def __init__(self, beside: QuantizationConfig | None = None) -> None:
-        """``beside`` holds routed experts as their checkpoint stores them; None where it is
+        """``beside`` holds routed experts as their checkpoint stores them; None if it is
         plain."""
         super().__init__()
         self._beside = beside
@@ -410,7 +410,7 @@ class _Loads:
         self._is_made_up = get_current_vllm_config().load_config.load_format == "dummy"
 
     def require(self, layer: torch.nn.Module, *names: str) -> None:
-        """Raise ExportError where weights of the layer are missing; vLLM pads heads alone.
+        """Raise ExportError if weights of the layer are missing; vLLM pads heads alone.
 
         ``names`` are those of its parameters that are to be packed.
         """

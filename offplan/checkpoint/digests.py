@@ -63,7 +63,7 @@ def find_hub_digest(path: Path, name: str) -> str | None:
 
 
 def _read_text(path: Path) -> str:
-    """Return a small text file's content; empty where there is none that can be read."""
+    """Return a small text file's content; empty if there is none that can be read."""
     try:
         if not path.is_file() or path.stat().st_size > _MAX_NOTE_BYTES:
             return ""

@@ -37,7 +37,7 @@ def is_absent(repo: str, filename: str, commit: str) -> bool:
 def fetch(repo: str, filename: str, revision: str | None) -> Path:
     """Bring one small file into the Hub's cache, or find it there.
 
-    Raises NoSuchFile where the repository has none, CheckpointError and HubError.
+    Raises NoSuchFile if the repository has none, CheckpointError and HubError.
     """
     return next(fetch_each(repo, revision, {filename: MAX_JSON_BYTES}))
 

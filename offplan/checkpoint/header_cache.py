@@ -18,7 +18,7 @@ class ShardStart(NamedTuple):
     data: bytes
     """Header length and JSON, as in the file; perhaps less of it."""
     file_bytes: int | None
-    """Size of the whole shard; None where the server did not say."""
+    """Size of the whole shard; None if the server did not say."""
 
     def parse(self, shard: str, where: str) -> list[TensorInfo]:
         """Return the tensors; raises CheckpointError, naming ``where``, when it is damaged."""
@@ -26,7 +26,7 @@ class ShardStart(NamedTuple):
 
 
 def find_header(repo: str, commit: str, shard: str) -> ShardStart | None:
-    """Return a shard's header, or None where none is kept that can be believed."""
+    """Return a shard's header, or None if none is kept that can be believed."""
     return _HEADERS.find(*_place(repo, commit, shard))
 
 

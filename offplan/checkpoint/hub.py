@@ -73,7 +73,7 @@ def offline() -> Iterator[None]:
 
 
 def _read_generation(repo: str, commit: str) -> str | None:
-    """Return the fingerprint of a generation config; None where neither cache nor Hub tells."""
+    """Return the fingerprint of a generation config; None if neither cache nor Hub tells."""
     with suppress(HubError):
         fetch_where_present(repo, commit, (GENERATION_NAME,))
     if (path := find_file(repo, GENERATION_NAME, commit)) is not None:

@@ -51,7 +51,7 @@ def read_windows(
 ) -> tuple[tuple[Mixer, ...], tuple[int | None, ...], tuple[str, ...]]:
     """Read the layers' mixers and windows from a language model's config, else by its model type.
 
-    A window is the tokens that a layer's attention sees at most, None where nothing hides the
+    A window is the tokens that a layer's attention sees at most, None if nothing hides the
     context. The sentences returned last are on what the config leaves open.
     """
     pattern = PATTERNS.get(model_type)
@@ -75,7 +75,7 @@ def read_windows(
 def _stated(
     text: Mapping[str, Any], pattern: Pattern | None, num_layers: int
 ) -> list[Mixer] | None:
-    """Return what the config lists layer by layer, None where it lists nothing."""
+    """Return what the config lists layer by layer, None if it lists nothing."""
     kinds = text.get("layer_types")
     if isinstance(kinds, list) and len(kinds) >= num_layers:
         named = _MIXERS
@@ -90,7 +90,7 @@ def _stated(
 
 
 def _guess(text: Mapping[str, Any], model_type: str) -> Pattern | None:
-    """Make a pattern for a model type without one, None where the config says too little."""
+    """Make a pattern for a model type without one, None if the config says too little."""
     if read_count(text, "full_attention_interval"):
         return Pattern("lf", every="full_attention_interval")
     if model_type in TIED_BY_DEFAULT or text.get("use_sliding_window") is False:
@@ -123,7 +123,7 @@ def _repeat(text: Mapping[str, Any], pattern: Pattern, num_layers: int) -> list[
 
 
 def _read_window(text: Mapping[str, Any], model_type: str, pattern: Pattern) -> int | None:
-    """Return the tokens of the sliding layers, None where windows are switched off."""
+    """Return the tokens of the sliding layers, None if windows are switched off."""
     is_listed = pattern.by_list and isinstance(text.get("layer_types"), list)
     if pattern.switched and not is_listed and text.get("use_sliding_window") is not True:
         return None
@@ -141,6 +141,6 @@ def _read_window(text: Mapping[str, Any], model_type: str, pattern: Pattern) -> 
 
 
 def _read_chunk(text: Mapping[str, Any], pattern: Pattern) -> int | None:
-    """Return the tokens of a chunk, None where there are no chunks."""
+    """Return the tokens of a chunk, None if there are no chunks."""
     default = pattern.key == _CHUNK_KEY and _CHUNK_KEY not in text
     return pattern.tokens if default else read_count(text, _CHUNK_KEY)

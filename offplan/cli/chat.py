@@ -175,7 +175,7 @@ class _Conversation:
                 print_note("that is no text in UTF-8")
 
     def _obey(self, command: str, argument: str = "") -> bool:
-        """Do what a command says; returns False where it is to end."""
+        """Do what a command says; returns False if it is to end."""
         if command == "/exit":
             return False
         if command == "/reset":

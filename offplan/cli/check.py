@@ -57,7 +57,7 @@ def check(
     Exits with 4 if something is not as a plan has it (drift), else with 3 if memory lacks. Else it
     exits with 2 if `run` or the engine refuses the plan, or a file cannot be read. Without a GPU,
     and with --file-only, all is checked but this machine; with --engine, a running engine in its
-    place. With --strict it exits with 1 where all else holds and something could not be compared.
+    place. With --strict it exits with 1 if all else holds and something could not be compared.
     --file-only does not ask the Hub: of a model that is not on this disk it checks the plan's own
     figures and its profile.
     """

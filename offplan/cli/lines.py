@@ -165,8 +165,8 @@ class Results:
         """Go on with the file ``path``, or begin it; ``force`` begins it anew.
 
         No other process can until the results are closed. ``settings`` stands for all that the
-        texts depend on beside their prompts. Raises InputError where another run writes the file,
-        where there is another file, or results of other prompts or settings.
+        texts depend on beside their prompts. Raises InputError if another run writes the file,
+        if there is another file, or results of other prompts or settings.
         """
         self.done: set[int] = set()
         """Lines whose results are there."""

@@ -15,7 +15,7 @@ def open_locked(path: Path) -> IO[str]:
     The lock is the system's, and ends with the process, however that ends. A file system without
     locks is told of on stderr, and the file is opened all the same.
 
-    Raises InputError where another process has locked the file, and OSError.
+    Raises InputError if another process has locked the file, and OSError.
     """
     file = path.open("a", encoding="ascii")
     try:

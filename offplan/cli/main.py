@@ -70,7 +70,7 @@ def _run() -> int | str | None:
 
 
 def _check_docstrings() -> None:
-    """Raise InputError where Python leaves docstrings out, of which transformers makes code."""
+    """Raise InputError if Python leaves docstrings out, of which transformers makes code."""
     if sys.flags.optimize > 1:
         from offplan.errors import InputError
 

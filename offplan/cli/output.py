@@ -109,7 +109,7 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def check_stdout() -> None:
-    """Raise OffplanError where standard output is closed, so that a result would be lost."""
+    """Raise OffplanError if standard output is closed, so that a result would be lost."""
     if not sys.stdout.writable():
         raise OffplanError(
             "standard output is closed, and the result would be printed there: leave it open, or "
@@ -155,7 +155,7 @@ def _check_room(path: Path, folder: Path) -> None:
 def writing(path: Path) -> Iterator[None]:
     """Name a file that the system refuses to write meanwhile.
 
-    Raises OffplanError where the disk is full or fails, and InputError where no file can be.
+    Raises OffplanError if the disk is full or fails, and InputError if no file can be.
     """
     try:
         yield

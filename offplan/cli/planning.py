@@ -22,7 +22,7 @@ from offplan.units import format_budget, format_bytes
 def read_workload(batch: int, prompt_tokens: int, output_tokens: int, context: int) -> Workload:
     """Check the workload, with the shortest context in place of LONGEST, which is yet to be found.
 
-    Raises InputError where it contradicts itself.
+    Raises InputError if it contradicts itself.
     """
     tokens = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
     try:
@@ -120,7 +120,7 @@ def relocate_path(named: str, old: Path, new: Path) -> str:
 def settle_context(question: Question, context: int) -> Question:
     """Find the longest context where it is LONGEST; say so where it is more than was trained for.
 
-    Raises InputError where the batch is yet to be chosen, too.
+    Raises InputError if the batch is yet to be chosen, too.
     """
     architecture = question.model.architecture
     trained = architecture.trained_context

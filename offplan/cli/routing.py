@@ -27,7 +27,7 @@ def check_file(path: Path | None, *, force: bool) -> None:
 def save_routing(session: "Session", plan: Plan, path: Path, *, force: bool) -> None:
     """Write what a session recorded as a routing profile, and print what caches would serve.
 
-    Raises InputError where no step was run, and what ``save_file`` raises.
+    Raises InputError if no step was run, and what ``save_file`` raises.
     """
     from offplan.routing.profile import dump_routing, make_routing
 

@@ -178,7 +178,7 @@ def serve(
 
 
 def require_extra() -> None:
-    """Raise InputError where the packages of the extra ``serve`` are missing."""
+    """Raise InputError if the packages of the extra ``serve`` are missing."""
     try:
         import prometheus_client  # noqa: F401
         import starlette  # noqa: F401

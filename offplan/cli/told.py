@@ -122,7 +122,7 @@ def open_teller(
     """Find where the texts of a request go, by the options of ``run``.
 
     ``lines`` are those of its file of prompts: their results have a file, which is closed when the
-    context is left. Raises InputError where that file is of something else, and HubError.
+    context is left. Raises InputError if that file is of something else, and HubError.
     """
     if lines:
         settings = request.fingerprint(model, texts[0].rules, dummy_weights=given.dummy_weights)

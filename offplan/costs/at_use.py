@@ -38,7 +38,7 @@ class AtUse:
 
     @cached_property
     def reuse(self) -> BatchReuse | None:
-        """How a decode step's tokens choose experts; None where they choose all alike."""
+        """How a decode step's tokens choose experts; None if they choose all alike."""
         return self.stage.reuse(self.batch)
 
     def read_bytes(self, served: Served, priced: PassCompute) -> Counter[Backend]:

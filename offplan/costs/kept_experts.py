@@ -108,7 +108,7 @@ class KeptUse:
 
 
 def predict_use(placement: Placement, stage: Stage, batch: int) -> KeptUse | None:
-    """Predict the hits and misses of a decode step; None where no experts are kept."""
+    """Predict the hits and misses of a decode step; None if no experts are kept."""
     experts, reuse = stage.experts, stage.reuse(batch)
     if experts is None or not placement.expert_slots:
         return None
@@ -131,7 +131,7 @@ def predict_use(placement: Placement, stage: Stage, batch: int) -> KeptUse | Non
 
 
 def list_use(use: KeptUse | None) -> tuple[Input, ...]:
-    """List what the miss rate of a decode step follows from; nothing where no experts are kept."""
+    """List what the miss rate of a decode step follows from; nothing if no experts are kept."""
     if use is None or not use.chosen:
         return ()
     return (

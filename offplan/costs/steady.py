@@ -36,13 +36,13 @@ class PartTable:
     """Layers of prompts whose experts stream in parts: arrays of shape [candidates, layers]."""
 
     num_parts: Ints
-    """0 where the layer is not in parts."""
+    """0 if the layer is not in parts."""
     part_ps: Ints
     """Compute of each part for a group of chunks."""
     copy_ps: Ints
     """One copy of a part."""
     num_groups: Ints
-    """Groups of chunks for which the parts cross; 1 where the layer is not in parts."""
+    """Groups of chunks for which the parts cross; 1 if the layer is not in parts."""
 
     @cached_property
     def most(self) -> list[int]:
@@ -51,7 +51,7 @@ class PartTable:
 
     @cached_property
     def following_ps(self) -> Ints:
-        """One copy of a part of the next layer in parts, -1 where there is none."""
+        """One copy of a part of the next layer in parts, -1 if there is none."""
         found, last = np.empty_like(self.copy_ps), np.full(len(self.copy_ps), -1, dtype=np.int64)
         for layer in reversed(range(self.copy_ps.shape[1])):
             found[:, layer] = last
@@ -79,7 +79,7 @@ class PassTable:
     read_ps: Ints
     """Reading weights in place, before the layer computes."""
     span_bytes: Ints
-    """Bytes that the layer streams through the ring; 0 where it has no slot."""
+    """Bytes that the layer streams through the ring; 0 if it has no slot."""
     copy_ps: Ints
     """One DMA of these bytes."""
     outside_ps: Ints
@@ -87,7 +87,7 @@ class PassTable:
     prefetch_step: Ints
     """Slots that the plan asks for, [candidates]."""
     parts: PartTable | None = None
-    """Layers in parts, whose parts are no longer in ``compute_ps``; None where there are none."""
+    """Layers in parts, whose parts are no longer in ``compute_ps``; None if there are none."""
 
     def __getitem__(self, rows: Ints) -> "PassTable":
         """Select candidates, none of whose layers is in parts."""
@@ -409,7 +409,7 @@ class _Moments:
         return _Moments(self.compute, self.link, self.done.copy(), self.parts.copy())
 
     def read(self, read: Ints, slowdown: float, *, drains: bool) -> None:
-        """Have kernels read for so many picoseconds; 0 where they read nothing."""
+        """Have kernels read for so many picoseconds; 0 if they read nothing."""
         slowly = self.compute + (read * slowdown).astype(np.int64)
         # what is being copied meanwhile is late by as much as the kernels read
         reading = read > 0

@@ -81,10 +81,10 @@ class PassTimes:
     read_by: Mapping[Backend, int] = field(default_factory=dict)
     """``uva_bytes`` by the backend that reads them; rows of an embedding are ``uva``'s."""
     keeping_ps: tuple[int, ...] = ()
-    """Picoseconds of each layer's kernels that keep experts on the GPU; empty where none do."""
+    """Picoseconds of each layer's kernels that keep experts on the GPU; empty if none do."""
 
     cores_ps: tuple[int, ...] = ()
-    """Picoseconds that each layer waits for the host's cores; empty where they compute nothing."""
+    """Picoseconds that each layer waits for the host's cores; empty if they compute nothing."""
     cores_bytes: int = 0
     """Bytes that the cores read, over all layers."""
     cores_products: int = 0

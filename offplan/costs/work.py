@@ -171,13 +171,13 @@ class LayerWork:
     attention: Mapping[Phase, AttentionDims]
     experts: Experts | None
     operators: Mapping[Phase, float] | None = None
-    """Operators that transformers' own pass launches, by phase; None where offplan's passes run."""
+    """Operators that transformers' own pass launches, by phase; None if offplan's passes run."""
     moved: Callable[[PassShape], float] | None = None
     """Bytes that these read and write in a call beside weights, the cache's among them."""
     overhead_s: float | None = None
     """Seconds that an engine's layer takes beside its roofline; None for the machine's figure."""
     unpacked: "LayerWork | None" = None
-    """The work of the same layer as the checkpoint stores it; None where nothing is packed."""
+    """The work of the same layer as the checkpoint stores it; None if nothing is packed."""
 
     def weight_bytes(self, shape: PassShape) -> float:
         """Bytes of weights that a pass reads, each once."""

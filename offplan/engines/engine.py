@@ -41,7 +41,7 @@ class EngineDemand:
     pinned_elsewhere: int = 0
     """Page-locked memory of the other ranks, where there are any, and of the input embedding."""
     stages: tuple["EngineDemand", ...] = ()
-    """The demand of each stage of a pipeline; none where there is one."""
+    """The demand of each stage of a pipeline; none if there is one stage."""
 
     @property
     def pinned_bytes(self) -> int:
@@ -96,7 +96,7 @@ class Engine:
     """The container image, without its tag."""
     port: int
     bind: Flags
-    """Binds each rank to the NUMA node of its GPU; empty where the engine does so by itself."""
+    """Binds each rank to the NUMA node of its GPU; empty if the engine does so by itself."""
     no_float16: Collection[str] = ()
     """Model types that it does not compute in float16."""
     max_bytes_unit: int = 1

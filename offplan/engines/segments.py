@@ -11,7 +11,7 @@ from offplan.segments import cover_names, list_runs, match_segments
 def engine_segments(rule: Rule, parameters: Iterable[EngineParameter]) -> list[str]:
     """Say the rule's segments in the engine's names; empty when the rule matches everything.
 
-    Raises ExportError where an engine's parameter holds more than the rule chooses.
+    Raises ExportError if an engine's parameter holds more than the rule chooses.
     """
     if not rule.cpu_offload_params:
         return []

@@ -15,7 +15,7 @@ _KINDS = frozenset(
 
 
 def why_no_kernel(form: Form, dtype: str, num_in: int) -> str | None:
-    """Say why the cores do not multiply weights of a form, or None where they do.
+    """Say why the cores do not multiply weights of a form, or None if they do.
 
     ``dtype`` is the model's, as torch names it, ``num_in`` the length of a row. Whole numbers by
     columns are laid out in rows once they are loaded.

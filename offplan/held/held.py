@@ -77,7 +77,7 @@ def hold(model: Model, packing: Packing | None = None, *, stock: bool = False) -
 def hold_stock(model: Model, passes: StockPasses | None = None) -> Stage:
     """Lower a model to what offplan's runtime holds of it for transformers' own passes.
 
-    ``passes`` are what these take where that is known. Raises CheckpointError where it cannot be
+    ``passes`` are what these take where that is known. Raises CheckpointError if it cannot be
     counted.
     """
     stage, passes = hold_whole(model, STOCK_RUNTIME), passes or find_passes(model)

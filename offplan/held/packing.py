@@ -195,7 +195,7 @@ def _taken(held: Model | Stage, packing: Packing) -> set[int]:
 
 
 def _why_not_pack_head(held: Model | Stage) -> str | None:
-    """Say why the output head of a model whose layers can be packed cannot, None where it can.
+    """Say why the output head of a model whose layers can be packed cannot, None if it can.
 
     Of several ranks each one's rows must allow it, padded as they are, and the whole head, too.
     """

@@ -72,7 +72,7 @@ def refuse(why: str, kind: type[OffplanError] = OffplanError) -> OffplanError:
 
 
 def check_platform() -> None:
-    """Raise OffplanError where the library does not run: it is for Linux on x86-64."""
+    """Raise OffplanError if the library does not run: it is for Linux on x86-64."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         raise refuse(
             f"needs Linux on an x86-64 processor with AVX2, found {sys.platform} on "
@@ -225,7 +225,7 @@ def find_compiler() -> list[str]:
 
 
 def check_own(path: Path) -> None:
-    """Raise OffplanError where somebody else could have written a file, or a folder above it."""
+    """Raise OffplanError if somebody else could have written a file, or a folder above it."""
     user = os.getuid()
     for each in (path, *path.parents):
         found = each.lstat()
@@ -246,7 +246,7 @@ def check_own(path: Path) -> None:
 def prebuild() -> Path:
     """Compile the library that a wheel has, by zig, for any Linux on x86-64 since glibc 2.17.
 
-    Raises OffplanError where the package ``ziglang`` is not there, or it fails.
+    Raises OffplanError if the package ``ziglang`` is not there, or it fails.
     """
     shutil.rmtree(PREBUILT, ignore_errors=True)
     PREBUILT.mkdir()

@@ -48,7 +48,7 @@ class Coordinator:
     def __init__(self, library: Library, team: Team, words: int, core: int = -1) -> None:
         """Begin to listen to the Words at an address, on a core if it is said; takes the team over.
 
-        Raises OffplanError where the system gives no thread.
+        Raises OffplanError if the system gives no thread.
         """
         self._calls, self._team, self._words = library.calls, team, words
         self._address = self._calls.offplan_coordinator(team.address, words, core)
@@ -75,7 +75,7 @@ class Coordinator:
     def add(self, task: Dense | Experts | None, price_s: float = 0.0) -> int:
         """Add a job, which is priced at so many seconds; returns its number.
 
-        The task must stay as it is. Raises OffplanError where there are too many.
+        The task must stay as it is. Raises OffplanError if there are too many.
         """
         if task is None:
             return self._add(JobKind.NOTHING, 0, LEAST_LIMIT_S, None)
@@ -106,7 +106,7 @@ class Coordinator:
         return ctypes.addressof(call)
 
     def check(self) -> None:
-        """Raise OffplanError where a job has failed."""
+        """Raise OffplanError if a job has failed."""
         if not self._address:
             return
         if trouble := _TROUBLES.get(self._calls.offplan_trouble(self._address)):
@@ -142,7 +142,7 @@ def choose_cores(
     They are of ``nearest``, the GPU's own NUMA node, if cores of it are allowed. A physical core in
     four, at least one, is left to the loop that makes the steps. ``num_threads`` takes as many as
     it says. A container's ``quota``, in cores, counts as the number of physical cores where it is
-    smaller. Raises OffplanError where there are not so many.
+    smaller. Raises OffplanError if there are not so many.
     """
     usable = sorted(set(allowed) & set(nearest)) or sorted(allowed)
     first_of: dict[int, int] = {}

@@ -198,7 +198,7 @@ class Library:
     def __init__(self, calls: ctypes.CDLL, fp4: Sequence[float], fp8: Sequence[float]) -> None:
         """Give it what codes of FP4 and FP8 stand for, 16 and 256 numbers.
 
-        Raises OffplanError where the processor has not what it needs.
+        Raises OffplanError if the processor has not what it needs.
         """
         self.calls = calls
         calls.offplan_instruction_sets.restype = c_int64
@@ -265,7 +265,7 @@ class Library:
 def load_library(fp4: tuple[float, ...], fp8: tuple[float, ...]) -> Library:
     """Load the library, compiling it first where that was not done yet; loaded once a process.
 
-    Raises OffplanError where it cannot be built or loaded, or the processor has not what it needs.
+    Raises OffplanError if it cannot be built or loaded, or the processor has not what it needs.
     """
     return Library(load_code(), fp4, fp8)
 

@@ -42,7 +42,7 @@ def memory_groups(proc: Path, cgroup: Path) -> Iterator[MemoryGroup]:
 
 
 def core_quota(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Find how many cores' time this process may take; None where no group limits it.
+    """Find how many cores' time this process may take; None if no group limits it.
 
     Source: the kernel's cgroup-v2.rst (``cpu.max``) and scheduler/sched-bwc.rst.
     """
@@ -70,7 +70,7 @@ def read_numbers(path: Path) -> dict[str, int]:
 
 
 def read_text(path: Path) -> str:
-    """Read a file of the kernel's; empty where there is none."""
+    """Read a file of the kernel's; empty if there is none."""
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError):

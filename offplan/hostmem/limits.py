@@ -98,7 +98,7 @@ def pin_limit(
 
 
 def lock_limit() -> int | None:
-    """Return the bytes that ``ulimit -l`` lets the process lock; None where it does not limit."""
+    """Return the bytes that ``ulimit -l`` lets the process lock; None if it does not limit."""
     if sys.platform == "win32":
         return None
     import resource

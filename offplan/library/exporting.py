@@ -117,7 +117,7 @@ def _name_worker(plan: Plan, model: Model, engine: str) -> Iterator[str]:
 
 
 def _find_machine(plan: Plan) -> MachineProfile | None:
-    """Read the profile that a plan was made from; None where there is none."""
+    """Read the profile that a plan was made from; None if there is none."""
     try:
         return open_planned_profile(plan)
     except ProfileError:

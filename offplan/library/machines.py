@@ -36,7 +36,7 @@ class Machine:
     free_gpu_bytes: int
     """Bytes of GPU memory that a process can have: all of it, or what nobody else has taken."""
     profile_name: str | None = None
-    """The name or file that the profile was read from; None where it was measured."""
+    """The name or file that the profile was read from; None if it was measured."""
     skipped: tuple[str, ...] = ()
     """Figures that were to be measured and were not, and why."""
 
@@ -46,7 +46,7 @@ _OF_CORES = ("cores", "cores_beside_copies", "host_reads", "cores_round_trip")
 
 
 def check_threads(host_threads: int) -> None:
-    """Raise OffplanError where the host's cores cannot compute with so many threads."""
+    """Raise OffplanError if the host's cores cannot compute with so many threads."""
     check_platform()
     choose_cores(os.sched_getaffinity(0), num_threads=host_threads, quota=core_quota())
 
@@ -56,7 +56,7 @@ def load_machine(name: StrPath) -> Machine:
 
     ``name`` is that of a profile that comes with offplan, such as ``h200-pcie5`` or ``rtx4090``, or
     a file that ``offplan measure`` wrote. Figures may be changed behind it, as in
-    ``rtx4090,pcie=4x8,ram=64GiB``. Raises ProfileError where there is none, or it is not valid.
+    ``rtx4090,pcie=4x8,ram=64GiB``. Raises ProfileError if there is none, or it is not valid.
     """
     named = parse_name(os.fspath(name))
     profile = load_profile(named)
@@ -92,7 +92,7 @@ def measure_here(
     offplan without any. ``on_stage`` hears what begins.
 
     Takes a minute or so, nearly all of the GPU's memory in turns, and synchronises the device.
-    Raises OffplanError where there is no CUDA device, CheckpointError for a model that cannot run
+    Raises OffplanError if there is no CUDA device, CheckpointError for a model that cannot run
     on such texts, and MemoryLimitError.
     """
     if device == "cuda":
@@ -224,7 +224,7 @@ def find_machine(
     stock: bool = False,
     on_stage: Stages = silent,
 ) -> Machine | None:
-    """Take the machine of this profile, else the one at hand; None where that has no GPU.
+    """Take the machine of this profile, else the one at hand; None if that has no GPU.
 
     The host's other GPUs are measured only where the ``store`` is one of them, or the plan is for
     several. ``packing`` and ``stock`` are as in ``measure_here``. Raises what ``load_machine`` and
@@ -255,7 +255,7 @@ def has_gpu() -> bool:
 
 
 def require_gpu() -> None:
-    """Raise OffplanError where there is no CUDA device to measure."""
+    """Raise OffplanError if there is no CUDA device to measure."""
     if not has_gpu():
         raise OffplanError(
             "no CUDA device to measure here: measure where there is one, and name the profile "

@@ -137,7 +137,7 @@ def list_changes(before: Plan, after: Plan) -> list[str]:
 
 
 def find_planned_machine(plan: Plan) -> MachineProfile | None:
-    """Return the profile that a plan was made from; None where it is gone, or another by now.
+    """Return the profile that a plan was made from; None if it is gone, or another by now.
 
     None as well where that holds of the plan's routing profile.
     """
@@ -152,7 +152,7 @@ def find_planned_machine(plan: Plan) -> MachineProfile | None:
 
 
 def _refuse_changes(plan: Plan, prediction: Prediction) -> None:
-    """Raise PlanError where a plan's own prediction is not what its decision gives anywhere."""
+    """Raise PlanError if a plan's own prediction is not what its decision gives anywhere."""
     terms = [*_MACHINE_FREE]
     for phase in ("prefill", "decode"):
         # how often a kernel reads what it reads in place is the machine's affair

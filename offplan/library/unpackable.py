@@ -63,7 +63,7 @@ def load_settled(
 ) -> tuple[Plan, _Loaded]:
     """Load by a plan and, where weights turn out not to pack, by one that does not pack these.
 
-    Returns the plan that was loaded by. Raises UnpackableError where ``settle`` finds no such plan,
+    Returns the plan that was loaded by. Raises UnpackableError if ``settle`` finds no such plan,
     what ``settle`` raises, and PlanError for a batch whose steps kept experts do not serve.
     """
     require_few_pairs(model, plan.offload, plan.workload.batch)

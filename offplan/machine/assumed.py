@@ -89,7 +89,7 @@ def _estimate(value: str, source: str) -> dict[str, str]:
 
 
 def _read_rate(figure: object) -> float | None:
-    """Read a figure's rate; None where it is none, which the profile's check tells."""
+    """Read a figure's rate; None if it is none, which the profile's check tells."""
     try:
         return parse_rate(figure["value"] if isinstance(figure, dict) else figure)  # type: ignore[arg-type]
     except (InputError, KeyError):

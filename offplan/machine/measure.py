@@ -37,7 +37,7 @@ def measure_machine(
     Every timed figure is the median of NUM_SAMPLES, timed by CUDA events after a warm-up; pinning
     by the host's clock. Takes about 1 GiB on the device and half of that on the host, and gives it
     back. ``with_others`` also uses the host's other GPUs: copies to several at once, and from a
-    peer's memory. Raises MemoryLimitError where the device or the host has no room.
+    peer's memory. Raises MemoryLimitError if the device or the host has no room.
     """
     steps: list[Callable[[], dict[str, object]]] = [
         measure_place,

@@ -57,7 +57,7 @@ def measure_place() -> dict[str, object]:
 
 
 def count_numa_nodes(nodes: Path = Path("/sys/devices/system/node")) -> int | None:
-    """Count the host's NUMA nodes with cores; None where the kernel lists none.
+    """Count the host's NUMA nodes with cores; None if the kernel lists none.
 
     Memory of a GPU may be a node as well, without cores. Source: the kernel's sysfs-devices-node.
     """
@@ -66,7 +66,7 @@ def count_numa_nodes(nodes: Path = Path("/sys/devices/system/node")) -> int | No
 
 
 def find_gpu_node() -> int | None:
-    """Find the NUMA node of the current device; None where the kernel names none."""
+    """Find the NUMA node of the current device; None if the kernel names none."""
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     # torch's stubs do not name these three
     domain, bus, device = (getattr(gpu, f"pci_{part}_id") for part in ("domain", "bus", "device"))
@@ -74,7 +74,7 @@ def find_gpu_node() -> int | None:
 
 
 def find_numa_node(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """Find the NUMA node of a device (``0000:1b:00.0``); None where the kernel names none.
+    """Find the NUMA node of a device (``0000:1b:00.0``); None if the kernel names none.
 
     Source: the kernel's sysfs-bus-pci: -1 is a machine with one node, or firmware that is silent.
     """

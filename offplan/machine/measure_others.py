@@ -68,7 +68,7 @@ def _copy_together(devices: list[torch.device]) -> list[list[float]]:
 
 
 def measure_peer() -> dict[str, object]:
-    """Measure DMA from the nearest other GPU's memory; nothing where none can be reached."""
+    """Measure DMA from the nearest other GPU's memory; nothing if none can be reached."""
     this = torch.cuda.current_device()
     curves: list[list[CopyRate]] = []
     for other in range(torch.cuda.device_count()):

@@ -171,7 +171,7 @@ def parse_name(text: str) -> MachineName:
 
 
 def why_no_run(gpu: str) -> str | None:
-    """Return why ``run`` cannot execute a model on a GPU of this name, None where none is known.
+    """Return why ``run`` cannot execute a model on a GPU of this name, None if none is known.
 
     Source: CUDA 13.0's release notes: Maxwell, Pascal and Volta are dropped. PyPI's wheels of the
     torch that offplan is tested with are built for it.
@@ -187,7 +187,7 @@ def why_no_run(gpu: str) -> str | None:
 
 
 def _find_maker(gpu: str) -> str | None:
-    """Find who makes a GPU, None where no name of another maker than NVIDIA is known."""
+    """Find who makes a GPU, None if no name of another maker than NVIDIA is known."""
     if _NVIDIA.search(gpu):
         return None
     name = _normalise(gpu)
@@ -203,7 +203,7 @@ class _Card(NamedTuple):
     is_super: bool
     is_laptop: bool
     vram_gib: int | None
-    """GPU memory, None where neither name nor table says."""
+    """GPU memory, None if neither name nor table says."""
 
 
 def find_nearest(name: str) -> list[str]:

@@ -252,7 +252,7 @@ class MachineProfile(Record):
     def with_store(self, store: Store) -> "MachineProfile":
         """Return the profile with the link to this store as its link; a peer is such a GPU as this.
 
-        Raises ProfileError where that link is not known.
+        Raises ProfileError if that link is not known.
         """
         if store == "host":
             return self
@@ -279,7 +279,7 @@ class MachineProfile(Record):
 
         The host's cores compute with ``host_threads``, those of the figures if it is left out. The
         ranks of one stage copy at once. A token passes one stage after the other, and copies end
-        with the pass. Raises ProfileError where the link to the store is not known.
+        with the pass. Raises ProfileError if the link to the store is not known.
         """
         return self.with_store(store).with_ranks(ranks).with_threads(host_threads)
 

@@ -22,7 +22,7 @@ class Rows(NamedTuple):
     step_ps: Floats
     setting: Ints
     num_slots: Ints
-    """Slots of the ring; 0 where nothing streams."""
+    """Slots of the ring; 0 if nothing streams."""
     first: Ints
     """The rule, by number."""
     second: Ints

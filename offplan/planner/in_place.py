@@ -23,7 +23,7 @@ class InPlace(NamedTuple):
     times_ps: tuple[float, float]
     """Picoseconds of the prompt, and of a decode step."""
     gpu_lack: float
-    """Bytes by which it exceeds the GPU's budget; at most 0 where it fits."""
+    """Bytes by which it exceeds the GPU's budget; at most 0 if it fits."""
     host_lack: float
 
 

@@ -136,11 +136,11 @@ class Option:
         return {}
 
     def ladder(self, space: "Space", kind: int) -> Ladder | None:
-        """Return the ladder of a kind of layer; None where it has none."""
+        """Return the ladder of a kind of layer; None if it has none."""
         return None
 
     def parts(self, space: "Space", kind: int) -> Parts | None:
-        """Return the parts of a kind of layer; None where prompts stream it whole, or not."""
+        """Return the parts of a kind of layer; None if prompts stream it whole, or not."""
         return None
 
     def rule(self, group_size: int, num_in_group: int, rungs: int = 1, more: int = 0) -> Rule:
@@ -163,11 +163,11 @@ class RoutedExperts:
     segment_class: SegmentClass
     """They alone."""
     slots: tuple[ExpertSlots | None, ...]
-    """Room for one expert of each kind of layer; None where a kind has none."""
+    """Room for one expert of each kind of layer; None if a kind has none."""
 
     @classmethod
     def of(cls, space: "Space") -> "RoutedExperts | None":
-        """Find them; None where rules may keep none."""
+        """Find them; None if rules may keep none."""
         goal, stage = space.question.goal, space.stage
         if goal.cached_experts == "off" or stage.experts is None:
             return None
@@ -193,7 +193,7 @@ class RoutedExperts:
 
     @cached_property
     def inner(self) -> list[int]:
-        """Inner columns of the experts of each kind of layer; 0 where they cannot be split."""
+        """Inner columns of the experts of each kind of layer; 0 if they cannot be split."""
         units = (() if each is None else each.units for each in self.slots)
         return [find_inner(self.space.stage, of_kind) for of_kind in units]
 

@@ -177,7 +177,7 @@ class Prices:
     def spend(self, candidates: Candidates, spare: Ints) -> tuple[NDArray[np.bool_], Own | None]:
         """Spend the bytes that candidates leave on what their rules' own numbers take.
 
-        Returns whether the bytes do, [candidates]; None where no option has such numbers.
+        Returns whether the bytes do, [candidates]; None if no option has such numbers.
         """
         options = candidates.first, candidates.second
         return self.numbers.spend(candidates.setting, options, self._takes(candidates), spare)

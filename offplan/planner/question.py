@@ -49,9 +49,9 @@ class Question:
     store: Store = "host"
     """Store of what is offloaded: host memory, or that of a second GPU."""
     profile: str | None = None
-    """The name by which the machine's profile is found again; None where it was measured."""
+    """The name by which the machine's profile is found again; None if it was measured."""
     routing_file: str | None = None
-    """The file of ``held``'s routing profile; None where tokens choose all experts alike."""
+    """The file of ``held``'s routing profile; None if tokens choose all experts alike."""
 
     def __post_init__(self) -> None:
         engine = self.goal.engine
@@ -182,7 +182,7 @@ def require_parts(question: Question) -> None:
 
 
 def why_not_part(model: Model, store: Store) -> str | None:
-    """Say why no plan can stream a model's experts in parts; None where plans can."""
+    """Say why no plan can stream a model's experts in parts; None if plans can."""
     if model.experts is None:
         return f"{model.source} has no routed experts"
     if store != "host":
@@ -191,7 +191,7 @@ def why_not_part(model: Model, store: Store) -> str | None:
 
 
 def why_not_keep(model: Model, batch: int, store: Store) -> str | None:
-    """Say why plans of a batch cannot keep experts, and what would help; None where they can."""
+    """Say why plans of a batch cannot keep experts, and what would help; None if they can."""
     if model.experts is None:
         return f"{model.source} has no routed experts: take a model that has"
     if store != "host":

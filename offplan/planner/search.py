@@ -62,7 +62,7 @@ class Search:
 
     best: Found | None = None
     single: float = NEVER
-    """The value of the best plan of at most one rule; NEVER where none is wanted."""
+    """The value of the best plan of at most one rule; NEVER if none is wanted."""
     num_candidates: int = 0
     """Plans of at most one rule that fit the budget."""
     num_priced: int = 0
@@ -92,7 +92,7 @@ class Searcher:
 
     @cached_property
     def packed(self) -> "Searcher | None":
-        """Searches the same question with all packed that can be; None where nothing may be."""
+        """Searches the same question with all packed that can be; None if nothing may be."""
         question = self.space.question
         stage, last = question.held.stage, question.held.stages[-1]
         if not question.may_pack or not packable(stage, question.unpacked):
@@ -135,7 +135,7 @@ class Searcher:
 
     @cached_property
     def stages(self) -> Stages | None:
-        """The other stages of a pipeline, whose times add up; None where there is one."""
+        """The other stages of a pipeline, whose times add up; None if there is one stage."""
         if self.space.question.goal.pipeline_parallel == 1:
             return None
         return Stages(self.space)

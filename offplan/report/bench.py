@@ -41,7 +41,7 @@ class MeasuredPhase:
     stall_s: float
     """Seconds that compute waited for the link."""
     bound_s: float | None
-    """Seconds: max(compute, bytes over the link's measured rate); None where the bytes are."""
+    """Seconds: max(compute, bytes over the link's measured rate); None if the bytes are."""
     compute_s: float
     """Seconds with everything resident: measured if that ran too, else as predicted."""
 
@@ -106,7 +106,7 @@ def _render_machine(plan: Plan, result: "BenchResult") -> Table:
 
 
 def _render_stalls(cost: "Measurement") -> Table | None:
-    """Show the layers that compute waited for the longest; None where it never did."""
+    """Show the layers that compute waited for the longest; None if it never did."""
     decode, prefill = cost.decode.stalls_s or {}, cost.prefill.stalls_s or {}
     layers = sorted(
         decode.keys() | prefill.keys(),

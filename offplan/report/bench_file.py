@@ -48,9 +48,9 @@ class PhaseFigures(_Part):
     stall_s: _Number
     """Seconds that compute waited for the link."""
     link_bytes: _Number | None
-    """Bytes over the link; null where nobody counted them."""
+    """Bytes over the link; null if nobody counted them."""
     recorded: RecordedWaits | None = None
-    """Waits of compute; null where they were not measured."""
+    """Waits of compute; null if they were not measured."""
 
 
 class Memory(_Part):
@@ -119,7 +119,7 @@ def load_bench(path: Path, plan: Plan) -> BenchFile:
 
 
 def _find_difference(found: BenchFile, plan: Plan) -> str | None:
-    """Say what a benchmark has otherwise than a plan; None where it is of this plan."""
+    """Say what a benchmark has otherwise than a plan; None if it is of this plan."""
     if found.plan != Ran.of(plan):
         return "its model or its decision is another than this plan's"
     work = plan.workload

@@ -151,7 +151,7 @@ def _render_facts(model: Model) -> list[Text]:
 
 
 def _describe_forms(model: Model) -> str:
-    """Say how many bytes are stored in which form; nothing where all are their values."""
+    """Say how many bytes are stored in which form; nothing if all are their values."""
     sums: Counter[str] = Counter()
     in_layers = (parameter for layer in model.layers for parameter in layer.parameters)
     for parameter in (*in_layers, *model.outside_parameters):

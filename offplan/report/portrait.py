@@ -34,11 +34,11 @@ class Portrait:
     held: Held
     """Weights of the plan's ranks."""
     machine: MachineProfile | None = None
-    """The machine that the plan is for; None where its figures are not known."""
+    """The machine that the plan is for; None if its figures are not known."""
     lanes: RequestLanes | None = None
     """Lanes of compute and link on that machine; None if it is not known, and on engines."""
     frontier: Sequence[Point] = ()
-    """The best plans of other budgets; empty where they were not asked for."""
+    """The best plans of other budgets; empty if they were not asked for."""
     bench: BenchFile | None = None
     """The benchmark's result; None if nothing was measured."""
 

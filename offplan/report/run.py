@@ -73,7 +73,7 @@ Source: chosen; it is three times the error that predictions are asked to keep w
 def note_cores(plan: Plan, device: str, predicted_s: float, measured_s: float | None) -> list[str]:
     """Say that a step by the host's cores takes longer than priced, and how to plan without them.
 
-    Empty where no rule has the cores multiply, a step is not SLOWER, or the ``device`` that it ran
+    Empty if no rule has the cores multiply, a step is not SLOWER, or the ``device`` that it ran
     on is not the plan's.
     """
     elsewhere = device != plan.machine.name

@@ -29,12 +29,12 @@ class Measured:
 
     @property
     def step_link_bytes(self) -> int | None:
-        """Bytes that crossed the link in a decode step, on average; None where there was none."""
+        """Bytes that crossed the link in a decode step, on average; None if there was none."""
         return self.decode_link_bytes // self.num_decodes if self.num_decodes else None
 
     @property
     def median_step_s(self) -> float | None:
-        """Seconds of the median decode step after NUM_WARMUP_STEPS; None where there was none."""
+        """Seconds of the median decode step after NUM_WARMUP_STEPS; None if there was none."""
         steady = self.step_s[NUM_WARMUP_STEPS:] or self.step_s
         return statistics.median(steady) if steady else None
 

@@ -129,12 +129,12 @@ class OffplanForCausalLM(ModelWithOwnCache):
         return self._session.loaded.model.num_parameters
 
     def requires_grad_(self, requires_grad: bool = True) -> "OffplanForCausalLM":
-        """Stay as it is; raises InputError where gradients are asked for."""
+        """Stay as it is; raises InputError if gradients are asked for."""
         self.train(requires_grad)
         return self
 
     def train(self, mode: bool = True) -> "OffplanForCausalLM":
-        """Stay as it is; raises InputError where the model is to be trained."""
+        """Stay as it is; raises InputError if the model is to be trained."""
         if mode:
             raise InputError(f"{_UNTRAINED}: load it by transformers")
         return super().train(False)

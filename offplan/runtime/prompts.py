@@ -57,7 +57,7 @@ def random_prompt(model: Model, workload: Workload) -> torch.Tensor:
 def load_tokenizer(model: Model) -> Any:
     """Load a model's tokenizer from where the model was read, fetched from the Hub if need be.
 
-    Raises InputError where there is none that can be read without running code of its own, and
+    Raises InputError if there is none that can be read without running code of its own, and
     HubError.
     """
     folder = find_small_files(model, _TOKENIZER_FILES)
@@ -102,7 +102,7 @@ def read_prompt(
 ) -> torch.Tensor:
     """Turn a text into tokens: int64, [1, tokens].
 
-    Raises InputError where there are none, where the model does not know one, and where one stands
+    Raises InputError if there are none, if the model does not know one, and if one stands
     for an image, a video or sound.
     """
     try:
@@ -145,8 +145,8 @@ def render_chat(
 ) -> str:
     """Turn messages (``role``, ``content``) into a text by the chat template.
 
-    The answer is to follow. The template is given ``tools``, too. Raises InputError where the model
-    has no chat template, and where its own does not take the messages or exceeds a limit.
+    The answer is to follow. The template is given ``tools``, too. Raises InputError if the model
+    has no chat template, and if its own does not take the messages or exceeds a limit.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(

@@ -17,7 +17,7 @@ def is_long(model: Model, context: int) -> bool:
 
 
 def refuse_long_texts(model: Model, context: int) -> None:
-    """Raise CheckpointError where ``run`` cannot run texts of so many tokens."""
+    """Raise CheckpointError if ``run`` cannot run texts of so many tokens."""
     most = model.architecture.index_topk
     if is_long(model, context):
         raise CheckpointError(

@@ -62,7 +62,7 @@ class Renderer:
     ) -> str:
         """Return the text of a chat by a tokenizer's template; the answer is to follow.
 
-        Raises TemplateError where the template fails or exceeds a limit, and OffplanError where
+        Raises TemplateError if the template fails or exceeds a limit, and OffplanError if
         there is no process to render it. Whatever else is raised meanwhile ends the process.
         """
         try:

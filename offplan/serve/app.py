@@ -105,7 +105,7 @@ class Service:
         return await self.call(self.parsing, parse_request, kind, body)
 
     async def call(self, thread: WatchedThread, call: Callable[..., T], *arguments: Any) -> T:
-        """Have a thread make a call; raises ApiError where the server ends before it is made."""
+        """Have a thread make a call; raises ApiError if the server ends before it is made."""
         made = asyncio.get_running_loop().run_in_executor(thread, call, *arguments)
         return await finish_before(self._ending, made)
 
@@ -212,7 +212,7 @@ class _Watched:
 
 
 async def _send_in_time(send: Send, message: Message) -> None:
-    """Send a part of an answer; raises ClientGoneError where the client does not read it.
+    """Send a part of an answer; raises ClientGoneError if the client does not read it.
 
     ``wait_for`` would make a task for each token.
     """

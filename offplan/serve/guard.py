@@ -95,7 +95,7 @@ class Guard:
             )
 
     async def read_body(self, request: Request) -> bytes:
-        """Read a body of JSON; raises ApiError where it is none, too large, too slow or too late.
+        """Read a body of JSON; raises ApiError if it is none, too large, too slow or too late.
 
         A page of another origin cannot send JSON without asking first, and is refused then.
         """

@@ -30,7 +30,7 @@ class Reader:
     """Tokens that a prompt and its text may have together."""
     renderer: Renderer
     template: Any = field(init=False)
-    """Template of calls of tools; None where that is not known."""
+    """Template of calls of tools; None if that is not known."""
 
     def __post_init__(self) -> None:
         """Find how the model calls tools."""
@@ -77,7 +77,7 @@ class Reader:
         return self.template is not None and bool(_list_tools(request))
 
     def make_call_parser(self, request: Request, text: Text) -> CallParser | None:
-        """Return what finds calls of tools in a request's text; None where it stays as it is."""
+        """Return what finds calls of tools in a request's text; None if it stays as it is."""
         if not self.finds_calls(request):
             return None
         return CallParser(self.template, self.tokenizer.decode(text.prompt), _list_tools(request))

@@ -239,7 +239,7 @@ class Request(_Object):
 
     @property
     def num_tokens(self) -> int | None:
-        """Tokens that may be made; None where the request leaves it open."""
+        """Tokens that may be made; None if the request leaves it open."""
         return self.max_tokens
 
     @property
@@ -273,7 +273,7 @@ class ChatRequest(Request):
 
     @property
     def num_tokens(self) -> int | None:
-        """Tokens that may be made; None where the request leaves it open."""
+        """Tokens that may be made; None if the request leaves it open."""
         return self.max_tokens or self.max_completion_tokens
 
     @property

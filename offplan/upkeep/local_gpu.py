@@ -16,11 +16,11 @@ class LocalGPU:
     free_bytes: int
     """Bytes of its memory that no process has taken."""
     numa_node: int | None
-    """The host's memory that is nearest to it; None where the kernel names none."""
+    """The host's memory that is nearest to it; None if the kernel names none."""
 
 
 def find_local_gpu() -> LocalGPU | None:
-    """Look at the current CUDA device; None where there is none. Imports torch if there is."""
+    """Look at the current CUDA device; None if there is none. Imports torch if there is."""
     if not has_gpu():
         return None
     import torch

@@ -12,8 +12,8 @@ def load_revision(revision: str, path: Path) -> Plan:
     """Read a plan file as it was in a git revision: ``HEAD``, ``main``, or another file's there.
 
     ``revision`` may name the file as git does, ``main:plans/old.yaml``; else it is ``path``. Paths
-    that the plan names are not looked for. Raises InputError where git has no such file, PlanError
-    where that is no valid plan.
+    that the plan names are not looked for. Raises InputError if git has no such file, PlanError
+    if that is no valid plan.
     """
     named = revision if ":" in revision else f"{revision}:./{path.name}"
     if named.startswith("-"):

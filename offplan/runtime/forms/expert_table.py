@@ -65,7 +65,7 @@ class Runs(NamedTuple):
     """The layout of an expert's part by inner columns: the same of each in one run or several."""
 
     number: int = 0
-    """Runs of an expert; 0 where the part does not lie so, and is copied whole."""
+    """Runs of an expert; 0 if the part does not lie so, and is copied whole."""
     chunk_bytes: int = 0
     """Bytes of CHUNK_COLUMNS inner columns in each run."""
 

@@ -16,7 +16,7 @@ MAX_PARTS = 5
 
 @triton.jit
 def _copy(source, target, words, block, expert, slot, BLOCK: tl.constexpr, LOOPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Copy a share of one expert's words; do nothing where ``block`` is another part's."""
+    """Copy a share of one expert's words; do nothing if ``block`` is another part's."""
     if source is not None:  # noqa: SIM102 (a constant, apart from what is computed)
         if (block >= 0) & (block * BLOCK * LOOPS < words):
             for loop in range(LOOPS):

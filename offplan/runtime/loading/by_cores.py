@@ -235,7 +235,7 @@ class LinearTask(NamedTuple):
     server: ByCores
     weight: cores.Matrix
     order: torch.Tensor | None
-    """The inputs in the order that the weight has them in; None where that is their own."""
+    """The inputs in the order that the weight has them in; None if that is their own."""
     keeps: Parts
     """Objects that addresses point to."""
 
@@ -319,7 +319,7 @@ class ByCoresModule(nn.Module):
     """Stands before the class of a module whose products the host's cores may compute."""
 
     cores: torch.Tensor | None
-    """The number of what computes them in this phase; None where the module does so itself."""
+    """The number of what computes them in this phase; None if the module does so itself."""
     ends_in_block = False
     """True if they are routed experts, and an ``EndsByCores`` waits for what is begun here."""
 

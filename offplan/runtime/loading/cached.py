@@ -251,7 +251,7 @@ class CachedExperts:
         self._noted.fill_(NOBODY)
 
     def require_few_pairs(self, batch: int) -> None:
-        """Raise PlanError where a step of so many sequences has more pairs than kernels sort."""
+        """Raise PlanError if a step of so many sequences has more pairs than kernels sort."""
         if self._layers and batch * self._num_chosen > MAX_PAIRS:
             raise PlanError(
                 f"steps of {batch} sequences send tokens to {batch * self._num_chosen} experts, "

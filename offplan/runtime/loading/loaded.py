@@ -67,7 +67,7 @@ class LoadedModel:
         self._by_cores: list[nn.Module] = []
         """Modules that the host's cores compute in decode."""
         self._phase: Phase | None = None
-        """The phase whose parameters are in place; None where they may be mixed."""
+        """The phase whose parameters are in place; None if they may be mixed."""
         materialise_buffers(self.module, device, targets)
         self.store = WeightStore(
             self.placement, prepared.wanted, prepared.offloaded, device, prepared.peer, host_threads

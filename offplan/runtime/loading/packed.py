@@ -72,7 +72,7 @@ class Matrix:
     def pack(self, fill: Fill, make: Make, buffer: torch.Tensor) -> int:
         """Have ``make`` pack what ``fill`` puts into a CPU buffer, bfloat16, run by run.
 
-        Returns the bytes of its values. Raises _Overfull where they have more patches than are
+        Returns the bytes of its values. Raises _Overfull if they have more patches than are
         reserved for.
         """
         num_in = self.tensor.shape[1]

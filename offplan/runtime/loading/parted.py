@@ -15,7 +15,7 @@ from offplan.transformers_private import list_experts
 
 
 def check_package(placement: Placement) -> None:
-    """Raise OffplanError where prompts stream in parts, and the package for that is missing."""
+    """Raise OffplanError if prompts stream in parts, and the package for that is missing."""
     if placement.parts and find_spec("greenlet") is None:
         raise OffplanError(
             "a rule has parts, and prompts in parts need the package greenlet: pip install greenlet"

@@ -14,7 +14,7 @@ def arrange(
     """Find the view of one parameter that each source fills.
 
     ``shapes`` are the shapes that are assumed of the sources. Returns the views and the parameter's
-    shape, None where views will not do.
+    shape, None if views will not do.
     """
     if converter is None:
         return tuple(map(Piece, sources)), shapes[-1]

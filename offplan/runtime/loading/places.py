@@ -44,7 +44,7 @@ def materialise_buffers(
 ) -> None:
     """Give buffers their values on the device; ``stored`` ones are loaded over them later.
 
-    Raises CheckpointError where the config does not let transformers compute them, or where
+    Raises CheckpointError if the config does not let transformers compute them, or if
     transformers computes none.
     """
     models = [part for part in skeleton.modules() if isinstance(part, PreTrainedModel)]

@@ -25,7 +25,7 @@ from offplan.transformers_private import name_cache, rescale_layers
 
 
 def require_accelerate() -> Any:
-    """Return accelerate's ``cpu_offload``; raises InputError where it is not installed."""
+    """Return accelerate's ``cpu_offload``; raises InputError if it is not installed."""
     try:
         from accelerate import cpu_offload
     except ImportError:
@@ -42,7 +42,7 @@ def bench_accelerate(bench: Bench, on_stage: Stages = silent) -> Measurement:
     The modules are those that hold the plan's offloaded parameters, whole decoder layers where
     all of a layer is offloaded. The first request is not timed.
 
-    Raises InputError where accelerate is not installed, MemoryLimitError, and what loading raises.
+    Raises InputError if accelerate is not installed, MemoryLimitError, and what loading raises.
     """
     cpu_offload = require_accelerate()
     if bench.model.architecture.index_topk is not None and not bench.stock:

@@ -44,9 +44,9 @@ class PhaseCost:
 
     step: Spread
     link_bytes: int | None
-    """Bytes that crossed the link, as ``Session.link_bytes`` counts; None where nobody does."""
+    """Bytes that crossed the link, as ``Session.link_bytes`` counts; None if nobody does."""
     recorded: Recording | None
-    """Compute waiting for the link in a request of its own; None where that cannot be told."""
+    """Compute waiting for the link in a request of its own; None if that cannot be told."""
     num_recorded: int = 1
     """Passes in the recording: decode steps, or one prompt."""
 

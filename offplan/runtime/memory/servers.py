@@ -33,7 +33,7 @@ class Server(Protocol):
         """Rely on nothing that a pass has begun: it may have been aborted."""
 
     def check(self) -> None:
-        """Raise OffplanError where what was served since the session began may be wrong."""
+        """Raise OffplanError if what was served since the session began may be wrong."""
 
     def close(self) -> None:
         """Give memory back; the device is idle."""
@@ -122,7 +122,7 @@ class ByCores(InPlace):
             self._handover.exchange.invalidate()
 
     def check(self) -> None:
-        """Raise OffplanError where a product has failed, whose tokens are then wrong."""
+        """Raise OffplanError if a product has failed, whose tokens are then wrong."""
         if self._handover is not None:
             self._handover.check()
 

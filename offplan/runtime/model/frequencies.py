@@ -63,7 +63,7 @@ class Frequencies:
         renews = self._changing and model.config.model_type in RENEWING
         self.renewal = model.config.original_max_position_embeddings + 1 if renews else 0
         """Tokens of a text that is to be read again as a whole once it has grown to so many; 0
-        where none is."""
+        if none is."""
 
     def invalidate(self) -> None:
         """Know of no length that anything was written for."""

@@ -15,7 +15,7 @@ from offplan.runtime.refusal import refuse
 def leave_out_indexers(skeleton: PreTrainedModel, model: Model) -> None:
     """Have attentions see all of a text whose indexers would choose all of it.
 
-    Raises CheckpointError where transformers' class would choose another number of tokens.
+    Raises CheckpointError if transformers' class would choose another number of tokens.
     """
     expected = model.architecture.index_topk
     if expected is None:

@@ -35,7 +35,7 @@ class ExpertKernels:
         one."""
         self._groups_freely = groups_freely(model.dtype, device)
         self._current = ""
-        """The way that was chosen; empty where that is not known."""
+        """The way that was chosen; empty if that is not known."""
         self.choose(Phase.DECODE, 1)  # what transformers would take need not know what is stored
 
     def choose(self, phase: Phase, num_tokens: int) -> None:
@@ -81,7 +81,7 @@ def find_own_experts(
 ) -> tuple[str, int]:
     """Return the name of our own kernels for experts, and the most pairs they are best for.
 
-    The name is empty where they do not know this model's experts. For more pairs of a token and an
+    The name is empty if they do not know this model's experts. For more pairs of a token and an
     expert than this they would read experts several times. Our kernels alone know experts that are
     stored as codes, ``with_kernels`` or without. If others are held by their values, the answer is
     about these.

@@ -33,7 +33,7 @@ took 4,068 with reductions alone tried out and 4,051 with none, then as at every
 
 
 def require_triton() -> None:
-    """Raise OffplanError where layers cannot be compiled for a GPU."""
+    """Raise OffplanError if layers cannot be compiled for a GPU."""
     if importlib.util.find_spec("triton") is None:
         raise OffplanError(
             "running on a GPU needs the package triton, with which its layers are compiled: "

@@ -19,7 +19,7 @@ from offplan.transformers_private import GATED_DELTA_NETS, compute_by_torch
 
 
 def find_linear(layers: Iterable[nn.Module]) -> list[nn.Module | None]:
-    """Return each layer's linear attention, None where it has none that is known here."""
+    """Return each layer's linear attention, None if it has none that is known here."""
     return [
         next((part for part in layer.modules() if type(part).__name__ in GATED_DELTA_NETS), None)
         for layer in layers
@@ -29,7 +29,7 @@ def find_linear(layers: Iterable[nn.Module]) -> list[nn.Module | None]:
 def take_in_spans(layers: Iterable[nn.Module]) -> None:
     """Have linear attentions take many tokens in spans, and be compiled for single ones alone.
 
-    They compute by transformers' code in torch; raises CheckpointError where that is not found.
+    They compute by transformers' code in torch; raises CheckpointError if that is not found.
     """
     linear: Any
     for linear in filter(None, find_linear(layers)):

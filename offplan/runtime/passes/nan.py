@@ -15,7 +15,7 @@ class NanWatch:
         """The first layer that gave infinite values."""
 
     def see(self, index: int, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Raise NanFoundError where a layer gives a NaN; ``before`` and ``after`` are its hidden
+        """Raise NanFoundError if a layer gives a NaN; ``before`` and ``after`` are its hidden
         states, of any shape."""
         if index == 0 and _has_nan(before):
             raise NanFoundError("the input embedding gives the first NaN")
