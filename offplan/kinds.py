@@ -9,6 +9,7 @@ _KINDS = {
     "a plan": re.compile(r"^offplan: *[0-9]+ *$", re.MULTILINE),
     "a machine profile": re.compile(r"^(profile|matmul|hbm):", re.MULTILINE),
     "a model's config.json": re.compile(r'"(model_type|architectures)" *:'),
+    "a GGUF file": re.compile(r"\AGGUF"),
 }
 _NAME_A_MACHINE = "name a machine that `offplan machines` lists, or a profile's file"
 _REMEDIES = {
@@ -18,6 +19,12 @@ _REMEDIES = {
     ("a profile", "a model"): "name the profile as `machine`",
     ("a model", "a plan"): "make a plan of it: offplan plan {path} -o plan.yaml",
     ("a model", "a machine"): _NAME_A_MACHINE,
+    (
+        "a GGUF file",
+        "a plan",
+    ): "offplan runs safetensors, not GGUF: `llama-cli -m {path}` runs this "
+    "file, and `offplan analyze {path}` prices a safetensors checkpoint of its shape",
+    ("a GGUF file", "a machine"): _NAME_A_MACHINE,
     ("a folder", "a plan"): "name the plan's file",
     ("a folder", "a machine"): _NAME_A_MACHINE,
 }

@@ -618,6 +618,8 @@ def load_plan(path: StrPath, *, in_any_budget: bool = False) -> Plan:
     try:
         text = read_text(path, "plan", MOST_FILE_BYTES, PlanError)
     except PlanError as error:
+        if (kind := describe_kind(path, "a plan")) is not None:
+            raise PlanError(f"{path} is not a plan: {kind}") from None
         if Path(path).exists() or Path(path).suffix in (".yaml", ".yml"):
             raise
         raise PlanError(f"{error}; to plan a model run offplan plan {path} -o plan.yaml") from None

@@ -38,11 +38,12 @@ _INSTALLING = Lock()
 
 
 @contextmanager
-def checked_session() -> Iterator[Any]:
+def checked_session(*, is_aside: bool = False) -> Iterator[Any]:
     """Yield huggingface_hub's HTTP client; what it is answered in this thread is checked meanwhile.
 
     Files are to be read as they come, by a reader who counts their bytes. All else that
-    huggingface_hub asks for is bounded here, in bytes and in time.
+    huggingface_hub asks for is bounded here, in bytes and in time, and with ``is_aside`` whatever
+    is asked for.
     """
     _install()
     before = _MAX_BYTES.set(_ASIDE_BYTES)
@@ -50,7 +51,7 @@ def checked_session() -> Iterator[Any]:
         # huggingface_hub 2 asks the Hub by which agents it may be run, and for a new token where
         # one has ended. It does so where it makes headers, and remembers what it was answered.
         build_hf_headers(library_name=AGENT)
-        _MAX_BYTES.set(math.inf)
+        _MAX_BYTES.set(_ASIDE_BYTES if is_aside else math.inf)
         yield get_session()
     finally:
         _MAX_BYTES.reset(before)

@@ -5,6 +5,7 @@ That takes seconds, most of them to import torch: what was built is kept on disk
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,15 +38,29 @@ _LAYER_COUNT = re.compile(r"(layers?|depth|blocks)$")
 
 
 def read_config_only(path: Path, on_progress: Progress, dtype: str | None = None) -> Stored:
-    """Build the model that a ``config.json`` describes and return the checkpoint it would save.
+    """Size the checkpoint of the model that a ``config.json`` describes, as ``size_config`` does.
 
-    ``dtype`` takes the place of the type that the config states: of all that is stored in no form
-    that its ``quantization_config`` names.
-    Never runs code from the config. An index beside the file is used to check the total size.
+    An index beside the file is used to check the total size.
+    """
+    config = read_config(path)
+    stored = size_config(config, str(path), on_progress, dtype)
+    seen = "sizes come from the config alone: no weights were seen"
+    notes = (seen, *stored.notes, *_compare_with_index(path, stored.tensors))
+    # without one, it may be among the weights
+    return replace(stored, notes=notes, generation=read_generation(path.parent) or None)
+
+
+def size_config(
+    config: Mapping[str, Any], where: str, on_progress: Progress, dtype: str | None = None
+) -> Stored:
+    """Build the model that a config describes and return the checkpoint it would save.
+
+    ``where`` names the config in errors. ``dtype`` takes the place of the type that the config
+    states: of all that is stored in no form that its ``quantization_config`` names.
+    Never runs code from the config.
     ``on_progress`` hears that the model is being built, if it is not kept, and that it is done.
     Raises CheckpointError when transformers does not know or cannot build the architecture.
     """
-    config = read_config(path)
     architecture = read_architecture(config)
     num_experts = architecture.routing.num_experts or 0
     for what, most, found in (
@@ -54,9 +69,9 @@ def read_config_only(path: Path, on_progress: Progress, dtype: str | None = None
     ):
         if found > most:
             raise CheckpointError(
-                f"{path}: found {quote(found)} {what}, expected {most} at most; correct the file"
+                f"{where}: found {quote(found)} {what}, expected {most} at most; correct the file"
             )
-    notes = ["sizes come from the config alone: no weights were seen"]
+    notes = []
     if dtype not in (None, architecture.dtype):
         stated = architecture.dtype or "no dtype"
         notes.append(f"sized as stored in {dtype}; the config names {stated}")
@@ -68,17 +83,14 @@ def read_config_only(path: Path, on_progress: Progress, dtype: str | None = None
         notes.append(f"the config names no dtype: took {taken}")
     # Parts that state a type of their own keep it; transformers reads the others' from the top.
     named = {**config, "dtype": architecture.dtype or taken}
-    built = _find_tensors(named, str(path), on_progress)
+    built = _find_tensors(named, where, on_progress)
     built = as_published(built, architecture, config)
-    tensors = quantise(built, architecture, str(path))
+    tensors = quantise(built, architecture, where)
     if architecture.quantisation is not None and architecture.quantisation.note is not None:
         notes.append(architecture.quantisation.note)
     if architecture.num_prediction_layers and not any(t.name.startswith("mtp.") for t in tensors):
         notes.append("layers that predict further tokens, if stored, are not counted")
-    notes += _compare_with_index(path, tensors)
-    # without one, it may be among the weights
-    generation = read_generation(path.parent) or None
-    return Stored(config, tensors, generation=generation, notes=tuple(notes))
+    return Stored(config, tensors, notes=tuple(notes))
 
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:

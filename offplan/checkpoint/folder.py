@@ -68,11 +68,11 @@ def read_config(path: Path) -> dict[str, Any]:
             f"{path.parent}: found no {path.name}, expected a checkpoint with one; "
             "name the folder that holds it"
         )
-    config = load_object(_read_small(path), str(path))
+    config = load_object(read_small(path), str(path))
     beside = path.parent / QUANTISATION_NAME
     if states_quantisation(config) or not is_file(beside):
         return config
-    stated = load_object(_read_small(beside), str(beside)).get("quantization")
+    stated = load_object(read_small(beside), str(beside)).get("quantization")
     own = stated if isinstance(stated, dict) else {}
     return config | {"quantization_config": own | {"quant_method": "modelopt"}}
 
@@ -83,12 +83,12 @@ def read_generation(folder: Path) -> str:
     Raises CheckpointError when it cannot be read.
     """
     path = folder / GENERATION_NAME
-    return fingerprint_generation(_read_small(path)) if is_file(path) else NO_GENERATION
+    return fingerprint_generation(read_small(path)) if is_file(path) else NO_GENERATION
 
 
 def read_index(path: Path) -> Index:
     """Read an index file; raises CheckpointError when it is not valid."""
-    return parse_index(_read_small(path), str(path))
+    return parse_index(read_small(path), str(path))
 
 
 def read_shard(path: Path, shard: str) -> list[TensorInfo]:
@@ -106,7 +106,8 @@ def is_file(path: Path) -> bool:
         return path.is_file()
 
 
-def _read_small(path: Path) -> bytes:
+def read_small(path: Path) -> bytes:
+    """Read a file of MAX_JSON_BYTES at most; raises CheckpointError."""
     with _reading(path), path.open("rb") as file:
         data = file.read(MAX_JSON_BYTES + 1)
     if len(data) > MAX_JSON_BYTES:
@@ -131,7 +132,7 @@ def _no_weights(folder: Path) -> str:
     expected = f"expected {SINGLE_NAME} or {INDEX_NAME}"
     if any(name.endswith(".safetensors") for name in names):
         return f"{folder}: found safetensors but no {INDEX_NAME}, {expected}; fetch the index too"
-    other = next((name for name in names if name.endswith((".bin", ".pth", ".gguf", ".pt"))), None)
+    other = next((name for name in names if name.endswith((".bin", ".pth", ".pt"))), None)
     if other is not None:
         return f"{folder}: found {quote(other)}, {expected}; convert the weights to safetensors"
     return (

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from offplan.checkpoint.architecture import Architecture, read_architecture
+from offplan.checkpoint.gguf.origin import GGUF
 from offplan.checkpoint.group import group_outside, resize
 from offplan.checkpoint.identity import fingerprint
 from offplan.checkpoint.parameter import Parameter
@@ -144,6 +145,8 @@ class Model:
     where they are never run."""
     notes: tuple[str, ...] = ()
     """Sentences for the reader: what was not understood, what a config cannot show."""
+    gguf: GGUF | None = None
+    """The GGUF file whose shape this is: it can be planned, and not run. None for a checkpoint."""
 
     @cached_property
     def parameter_names(self) -> frozenset[str]:

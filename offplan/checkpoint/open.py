@@ -2,16 +2,26 @@
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from offplan.checkpoint.assemble import assemble
 from offplan.checkpoint.folder import ADAPTER_ALONE, read_folder
+from offplan.checkpoint.gguf.places import (
+    SUFFIX,
+    Found,
+    find_local,
+    find_named,
+    parse_hub,
+    parse_ollama,
+    why_not_named,
+)
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.own_code import fingerprint_code, names_code
 from offplan.checkpoint.tensors import CONFIG_NAME, Stored
-from offplan.errors import CheckpointError, HubError
+from offplan.errors import CheckpointError, HubError, OffplanError
 from offplan.files import StrPath
 from offplan.kinds import describe_kind
 from offplan.progress import Progress, silent
@@ -56,7 +66,8 @@ def open_model(
     the Hub does not answer.
     """
     source = os.fspath(source)
-    if (page := _PAGE.fullmatch(source)) is not None and not os.path.exists(source):
+    page = None if source.lower().endswith(SUFFIX) else _PAGE.fullmatch(source)
+    if page is not None and not os.path.exists(source):
         source, revision = page[1], revision or page[2]
     for text in (source, revision, name):
         if text is not None and not text.isprintable():
@@ -68,6 +79,10 @@ def open_model(
     if any(_UNMERGED.search(tensor.name) for tensor in stored.tensors):
         raise CheckpointError(f"{source}: {ADAPTER_ALONE}")
     model = assemble(source, stored)
+    if stored.gguf is not None:
+        from offplan.checkpoint.gguf.read import as_stored
+
+        model = as_stored(model, stored.gguf, dtype)
     if not any(layer.nbytes for layer in model.layers):
         raise CheckpointError(
             f"{source}: found layers whose tensors are all empty, expected a model's; fetch the "
@@ -94,6 +109,10 @@ def _read(source: str, revision: str | None, dtype: str | None, on_progress: Pro
             f"`revision={revision}`; leave the revision out"
         )
     is_local = exists and revision is None
+    if revision is None and (gguf := _find_gguf(source, path, exists)) is not None:
+        from offplan.checkpoint.gguf.read import read_gguf
+
+        return read_gguf(gguf, on_progress, dtype)
     if is_local and is_folder:
         return read_folder(path, on_progress)
     if is_local and path.suffix == ".json":
@@ -101,12 +120,14 @@ def _read(source: str, revision: str | None, dtype: str | None, on_progress: Pro
         from offplan.checkpoint.config_only import read_config_only
 
         return read_config_only(path, on_progress, dtype)
+    if not exists and (named := parse_hub(source)) is not None:
+        from offplan.checkpoint.gguf.hub import read_named
+
+        return read_named(named, on_progress, dtype)
     is_path = not exists and revision is None and _looks_like_path(source)
     if not is_local and not is_path and may_be_id:
-        from offplan.checkpoint.hub import read_hub
-
         try:
-            return read_hub(source, revision, on_progress)
+            return _read_hub(source, revision, on_progress, dtype)
         except HubError as error:
             beside = "leave the revision out for what is on disk" if exists else ""
             raise HubError(f"{error} ({beside or 'nothing on disk has this name'})") from None
@@ -121,6 +142,42 @@ def _read(source: str, revision: str | None, dtype: str | None, on_progress: Pro
         f"{quote(source)}: found {found}, expected a folder with {CONFIG_NAME} and safetensors, a "
         f"{CONFIG_NAME}, or a Hub id such as Qwen/Qwen3-8B; {help_}"
     )
+
+
+def _read_hub(
+    source: str, revision: str | None, on_progress: Progress, dtype: str | None
+) -> Stored:
+    """Read a checkpoint on the Hub, or what a repository without one has in GGUF files."""
+    from offplan.checkpoint.hub import read_hub
+    from offplan.checkpoint.hub_errors import NoSuchFile
+
+    try:
+        return read_hub(source, revision, on_progress)
+    except NoSuchFile:
+        from offplan.checkpoint.gguf.hub import list_files, read_repository
+
+        repository = None
+        with suppress(OffplanError):  # that there is no checkpoint says more
+            repository = list_files(source, revision)
+        if repository is None:
+            raise
+        return read_repository(repository, None, on_progress, dtype)
+
+
+def _find_gguf(source: str, path: Path, exists: bool) -> Found | None:
+    """Find a GGUF model on disk; None where the source is anything else.
+
+    Raises CheckpointError for a name that Ollama alone can have, and that is not in its store.
+    """
+    if exists:
+        return find_local(path) if source else None
+    name = parse_ollama(source)
+    if name is None:
+        return None
+    found = find_named(name)
+    if found is None and (name.is_command or name.tag) and parse_hub(source) is None:
+        raise CheckpointError(why_not_named(name))
+    return found
 
 
 def _looks_like_path(source: str) -> bool:

@@ -35,12 +35,20 @@ def read_header(url: str, guess_bytes: int, where: str) -> ShardStart:
     naming ``where``, when the length cannot be right, and what huggingface_hub and its HTTP client
     raise once the retries are used up.
     """
-    data, file_bytes = retry(lambda: _read(url, 0, guess_bytes))
+    data, file_bytes = read_start(url, 0, guess_bytes)
     wanted = LENGTH_BYTES + header_length(data, file_bytes, where)
     if len(data) < wanted:
-        rest, total = retry(lambda: _read(url, len(data), wanted))
+        rest, total = read_start(url, len(data), wanted)
         data, file_bytes = data + rest, file_bytes or total
     return ShardStart(data[:wanted], file_bytes)
+
+
+def read_start(url: str, first: int, end: int) -> ShardStart:
+    """Read bytes ``first`` to ``end`` (exclusive; fewer where the file ends) and the file's size.
+
+    Raises what ``read_header`` does.
+    """
+    return retry(lambda: _read(url, first, end))
 
 
 def retry(ask: Callable[[], _Result]) -> _Result:

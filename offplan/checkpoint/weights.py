@@ -12,12 +12,22 @@ _LONGER_PATIENCE_S = 600.0
 """Shards come in blocks of 10 MB, several at once: such patience is enough for 150 kB/s."""
 
 
+def require_checkpoint(model: Model) -> None:
+    """Raise InputError for a model that is known from a GGUF file, of which no plan can be run."""
+    if model.gguf is not None:
+        raise InputError(
+            f"{model.source}: {model.gguf.facts}. No plan is made of it, as none could be run: "
+            f"`offplan analyze` prices a safetensors checkpoint of its shape. {model.gguf.remedy}"
+        )
+
+
 def find_weights(model: Model, on_progress: Progress | None = None) -> Path:
     """Return the folder that holds a model's shards, fetched from the Hub if need be.
 
     ``on_progress`` hears (shards fetched, shards in all). Raises InputError for a model known from
     its config alone, CheckpointError and HubError.
     """
+    require_checkpoint(model)
     source = Path(model.source)
     if model.revision is None and source.is_dir():
         return source

@@ -25,15 +25,15 @@ def analyze(query: Query) -> None:
     output, on_stdout = query.output, STANDARD in (query.output, query.svg)
     if query.json and on_stdout:
         raise InputError("--json is printed to stdout: name another file with --output and --svg")
-    model, question = query.read()
+    model, question = query.read(writes=output is not None)
     if query.frontier:
         query.print_frontier(question)
         return
     with waiting("planning"):
         if question is None:
             held = hold(model, stock=query.stock or needs_stock(model, 1))
-            found = Held((held,)), why_not_run(held)
-            analysis = Analysis(*found, None, unmeasured=why_unmeasured())
+            why_not = why_not_run(held) if model.gguf is None else model.gguf.remedy
+            analysis = Analysis(Held((held,)), why_not, None, unmeasured=why_unmeasured())
         else:
             analysis = analyze_question(question)
     result = analysis.result

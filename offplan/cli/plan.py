@@ -24,7 +24,7 @@ def plan(query: Query) -> None:
     query.check()
     if query.svg == STANDARD and (query.json or query.plan_file is None):
         raise InputError("the plan is printed to stdout: name another file with --svg or --output")
-    _, question = query.read()
+    _, question = query.read(writes=not query.frontier)
     if question is None:
         raise InputError(why_unmeasured())
     if query.frontier:

@@ -39,7 +39,8 @@ class Query:
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="A Hub id, a folder of safetensors, or a config.json."
+            metavar="MODEL",
+            help="A Hub id, a folder of safetensors, a config.json, or (analyze) a GGUF file.",
         ),
     ]
     machine: Annotated[
@@ -148,9 +149,13 @@ class Query:
                     raise InputError(f"--frontier shows {why} out")
         check_writable(self.output, self.svg, force=self.force)
 
-    def read(self) -> "tuple[Model, Question | None]":
-        """Read the model, and ask what is asked; None where there is no machine to ask about."""
+    def read(self, *, writes: bool) -> "tuple[Model, Question | None]":
+        """Read the model, and ask what is asked; None where there is no machine to ask about.
+
+        Raises InputError for a GGUF file of which the command ``writes`` a plan.
+        """
         from offplan.checkpoint.open import open_model
+        from offplan.checkpoint.weights import require_checkpoint
         from offplan.cli.planning import note_budget, read_workload, settle_context
         from offplan.engines.runner import find_runner
         from offplan.library.asking import ask, read_routing
@@ -166,6 +171,8 @@ class Query:
             trust_remote_code=self.trust_remote_code,
             on_progress=ProgressBar("reading headers"),
         )
+        if writes:
+            require_checkpoint(model)
         if self.routing is not None:  # before anything is measured
             read_routing(str(self.routing), model, self.engine)
         if self.host_cores and self.host_threads is not None and self.machine is None:

@@ -85,6 +85,8 @@ def analyze_question(question: Question) -> Analysis:
     except InfeasibleError as error:
         stage = hold(question.model, stock=question.goal.stock)
         why_not = why_no_run(question.machine.name) or why_not_run(stage, question.workload.context)
+        if question.model.gguf is not None:
+            why_not = question.model.gguf.remedy
         others = find_alternatives(question, None)
         return Analysis(
             question.held, why_not, question.machine, alternatives=others, infeasible=error
@@ -113,6 +115,8 @@ def why_not_plan(model: Model, plan: Plan, *, edited: bool = False) -> str | Non
     are to multiply is asked of transformers' class besides: each answer takes a process of its own.
     Of a plan that may be ``edited`` the whole decision is asked.
     """
+    if model.gguf is not None:
+        return model.gguf.remedy
     if (why := why_no_run(plan.machine.name)) is not None:
         return why
     try:

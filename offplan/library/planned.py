@@ -7,6 +7,7 @@ from pathlib import Path
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
+from offplan.checkpoint.weights import require_checkpoint
 from offplan.errors import CheckpointError, DriftError, HubError, InputError
 from offplan.files import StrPath
 from offplan.machine.name import parse_name
@@ -33,13 +34,15 @@ def read_planned_model(
     # of a config alone the plan says what type its weights are stored in
     dtype = plan.model.dtype if revision is None and source.endswith(".json") else None
     try:
-        return open_model(
+        found = open_model(
             source,
             revision=revision,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             on_progress=on_progress,
         )
+        require_checkpoint(found)
+        return found
     except (CheckpointError, HubError) as error:
         if dtype is None and model is None:
             raise type(error)(f"{error}; or name a copy of it as `model`") from error

@@ -1,6 +1,7 @@
 """What people ask of ``analyze``: does it fit, how fast, where is what, and what comes next."""
 
 import re
+import shlex
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -32,7 +33,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 def render_answer(analysis: Analysis, command: str, output: Path | None) -> list[RenderableType]:
     """Answer first; ``command`` is what was asked, ``output`` the plan's file if one is written."""
     held, model = analysis.held, analysis.held.model
-    head = [Text(describe_model(model))]
+    head = [*map(Text, describe_file(model)), Text(describe_model(model))]
     if analysis.infeasible is not None:
         # memory that lacks, or a target that is missed
         why = name_options(str(analysis.infeasible))
@@ -40,9 +41,9 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
         lines += describe_type(analysis)
         return [Group(*map(Text, describe_fitting(analysis)), *head, *map(Text, lines))]
     if analysis.result is None or analysis.machine is None:
-        told = describe_running(model, analysis.why_not_run, stock=held.runner.is_stock)
         why = name_options(str(analysis.unmeasured))
-        answer = Group(*head, Text(told), Text(f"Not planned: {why}"))
+        told = [*_describe_running(analysis), f"Not planned: {why}"]
+        answer = Group(*head, *map(Text, told))
         return [answer, *render_model(model)[1:]]
     plan = analysis.result.plan
     head += [
@@ -76,12 +77,23 @@ def describe_answer(analysis: Analysis, plan: Plan, machine: MachineProfile) -> 
     ]
 
 
-def _describe_running(analysis: Analysis, plan: Plan) -> list[str]:
-    """Say whether ``run`` can execute the model, unless the plan is for an engine to run."""
-    if plan.goal.engine is not None and analysis.why_not_run is None:
-        return []
+def _describe_running(analysis: Analysis, plan: Plan | None = None) -> list[str]:
+    """Say whether ``run`` can execute the model, unless the plan is for an engine to run.
+
+    Of a GGUF file ``describe_file`` says it.
+    """
     held = analysis.held
+    if plan is not None and plan.goal.engine is not None and analysis.why_not_run is None:
+        return []
+    if held.model.gguf is not None:
+        return []
     return [describe_running(held.model, analysis.why_not_run, stock=held.runner.is_stock)]
+
+
+def describe_file(model: Model) -> list[str]:
+    """Describe the GGUF file whose shape is planned, and what runs it; nothing for a checkpoint."""
+    gguf = model.gguf
+    return [] if gguf is None else [f"{model.source}: {gguf.facts}.", f"{gguf.remedy}."]
 
 
 def describe_model(model: Model) -> str:
@@ -89,8 +101,11 @@ def describe_model(model: Model) -> str:
     revision = f" at {model.revision[:12]}" if model.revision else ""
     count = model.num_parameters
     told = f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count:,}"
+    named = f"{model.source}{revision}"
+    if model.gguf is not None:
+        named = f"Below is a safetensors checkpoint of this shape in {model.gguf.planned_in}"
     return (
-        f"{model.source}{revision}: {model.model_type}, {told} parameters, "
+        f"{named}: {model.model_type}, {told} parameters, "
         f"{format_bytes(model.total_bytes)} as stored"
     )
 
@@ -249,6 +264,10 @@ def _describe_reads(prefill: Backend, decode: Backend, few: str) -> str:
 
 def _name_next(analysis: Analysis, command: str, output: Path | None) -> str:
     """Name the command to run after this one: one that works, weights fetched first."""
+    if (gguf := analysis.held.model.gguf) is not None:
+        if not gguf.bases:
+            return gguf.runs_with[0]
+        return command.replace(shlex.quote(analysis.held.model.source), gguf.bases[0], 1)
     if output is None:
         return f"{command} -o plan.yaml"
     assert analysis.result is not None, "it is asked of plans"

@@ -98,6 +98,7 @@ def model_payload(model: Model) -> dict[str, Any]:
             "total_bytes": model.total_bytes,
             "loaded_bytes": hold(model).loaded_bytes,
             "headers_sha256": model.headers_sha256,
+            "gguf": dump(model.gguf),
         },
         "layers": [
             {

@@ -17,6 +17,7 @@ from tests.warm import Warm
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "org/tiny"
 PREFIX = f"/{REPO}/resolve/"
+LISTS = f"/api/models/{REPO}"
 
 _IMPORTED = """
 import huggingface_hub.file_download
@@ -69,6 +70,7 @@ else:
         "num_tensors": model.num_tensors, "loaded_bytes": hold(model).loaded_bytes,
         "offsets": sorted(t.offset for t in model.outside), "files": files,
         "config_sha": model.config_sha256, "generation": model.generation,
+        "gguf": model.gguf and vars(model.gguf),
     }))
 """
 
@@ -106,6 +108,8 @@ class Hub:
     """What answers all requests for a file, or for a path, in place of the server."""
     everywhere: Callable[["_Handler"], None] | None = None
     """What answers all requests."""
+    lists_files: bool = True
+    """Whether the server says what files it has."""
     released: threading.Event = field(default_factory=threading.Event)
     """Ends the stall, at the latest with the test."""
 
@@ -137,6 +141,8 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith("/elsewhere/"):
             hub.tokens_elsewhere.add(self.headers.get("Authorization", ""))
             return self.serve(path.removeprefix("/elsewhere/"), body)
+        if path.startswith(LISTS) and hub.lists_files:
+            return self.list_files()
         if not path.startswith(PREFIX):
             return self.fail(404, "RepoNotFound")
         revision, _, name = path.removeprefix(PREFIX).partition("/")
@@ -161,6 +167,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         with suppress(OSError):
             answer(self)
+
+    def list_files(self) -> None:
+        files = [{"rfilename": name} for name in self.hub.files]
+        content = json.dumps({"id": REPO, "sha": COMMIT, "siblings": files}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
 
     def redirect(self, location: str) -> None:
         self.send_response(307)

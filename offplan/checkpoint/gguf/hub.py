@@ -1,0 +1,140 @@
+"""GGUF files of a repository on the Hub, read by their headers alone."""
+
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from huggingface_hub import HfApi, constants, hf_hub_url
+from huggingface_hub.utils import logging
+
+from offplan.checkpoint.answers import AGENT, checked_session
+from offplan.checkpoint.gguf.places import QUANTISATION, SUFFIX, Found, HubName, leave_beside
+from offplan.checkpoint.gguf.read import Header, import_reader, read_header, size_header
+from offplan.checkpoint.hub_errors import explaining
+from offplan.checkpoint.jsontext import quote
+from offplan.checkpoint.quiet import quietly
+from offplan.checkpoint.ranges import read_start, retry
+from offplan.checkpoint.tensors import Stored
+from offplan.errors import CheckpointError
+from offplan.progress import Progress
+
+_FIRST_READ_BYTES = 8 * 2**20
+"""Bytes asked for at first: enough for most vocabularies."""
+_MORE = 4
+"""Times as many bytes are asked for while they end within the header."""
+_SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+_USUAL = "Q4_K_M"
+"""The quantisation taken where none is named, as by Ollama."""
+_NAMED = re.compile(rf"(?<![A-Za-z0-9])({QUANTISATION})\.gguf$", re.IGNORECASE)
+
+
+class Repository(NamedTuple):
+    """A repository's GGUF files at a commit."""
+
+    name: str
+    commit: str
+    files: list[str]
+
+
+def list_files(repo: str, revision: str | None) -> Repository | None:
+    """List a repository's GGUF files; None where it has none.
+
+    Raises CheckpointError and HubError.
+    """
+
+    def ask() -> Repository | None:
+        with checked_session(is_aside=True):
+            found = HfApi(library_name=AGENT).model_info(
+                repo,
+                revision=revision,
+                timeout=constants.HF_HUB_ETAG_TIMEOUT,
+                expand=["siblings", "sha"],
+            )
+        names = [each.rfilename for each in found.siblings or ()]
+        files = sorted(name for name in names if name.lower().endswith(SUFFIX))
+        return Repository(repo, found.sha or "", files) if files else None
+
+    with quietly(logging), explaining(repo, revision, "its list of files"):
+        return retry(ask)
+
+
+def read_named(name: HubName, on_progress: Progress, dtype: str | None = None) -> Stored:
+    """Do what ``read_repository`` does for a name that has the repository in it."""
+    repository = list_files(name.repo, name.revision)
+    if repository is None:
+        raise CheckpointError(
+            f"{name.repo}: found no GGUF file there, expected one; check the name"
+        )
+    return read_repository(repository, name.wanted, on_progress, dtype)
+
+
+def read_repository(
+    repository: Repository, wanted: str | None, on_progress: Progress, dtype: str | None = None
+) -> Stored:
+    """Read one GGUF model of a repository: ``wanted`` is its quantisation, or its file's name.
+
+    The other arguments are those of ``read_gguf``. Raises CheckpointError and HubError.
+    """
+    shards = choose(repository, wanted)
+    where = f"{repository.name}/{shards[0]}"
+    import_reader(where)
+    named = _NAMED.search(_SHARD.sub(SUFFIX, shards[0]))
+    tag = f":{named[1]}" if named else ""
+    found = Found((Path(where),), (f"llama-cli -hf {repository.name}{tag}",))
+    headers = []
+    for done, shard in enumerate(shards):
+        on_progress(done, len(shards))
+        headers.append(_read_header(repository, shard))
+    on_progress(len(shards), len(shards))
+    header = Header(headers[0].metadata, tuple(t for each in headers for t in each.tensors))
+    return replace(size_header(header, found, on_progress, dtype), revision=repository.commit)
+
+
+def choose(repository: Repository, wanted: str | None) -> list[str]:
+    """Choose one model among a repository's files, and return all its shards, the first first."""
+    files = leave_beside(repository.files)
+    if wanted is not None:
+        part = re.compile(rf"(?<![A-Za-z0-9]){re.escape(wanted)}(?![A-Za-z0-9_])", re.IGNORECASE)
+        chosen = [name for name in files if part.search(name)]
+        if not chosen:
+            few = ", ".join(map(quote, files[:4]))
+            raise CheckpointError(
+                f"{repository.name}: found no GGUF file of {quote(wanted)} among {len(files)} "
+                f"({few}{', ...' * (len(files) > 4)}), expected one; name another"
+            )
+    else:
+        chosen = [name for name in files if _USUAL.lower() in name.lower()] or files
+    first = min(chosen, key=lambda name: (len(_SHARD.sub(SUFFIX, name)), name))
+    return [*_list_shards(first)]
+
+
+def _list_shards(name: str) -> Iterator[str]:
+    if (shard := _SHARD.search(name)) is None:
+        yield name
+        return
+    for number in range(1, int(shard[2]) + 1):
+        yield f"{name[: shard.start()]}-{number:05}-of-{shard[2]}{name[-len(SUFFIX) :]}"
+
+
+def _read_header(repository: Repository, name: str) -> Header:
+    """Read a file's header from the network, as many bytes as it takes."""
+    where = f"{repository.name}/{name}"
+    reader = import_reader(where)
+    url = hf_hub_url(repository.name, name, revision=repository.commit, endpoint=constants.ENDPOINT)
+    data, size = b"", _FIRST_READ_BYTES
+    with tempfile.TemporaryDirectory(prefix="offplan-") as folder:
+        start = Path(folder) / "header"
+        while True:
+            with explaining(repository.name, repository.commit, name):
+                more, file_bytes = read_start(url, len(data), size)
+            data += more
+            start.write_bytes(data)
+            try:
+                return read_header(start, where, file_bytes)
+            except reader.Cut:
+                if len(data) < size or size >= reader.MAX_HEADER_BYTES:
+                    raise
+            size *= _MORE

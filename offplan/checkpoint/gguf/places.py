@@ -1,0 +1,208 @@
+"""Where GGUF files lie: a path, a folder, or a name in Ollama, in LM Studio or on the Hub."""
+
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote
+
+from offplan.checkpoint.folder import is_file, read_small
+from offplan.checkpoint.jsontext import load_object, quote
+from offplan.errors import CheckpointError
+
+SUFFIX = ".gguf"
+_MAGIC = b"GGUF"
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
+_BESIDE = ("mmproj", "imatrix")
+"""Parts of the names of files beside a model: what reads images and sound, and statistics."""
+_OLLAMA_MODELS = ("~/.ollama/models", "/usr/share/ollama/.ollama/models")
+"""Source: Ollama's FAQ, "Where are models stored?"."""
+_LM_STUDIO_MODELS = ("~/.lmstudio/models", "~/.cache/lm-studio/models")
+"""Source: LM Studio's documentation, "Import models"; the second is the older one."""
+_REGISTRY = "registry.ollama.ai"
+_MODEL_LAYER = "application/vnd.ollama.image.model"
+_PART = r"[A-Za-z0-9][\w.-]*"
+_OLLAMA_NAME = re.compile(
+    rf"(?:ollama (?:run|pull) )?((?:{_PART}/){{0,2}}{_PART})(:{_PART})?", re.A
+)
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
+_HOST = r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/"
+_HUB_FILE = re.compile(
+    rf"{_HOST}({_PART}/{_PART})/(?:blob|resolve|raw)/([^/?#]+)/([^?#]+\.gguf)(?:[?#].*)?",
+    re.A | re.I,
+)
+_HUB_TAG = re.compile(rf"({_HOST})?({_PART}/{_PART}):({_PART})", re.ASCII)
+QUANTISATION = r"(?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|F16|F32|MXFP4\w*)"
+"""Matches the quantisations that GGUF files and tags have in their names."""
+
+
+class Found(NamedTuple):
+    """The files of one GGUF model, and what runs it."""
+
+    files: tuple[Path, ...]
+    """All shards, the first one first."""
+    runs_with: tuple[str, ...]
+    """Commands, each of which runs it."""
+
+
+class HubName(NamedTuple):
+    """A GGUF model of a repository on the Hub."""
+
+    repo: str
+    revision: str | None
+    wanted: str
+    """A quantisation, or the path of a file."""
+
+
+class OllamaName(NamedTuple):
+    """A name as ``ollama run`` takes it."""
+
+    parts: tuple[str, ...]
+    """Host, namespace and model, as many as were named."""
+    tag: str | None
+    is_command: bool
+
+    def __str__(self) -> str:
+        return "/".join(self.parts) + (f":{self.tag}" if self.tag else "")
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file is GGUF, by its first bytes or its name."""
+    if not is_file(path):
+        return False
+    if path.suffix.lower() == SUFFIX:
+        return True
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
+def find_file(path: Path) -> Found:
+    """Find all shards of a GGUF file; raises CheckpointError where some are missing."""
+    files: tuple[Path, ...] = (path,)
+    if (shard := _SHARD.fullmatch(path.name)) is not None:
+        stem, _, count = shard.groups()
+        num_shards = int(count)
+        names = [
+            f"{stem}-{number:05}-of-{count}{path.suffix}" for number in range(1, num_shards + 1)
+        ]
+        files = tuple(path.with_name(name) for name in names)
+        missing = [file.name for file in files if not is_file(file)]
+        if missing:
+            raise CheckpointError(
+                f"{path}: {len(missing)} of {num_shards} shards are missing, the first is "
+                f"{quote(missing[0])}; finish the download"
+            )
+    return Found(files, (f"llama-cli -m {shlex.quote(str(files[0]))}",))
+
+
+def find_in_folder(folder: Path) -> Found | None:
+    """Find the one GGUF model of a folder; None where it has none, or has safetensors.
+
+    Raises CheckpointError where there are several.
+    """
+    if any(folder.glob("*.safetensors")):
+        return None
+    files = sorted(folder.glob("*.gguf")) or sorted(folder.glob("*/*.gguf"))
+    names = leave_beside([str(file.relative_to(folder)) for file in files])
+    models = {_SHARD.sub(r"\1", name): name for name in reversed(names)}
+    if len(models) > 1:
+        few = ", ".join(map(quote, sorted(models.values())[:4]))
+        raise CheckpointError(
+            f"{folder}: found {len(models)} GGUF models ({few}{', ...' * (len(models) > 4)}), "
+            "expected one; name the file"
+        )
+    return next((find_file(folder / name) for name in models.values()), None)
+
+
+def leave_beside(names: list[str]) -> list[str]:
+    """Leave out files that lie beside a model, unless there are no others."""
+    return [n for n in names if not any(part in n.lower() for part in _BESIDE)] or names
+
+
+def parse_ollama(name: str) -> OllamaName | None:
+    """Read a name as Ollama does; None for what cannot be one."""
+    if (found := _OLLAMA_NAME.fullmatch(name)) is None:
+        return None
+    tag = found[2] and found[2][1:]
+    return OllamaName(tuple(found[1].split("/")), tag, name.startswith("ollama "))
+
+
+def parse_hub(name: str) -> HubName | None:
+    """Read the address of a GGUF file on the Hub, or a repository and a quantisation."""
+    if (page := _HUB_FILE.fullmatch(name)) is not None:
+        return HubName(page[1], page[2], unquote(page[3]))
+    tagged = _HUB_TAG.fullmatch(name.removeprefix("ollama run "))
+    if tagged is None or not (tagged[1] or re.fullmatch(QUANTISATION, tagged[3], re.IGNORECASE)):
+        return None
+    return HubName(tagged[2], None, tagged[3])
+
+
+def find_local(path: Path) -> Found | None:
+    """Find the GGUF model that a path is or has; None for anything else."""
+    if path.is_dir():
+        return find_in_folder(path)
+    return find_file(path) if is_gguf(path) else None
+
+
+def find_named(name: OllamaName) -> Found | None:
+    """Find a model by its name in the stores of LM Studio and Ollama; None where they lack it.
+
+    Raises CheckpointError for a store that cannot be read.
+    """
+    if len(name.parts) > 1 and name.tag is None and not name.is_command:
+        for store in map(Path, map(os.path.expanduser, _LM_STUDIO_MODELS)):
+            path = store.joinpath(*name.parts)
+            found = find_local(path) if os.path.exists(path) else None
+            if found is not None:
+                load = f"lms load {'/'.join(name.parts)}"
+                return found._replace(runs_with=(load, *found.runs_with))
+    for store in _ollama_stores():
+        if (file := _find_in_ollama(store, name)) is not None:
+            return Found((file,), (f"ollama run {name}",))
+    return None
+
+
+def why_not_named(name: OllamaName) -> str:
+    """Say that Ollama has no model of a name that is one of Ollama's."""
+    stores = " or ".join(map(str, _ollama_stores()))
+    return (
+        f"{name}: found no Ollama model of this name that can be read in {stores}; "
+        f"`ollama pull {name}` fetches it and `ollama run {name}` runs it; offplan runs "
+        "safetensors: name a Hub id such as Qwen/Qwen3-8B"
+    )
+
+
+def _ollama_stores() -> list[Path]:
+    named = os.environ.get("OLLAMA_MODELS")
+    return [Path(os.path.expanduser(store)) for store in ([named] if named else _OLLAMA_MODELS)]
+
+
+def _find_in_ollama(store: Path, name: OllamaName) -> Path | None:
+    """Find the file of weights that a manifest of Ollama's names."""
+    *namespace, model = name.parts
+    host_and_owner = (_REGISTRY, "library")[: 2 - len(namespace)] + tuple(namespace)
+    manifest = store.joinpath("manifests", *host_and_owner, model, name.tag or "latest")
+    # False also where the store lets nobody else in: most names are of the Hub
+    if not os.path.isfile(manifest):
+        return None
+    layers = load_object(read_small(manifest), str(manifest)).get("layers")
+    for layer in layers if isinstance(layers, list) else []:
+        if not isinstance(layer, dict) or layer.get("mediaType") != _MODEL_LAYER:
+            continue
+        digest = layer.get("digest")
+        if isinstance(digest, str) and _DIGEST.fullmatch(digest):
+            blob = store / "blobs" / digest.replace(":", "-")
+            if os.path.isfile(blob):
+                return blob
+            raise CheckpointError(
+                f"{name}: its manifest names {digest[:19]}..., which {store} lacks; "
+                f"`ollama pull {name}` fetches it"
+            )
+    raise CheckpointError(
+        f"{manifest}: found no GGUF file in this manifest, expected one; `ollama run {name}` runs "
+        "what it names, and offplan a safetensors checkpoint of that model"
+    )
