@@ -270,7 +270,10 @@ def test_other_names_are_none_of_the_stores(home: Path) -> None:
 
 
 def test_where_a_file_came_from(tmp_path: Path) -> None:
-    names = {"source.huggingface.repository": "Qwen/Qwen3-8B", "source.url": "example.com/x"}
+    names: dict[str, Any] = {
+        "source.huggingface.repository": "Qwen/Qwen3-8B",
+        "source.url": "example.com/x",
+    }
     path = write(tmp_path / "a.gguf", "llama", {"block_count": 0}, {}, **names)
     described = describe_gguf(read_header(path, "a"), ("run",))
     assert described.bases == ("Qwen/Qwen3-8B", BASE)
