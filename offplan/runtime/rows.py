@@ -10,7 +10,6 @@ import torch
 
 from offplan.errors import InputError
 from offplan.runtime.faults import memory_limits
-from offplan.runtime.generate import Arrival
 from offplan.runtime.passes.chunks import Reading
 from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 
@@ -39,8 +38,6 @@ class _Row:
     """Tokens of the prompt that it joined with."""
     left: int = 0
     """Number of its last text among those that left."""
-    is_nan: Arrival | None = None
-    """Whether the logits of its prompt were NaN, on the way to the host; None for no prompt."""
 
     @property
     def length(self) -> int:
@@ -63,14 +60,7 @@ class _Row:
 
     def forget(self) -> None:
         """Hold nothing, for a text to come."""
-        self.tokens, self.in_use, self.is_nan = [], False, None
-
-    def is_number(self) -> bool:
-        """Whether another text may go on from its tokens; waits for the prompt's pass.
-
-        A NaN reaches tokens that came before it in the same pass: attention weighs it by zero.
-        """
-        return self.is_nan is None or not self.is_nan.wait()[0].any()
+        self.tokens, self.in_use = [], False
 
 
 class _OneText:
@@ -277,11 +267,11 @@ class Rows:
 
     def _join(self, parts: Sequence[_Part], logits: torch.Tensor) -> dict[int, Joined]:
         """Note what rows hold now; ``logits``, [parts, vocabulary], follow."""
-        is_nan, joined = self._find_nan(logits), dict[int, Joined]()
+        joined = dict[int, Joined]()
         for part, each in zip(parts, logits, strict=True):
             row = self._rows[part.row]
             row.owner = part.owner  # before the tokens: they are never another owner's
-            row.num_begun, row.is_nan, row.tokens = len(part.prompt), is_nan, [*part.prompt]
+            row.num_begun, row.tokens = len(part.prompt), [*part.prompt]
             joined[part.row] = Joined(part.row, each, len(part.prompt) - part.start)
         return joined
 
@@ -447,7 +437,7 @@ class Rows:
                 else 0
                 for row in (*free, *used)
             }
-            source = max((*free, *used), key=held.__getitem__)
+            source = self._choose_source(held)
             is_copied = source in used
             row = max(
                 free,
@@ -460,6 +450,21 @@ class Rows:
             free.remove(row)
             parts.append(_Part(row, prompt, held[source], source if is_copied else row, owner))
         return parts
+
+    def _choose_source(self, held: dict[int, int]) -> int:
+        """Choose the row that holds most of a prompt without NaN, and correct what it holds.
+
+        A NaN reaches tokens that came before it in the same pass: attention weighs it by zero. Its
+        own logits need not be NaN: windows end before it. Waits for the device where a row holds
+        something.
+        """
+        seen: set[int] = set()
+        while held[source := max(held, key=held.__getitem__)] and source not in seen:
+            count = self._runner.count_numbers(self._slots[source], held[source])
+            if count < held[source]:
+                held[source] = count if self._runner.goes_back else 0
+            seen.add(source)
+        return source
 
     def _count_held(self, row: _Row, prompt: list[int]) -> int:
         """Count the tokens of a prompt that a row holds and that a pass can go on from.
@@ -478,7 +483,7 @@ class Rows:
             common += 1
         if common < len(held) and not self._runner.goes_back:
             return 0
-        return common if not common or row.is_number() else 0
+        return common
 
     def _divide(self, parts: Sequence[_Part]) -> list[list[_Part]]:
         """Divide what is to be read among passes.
@@ -579,11 +584,5 @@ class Rows:
         except BaseException:
             text.forget()
             raise
-        text.num_begun, text.is_nan = len(whole), self._find_nan(logits)
+        text.num_begun = len(whole)
         return logits
-
-    def _find_nan(self, logits: torch.Tensor) -> Arrival:
-        """Have the host be told whether logits, [rows, vocabulary], are NaN."""
-        on_gpu = self.session.device.type == "cuda"
-        host = torch.empty(len(logits), dtype=torch.bool, pin_memory=on_gpu)
-        return Arrival(logits.isnan().any(-1), host)

@@ -347,6 +347,33 @@ def test_no_text_goes_on_from_one_of_nan(tmp_path: Path, leaves: bool) -> None:
         texts.check(Alone(folder, 64))
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_no_text_goes_on_from_a_nan_that_no_window_reaches(tmp_path: Path, leaves: bool) -> None:
+    """Five windows of 8 tokens do not reach from a prompt's end to a NaN at its beginning."""
+    folder = save_tiny("mistral_windowed", tmp_path)
+    with open_session(folder, offload(prefill_chunk=4)) as session:
+        spoil_token(session, 63)
+        texts = Greedy(Rows(session, 2))
+        bad = texts.rows.join([*LONG[:2], 63, *(2 * LONG + LONG[:4])])
+        assert not bad.logits.isnan().any()
+        if leaves:
+            texts.rows.leave(bad.row)
+        texts.join(LONG[:7])
+        assert texts.read == [7]
+        texts.check(Alone(folder, 4))
+
+
+def test_a_nan_behind_what_a_prompt_shares_keeps_nothing_from_it(tmp_path: Path) -> None:
+    folder = save_tiny("qwen3", tmp_path)
+    with open_session(folder, offload(prefill_chunk=4)) as session:
+        spoil_token(session, 63)
+        texts = Greedy(Rows(session, 1))
+        texts.rows.leave(texts.rows.join([*LONG[:6], 63, 2]).row)
+        texts.join(LONG[:7])
+        assert texts.read == [3]
+        texts.check(Alone(folder, 4))
+
+
 def test_memory_that_runs_out_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_session(save_tiny("qwen3", tmp_path), offload()) as session:
         texts = Greedy(Rows(session, 2))

@@ -295,6 +295,19 @@ class LayerCaches(Cache):
         for part in self._rows_of(num_tokens):
             part[other] = part[row]
 
+    def count_numbers(self, row: int, num_tokens: int) -> int:
+        """Count the tokens of a row before the first that has a NaN in any layer.
+
+        Of a row's first ``num_tokens``; none where a state of the row has a NaN. Waits for the
+        device.
+        """
+        # the largest is NaN where one is; a comparison would take memory for each element
+        is_nan = [part[row].amax((0, 1, 3)).isnan() for part in self._rows_of(num_tokens)]
+        states = [part[row] for state in self._states.values() for part in state.tensors()]
+        is_nan += [state.amax().isnan().expand(num_tokens) for state in states]
+        found = torch.stack(is_nan).any(0).nonzero()
+        return int(found[0]) if len(found) else num_tokens
+
     def _rows_of(self, num_tokens: int) -> list[torch.Tensor]:
         """Return the first tokens of all blocks, each [rows, layers, heads, num_tokens, dim]."""
         blocks = [block for blocks in self._blocks for block in blocks.whole]

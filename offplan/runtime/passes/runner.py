@@ -265,6 +265,11 @@ class ModelRunner:
         assert self.layers.cache is not None
         self.layers.cache.copy(row, other, num_tokens)
 
+    def count_numbers(self, row: int, num_tokens: int) -> int:
+        """Count the tokens before a row's first NaN, of its first ones; waits for the device."""
+        assert self.layers.cache is not None
+        return self.layers.cache.count_numbers(row, num_tokens)
+
     def set_length(self, num_tokens: int, text: torch.Tensor | None = None) -> None:
         """Say that the cache holds so many tokens; queued on the current stream.
 
