@@ -223,7 +223,7 @@ def list_fitting(question: Question, plan: Plan) -> list[Prediction]:
         offload = Offload(
             prefetch_step=1,
             prefill_chunk=min(chunk, plan.workload.prompt_tokens),
-            embeddings="device" if stage.input_embedding is None else "host",
+            embeddings="host" if stage.tables else "device",
             packing=packing,
             rules=tuple(map(Rule.model_validate, rules)),
         )

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from offplan.backends import Backend
-from offplan.checkpoint.tensors import TensorInfo
+from offplan.checkpoint.tables import Table
 from offplan.errors import PlanError
 from offplan.expert_slots import ExpertSlots, check_parts, find_expert_slots
 from offplan.held.stage import Stage
@@ -162,8 +162,8 @@ class Placement:
     """Size of each slot: the largest span of either phase."""
     resident_bytes: int
     """Weights on the GPU outside the ring and ``expert_slots``; also those outside the layers."""
-    host_embedding: TensorInfo | None = None
-    """The input embedding, if it lies on the host and is read by row."""
+    host_tables: tuple[Table, ...] = ()
+    """What lies on the host and is read by row."""
     expert_slots: Mapping[int, ExpertSlots] = field(default_factory=dict)
     """The experts that layers keep in GPU memory one by one, by layer index."""
     chunks_at_once: Mapping[int, int] = field(default_factory=dict)
@@ -206,8 +206,13 @@ class Placement:
 
     @cached_property
     def offloaded_bytes(self) -> int:
-        """Memory of the slabs, and of the input embedding if it is on the host."""
-        return self.slab_bytes + (self.host_embedding.nbytes if self.host_embedding else 0)
+        """Memory of the slabs, and of the tables on the host."""
+        return self.slab_bytes + self.table_bytes
+
+    @cached_property
+    def table_bytes(self) -> int:
+        """Memory of the tables on the host."""
+        return sum(table.nbytes for table in self.host_tables)
 
     @cached_property
     def slab_bytes(self) -> int:
@@ -238,7 +243,7 @@ def place(stage: Stage, offload: Offload) -> Placement:
 
     The stage is held by the decision's packing. Raises PlanError for a rule that takes nothing, for
     a segment that no parameter has, for a rule that splits what the runtime fuses, for one that
-    cannot keep experts, and for an embedding that cannot lie on the host.
+    cannot keep experts, and for embeddings on the host of which none can lie there.
     """
     assert stage.packing == offload.packing, "a stage is lowered with the plan's packing"
     rules = offload.rules
@@ -278,20 +283,20 @@ def place(stage: Stage, offload: Offload) -> Placement:
     if unused:
         raise PlanError(_describe_unused(min(unused), rules[min(unused)], stage))
     streamed = [_spans(slabs, phase) for phase in Phase]
-    embedding = stage.input_embedding if offload.embeddings == "host" else None
-    if offload.embeddings == "host" and stage.model.input_embedding is None:
+    tables = stage.tables if offload.embeddings == "host" else ()
+    if offload.embeddings == "host" and not stage.model.tables:
         raise PlanError(
-            "embeddings: host needs an input embedding of its own; the embedding of "
+            "embeddings: host needs an embedding that is read by row alone; the embedding of "
             f"{stage.model.source} is tied to the head, changes its type when it is loaded, or "
             "was not found"
         )
-    weights = stage.loaded_bytes - (embedding.nbytes if embedding is not None else 0)
+    weights = stage.loaded_bytes - sum(table.nbytes for table in tables)
     return Placement(
         slabs=tuple(slabs),
         num_slots=min(offload.prefetch_step, max(map(len, streamed))),
         slot_bytes=max((span.nbytes for spans in streamed for span in spans), default=0),
         resident_bytes=weights - sum(e.off_gpu_bytes for slab in slabs for e in slab.entries),
-        host_embedding=embedding,
+        host_tables=tables,
         expert_slots={layer: of for by_layer in slots.values() for layer, of in by_layer.items()},
         chunks_at_once=chunks_at_once,
     )

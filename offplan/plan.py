@@ -467,7 +467,8 @@ class Offload(Record):
     prefill_chunk: Count
     """Prompt tokens of each sequence in one forward pass, at most."""
     embeddings: Literal["device", "host"] = "device"
-    """``host``: the input embedding stays in pinned host memory and is read by row, in place."""
+    """``host``: what passes read by row stays in pinned host memory, and is read in place: an input
+    embedding that no head is tied to, Gemma's embedding for each layer, and the like."""
     store: Store = "host"
     """Where what the rules take lies: in pinned host memory, or in that of a second GPU."""
     packing: Packing | None = None
@@ -532,7 +533,7 @@ class Prediction(Record):
     decode: PhasePrediction
     gpu_memory: GPUMemoryPrediction
     host_memory_bytes: Bytes = Field(alias="host_memory")
-    """Weights there: an input embedding read by row, and the slabs where the host is the store."""
+    """Weights there: embeddings read by row, and the slabs where the host is the store."""
     peer_memory_bytes: Bytes = Field(default=0, alias="peer_memory")
     """Bytes of the slabs on the second GPU, where it is the store."""
 

@@ -33,8 +33,8 @@ from vllm.model_executor.offloader import (
 )
 from vllm.v1.worker.gpu_worker import Worker as GPUWorker
 
-from offplan.checkpoint.model import INPUT_EMBEDDINGS
 from offplan.checkpoint.open import open_model
+from offplan.checkpoint.tables import INPUT_EMBEDDINGS
 from offplan.checkpoint.tensors import CONFIG_NAME
 from offplan.engines.names import name_part
 from offplan.engines.taken import IN_FORCE, QUANTIZATION, READ_IN_PLACE, Taken, TakenParameter

@@ -154,8 +154,7 @@ class Walk:
     def sizes(self) -> Iterator[int]:
         """Bytes that the page names."""
         stage, memory = self.stage, self.prediction.gpu_memory
-        embedding = self.placement.host_embedding
-        assert embedding is not None
+        (embedding,) = self.placement.host_tables
         first, second = (entry.unit.nbytes for entry in self.slab.entries)
         yield from (stage.loaded_bytes, embedding.nbytes, self.plan.budget.gpu_memory)
         yield from (first, len(self.whole) * first, self.placement.slot_bytes)

@@ -6,6 +6,7 @@ file need not say stands in ``model_types``.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 from offplan.checkpoint import model_types
@@ -157,6 +158,8 @@ class Architecture:
     """Parts of names whose parameters stay in float32 when float16 is computed in."""
     routers: tuple[str, ...]
     """Parts of names of routers that every pass widens to float32: they stay as they are stored."""
+    table_rows: Mapping[str, int]
+    """Rows that a token needs of tables beside the input embedding, by the module's name."""
     head_is_tied: bool | None
     """Whether the head is the input embedding; None where neither config nor model type says."""
     notes: tuple[str, ...]
@@ -175,6 +178,18 @@ class Architecture:
         parts += self.float32_parts_in_float16 if dtype == "float16" else ()
         parts += self.routers if is_wide and dtype in ("bfloat16", "float16") else ()
         return _has_part(name, parts)
+
+    def find_table(self, name: str) -> tuple[str, int] | None:
+        """Find the module of the table that a weight of this name is rows of, if it is of one.
+
+        With it come the rows that a token needs. ``ngram_embedding.shard_3.weight`` is of
+        ``ngram_embedding``.
+        """
+        parts = name.split(".")
+        at = next((at for at, part in enumerate(parts) if part in self.table_rows), None)
+        if at is None or parts[-1] != "weight":
+            return None
+        return ".".join(parts[: at + 1]), self.table_rows[parts[at]]
 
     def is_router(self, name: str) -> bool:
         """Whether a parameter is a router that every pass widens to float32."""
@@ -243,6 +258,7 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
         + model_types.FLOAT32_PARTS_STORED.get(model_type, ()),
         float32_parts_in_float16=model_types.FLOAT32_PARTS_IN_FLOAT16.get(model_type, ()),
         routers=model_types.WIDENED_ROUTERS.get(model_type, ()),
+        table_rows=_read_table_rows(text, model_type),
         head_is_tied=model_types.TIED_BY_DEFAULT.get(model_type) if tie is None else tie,
         notes=notes,
     )
@@ -322,6 +338,14 @@ def _read_attention(text: Mapping[str, Any], model_type: str) -> Attention:
 def _read_soft_cap(text: Mapping[str, Any], model_type: str) -> float | None:
     cap = text.get("attn_logit_softcapping", model_types.SOFT_CAPS.get(model_type))
     return float(cap) if type(cap) in (int, float) and 0 < cap < MAX_COUNT else None
+
+
+def _read_table_rows(text: Mapping[str, Any], model_type: str) -> dict[str, int]:
+    """Read how many rows a token needs of each table: a product of the config's counts."""
+    return {
+        module: prod((read_count(text, each.key) or each.usual) + each.shift for each in counts)
+        for module, counts in model_types.TABLE_ROWS.get(model_type, {}).items()
+    }
 
 
 def _read_latents(text: Mapping[str, Any]) -> LatentAttention | None:

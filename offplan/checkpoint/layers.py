@@ -8,7 +8,7 @@ from itertools import islice
 
 from offplan.checkpoint.architecture import MAX_LAYERS, Architecture
 from offplan.checkpoint.jsontext import quote
-from offplan.checkpoint.tensors import CONFIG_NAME, INDEX, TensorInfo, Tensors
+from offplan.checkpoint.tensors import CONFIG_NAME, FLOATS, INDEX, TensorInfo, Tensors
 from offplan.errors import CheckpointError
 
 _ROTARY = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -87,11 +87,13 @@ def split_layers(architecture: Architecture, tensors: Iterable[TensorInfo]) -> S
         is_idle = index >= num_keeping and _OWN_KEYS.search(tensor.name)
         is_scale = found is not None and _CACHE_SCALE.search(tensor.name) is not None
         num_scales += is_scale
-        if index < num_layers and not is_idle and not is_scale and not _is_recomputed(tensor):
+        is_read_by_row = index < num_layers and is_rows(architecture, tensor)
+        is_left = is_idle or is_scale or is_read_by_row or _is_recomputed(tensor)
+        if index < num_layers and not is_left:
             layers[index].append(tensor)
             continue
         outside.append(tensor)
-        if found or _has_part(_MTP_PART, tensor.name):
+        if (found and not is_read_by_row) or _has_part(_MTP_PART, tensor.name):
             not_loaded.add(tensor.name)
     if num_stacked > num_layers:
         extra = f"{prefix}.{num_layers}"
@@ -184,6 +186,12 @@ def _find_stacks(tensors: Tensors) -> Stacks:
         for prefix, counted in indices.items()
         if max(counted) == len(counted) - 1 and not prefix.endswith(".experts")
     }
+
+
+def is_rows(architecture: Architecture, tensor: TensorInfo) -> bool:
+    """Whether a tensor is rows of a table, which passes gather: it lies outside the layers."""
+    is_matrix = tensor.dtype in FLOATS and len(tensor.shape) == 2
+    return is_matrix and architecture.find_table(tensor.name) is not None
 
 
 def is_of_tower(name: str) -> bool:

@@ -13,6 +13,7 @@ from offplan.checkpoint.gguf.origin import GGUF
 from offplan.checkpoint.group import group_outside, resize
 from offplan.checkpoint.identity import fingerprint
 from offplan.checkpoint.parameter import Parameter
+from offplan.checkpoint.tables import INPUT_EMBEDDINGS, Table, group_rows
 from offplan.checkpoint.tensors import TensorInfo, Tensors
 
 FLOAT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -211,19 +212,27 @@ class Model:
         return sum(tensor.nbytes for tensor in self.outside if tensor.name in self.towers)
 
     @cached_property
-    def input_embedding(self) -> TensorInfo | None:
-        """The input embedding, if it is a tensor of its own; None where the head is tied to it.
+    def tables(self) -> tuple[Table, ...]:
+        """What may lie on the host, since a pass reads a few rows of it.
 
-        Only a few rows of it are read in a pass, so it may as well lie on the host. None where it
-        is stored in another form than its values: it cannot be read by row; or in a type of another
-        size than they are used in.
+        The input embedding is among it where no head is tied to it. Left out is what is stored in
+        another form than its values, since it cannot be read by row, or in a type of another size
+        than they are used in.
         """
-        named = find_matrices(self._loaded_outside, INPUT_EMBEDDINGS)
-        if len(named) != 1 or not named[0].form.is_raw or not self.stores_head:
-            return None
-        if resize(named[0], self.architecture, self.dtype).resized is not None:
-            return None
-        return named[0].tensors[0]
+        inputs = find_matrices(self._loaded_outside, INPUT_EMBEDDINGS)
+        is_apart = len(inputs) == 1 and self.stores_head
+        tables = group_rows(self.architecture, self._loaded_outside, inputs if is_apart else ())
+        return tuple(each for each in tables if all(map(self._keeps_rows, each.parameters)))
+
+    def _keeps_rows(self, parameter: Parameter) -> bool:
+        """Whether a loaded matrix has the rows that the checkpoint stores."""
+        is_matrix = parameter.form.is_raw and len(parameter.shape) == 2
+        return is_matrix and resize(parameter, self.architecture, self.dtype).resized is None
+
+    @cached_property
+    def input_embedding(self) -> TensorInfo | None:
+        """The input embedding, where it is one of ``tables``."""
+        return next((each.tensors[0] for each in self.tables if each.is_input), None)
 
     @cached_property
     def stores_head(self) -> bool:
@@ -248,10 +257,6 @@ class Model:
         return sum(p.num_weights for p in (*in_layers, *self.outside_parameters))
 
 
-INPUT_EMBEDDINGS = frozenset(
-    ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embeddings", "embed")
-)
-"""Names that models give to the module of their input embedding."""
 OUTPUT_HEADS = frozenset(("lm_head", "embed_out", "output", "output_layer", "head"))
 """Names that models give to the module that turns hidden states into logits."""
 

@@ -39,6 +39,24 @@ WIDENED_ROUTERS = _float32_parts("widened_routers")
 """Parts of names of routers that every pass widens to float32, exactly: they stay as stored."""
 
 
+class RowCount(NamedTuple):
+    """A factor of the rows that a token needs of a table."""
+
+    key: str
+    """The key of ``config.json`` that it is read from."""
+    usual: int
+    """What the config class takes where the key is absent."""
+    shift: int = 0
+    """What is added to it."""
+
+
+TABLE_ROWS: dict[str, dict[str, tuple[RowCount, ...]]] = {
+    name: {row["module"]: tuple(RowCount(*each) for each in row.get("rows", ()))}
+    for row in _FACTS["table_rows"]
+    for name in row["types"]
+}
+"""Rows that a token needs of tables beside the input embedding: the product of these factors, by
+model type and the name of the module."""
 ROUTED_TO: dict[str, int] = _FACTS["routed_to"]
 """Experts that a token is sent to, whatever the config says."""
 INDEX_TOPK: dict[str, int] = _FACTS["indexed"]

@@ -44,8 +44,8 @@ def find_floor(
 
     ``ways`` are the stage as plans may hold it, each with the bytes of its weights that have no
     room. What is not on the GPU when a pass starts must cross before it ends, if the pass reads it.
-    The weights that a pass reads least are the first that have no room: the input embedding, of
-    which it reads rows, then routed experts, by uniform routing or by what caches of the best sizes
+    The weights that a pass reads least are the first that have no room: embeddings, of which
+    it reads rows, then routed experts, by uniform routing or by what caches of the best sizes
     miss in a profile. ``resident_ps`` are the fastest prompt and decode step with everything
     resident; ``elsewhere_ps`` the same of a pipeline's other stages, which come on top.
     ``with_cores`` has the host's cores read in decode, beside the link.
@@ -73,10 +73,10 @@ def find_floor(
 def _least_read(stage: Stage, missing_bytes: int, num_tokens: int, reuse: BatchReuse | None) -> int:
     """Return bytes of the missing ones that a pass reads, if those read least are missing."""
     read, left = 0.0, missing_bytes
-    embedding, experts = stage.input_embedding, stage.experts
-    if embedding is not None and embedding.nbytes:
-        rows = min(left, embedding.nbytes)
-        read += rows * min(1.0, num_tokens / embedding.shape[0])
+    tables, experts = (each for each in stage.tables if each.nbytes), stage.experts
+    for share, table in sorted((each.share(num_tokens), each.nbytes) for each in tables):
+        rows = min(left, table)
+        read += rows * share
         left -= rows
     if experts is not None:
         in_all = sum(layer.expert_bytes for layer in stage.layers)

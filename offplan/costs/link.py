@@ -7,7 +7,7 @@ from math import erfc, exp, log, prod, sqrt
 
 from offplan.backends import Backend
 from offplan.checkpoint.model import Experts
-from offplan.checkpoint.tensors import TensorInfo
+from offplan.checkpoint.tables import Table
 from offplan.costs.work import PassShape, gathers_codes
 from offplan.held.unit import Unit
 from offplan.kernel_sizes import IN_PLACE_ROWS
@@ -162,13 +162,12 @@ def _has_aligned_rows(unit: Unit) -> bool:
     return weight.tensors[0].nbytes // max(1, prod(weight.shape[:-1])) % LINE_BYTES == 0
 
 
-def embedding_bytes(table: TensorInfo | None, shapes: Sequence[PassShape]) -> int:
-    """Bytes that a pass of these chunks reads of an input embedding on the host, if it is there.
+def rows_bytes(tables: Iterable[Table], shapes: Sequence[PassShape]) -> int:
+    """Bytes that a pass of these chunks reads of tables on the host.
 
-    A row a token, and that of each sequence's last one again, for the head of a prompt in chunks.
+    The rows of each token, and those of each sequence's last one again, for the head of a prompt in
+    chunks.
     """
-    if table is None or not table.nbytes:
-        return 0
     again = shapes[0].batch if shapes[0].is_part else 0
-    num_rows = sum(shape.num_tokens for shape in shapes) + again
-    return num_rows * (table.nbytes // table.shape[0])
+    num_tokens = sum(shape.num_tokens for shape in shapes) + again
+    return num_tokens * sum(table.token_bytes for table in tables)

@@ -47,7 +47,6 @@ def list_gpu_memory(
     """List the terms of GPU memory, which a plan promises to stay within, and then their sum."""
     packed = filter(is_packed, stage.parameters)
     saved = sum(sum(t.nbytes for t in each.unpacked) - each.nbytes for each in packed)
-    embedding = placement.offloaded_bytes - placement.slab_bytes
     cached, context = stage.cache_bytes(workload), workload.batch * workload.context
     tokens = context * sum(layer.kv_cache.bytes_per_token for layer in stage.layers)
     margin = f"{MARGIN:.1%} of the budget"
@@ -55,8 +54,8 @@ def list_gpu_memory(
         "weights": stage.loaded_bytes + saved,
         "what packing saves": -saved,
         "experts kept one by one": placement.expert_slots_bytes,
-        "what rules take": placement.resident_bytes + embedding - stage.loaded_bytes,
-        "embedding on the host": -embedding,
+        "what rules take": placement.resident_bytes + placement.table_bytes - stage.loaded_bytes,
+        "embeddings on the host": -placement.table_bytes,
     }
     slots = Input("slots", placement.num_slots, "count")
     ring: tuple[Input, ...] = (slots, Input("largest span", placement.slot_bytes, "bytes"))
@@ -97,10 +96,10 @@ def list_gpu_memory(
 def list_stores(placement: Placement, offload: Offload, num_ranks: int) -> Iterator[Term]:
     """List the memory that all ranks of a stage take of the host, and of a second GPU if any."""
     each = " x ranks" if num_ranks > 1 else ""
-    embedding = placement.offloaded_bytes - placement.slab_bytes
     slabs = {f"slabs, each tensor on a boundary{each}": num_ranks * placement.slab_bytes}
     on_peer = slabs if offload.store == "peer" else {}
     on_host = {} if on_peer else slabs
-    yield sum_up("host_memory", {**on_host, f"embedding on the host{each}": num_ranks * embedding})
+    tables = {f"embeddings on the host{each}": num_ranks * placement.table_bytes}
+    yield sum_up("host_memory", {**on_host, **tables})
     if on_peer:
         yield sum_up("peer_memory", on_peer)

@@ -7,7 +7,7 @@ from offplan.costs.at_use import AtUse, read_ps
 from offplan.costs.calls import count_calls
 from offplan.costs.compute import PassCompute
 from offplan.costs.kept_experts import brought_bytes, keeping_ps, left_bytes
-from offplan.costs.link import embedding_bytes, uva_slowdown
+from offplan.costs.link import rows_bytes, uva_slowdown
 from offplan.costs.missed import Missed
 from offplan.costs.parts import part_times, span_seconds
 from offplan.costs.timeline import PassTimes, to_ps
@@ -52,8 +52,8 @@ def pass_times(
             uses.append(missed.cores)
         elif way is not None:
             read[layer][way] += left_bytes(slots, stage.experts, shapes)
-    # embedding rows are read just before the first layer, and count as its reading
-    rows = embedding_bytes(placement.host_embedding, shapes)
+    # rows of tables are read just before the first layer or in it, and count as its reading
+    rows = rows_bytes(placement.host_tables, shapes)
     uva_ps, read_by = [0] * len(calls), Counter({Backend.UVA: rows})
     uva_ps[0] = read_ps(Backend.UVA, machine, rows)
     for layer, count in enumerate(calls):

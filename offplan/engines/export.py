@@ -186,10 +186,9 @@ def _first_start_notes(engine: Engine, held: Held) -> list[str]:
     """
     if engine.name != "vllm":
         return []
-    found = [each.input_embedding for each in held.stages]
+    found = [table for stage in held.stages for table in stage.tables if table.is_input]
     # of a pipeline not every stage has one, and none has one of its own that the head shares
-    embedding = next((each for each in found if each is not None), None)
-    size = "as much as its embedding" if embedding is None else format_bytes(embedding.nbytes)
+    size = format_bytes(found[0].nbytes) if found else "as much as its embedding"
     return [
         f"a start at which vLLM compiles layers may keep {size} more; those after it find them "
         "compiled"

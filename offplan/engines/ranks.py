@@ -18,7 +18,6 @@ import yaml
 from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.group import group_outside
 from offplan.checkpoint.model import (
-    INPUT_EMBEDDINGS,
     OUTPUT_HEADS,
     Experts,
     KVCache,
@@ -27,6 +26,7 @@ from offplan.checkpoint.model import (
     owner,
 )
 from offplan.checkpoint.parameter import Parameter
+from offplan.checkpoint.tables import INPUT_EMBEDDINGS
 from offplan.checkpoint.tensors import TensorInfo, Tensors
 from offplan.engines.engine import family_of
 from offplan.errors import ExportError

@@ -7,6 +7,7 @@ from functools import cache
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
+from offplan.checkpoint.tables import Table
 from offplan.engines.engine import (
     BACKENDS,
     Engine,
@@ -51,10 +52,10 @@ class EngineRunner:
         """How the engine runs a pass."""
         return self.engine.pass_rules
 
-    @property
-    def places_embedding(self) -> bool:
-        """Whether the input embedding may lie on the host: no flag says that, the worker does."""
-        return self.engine.is_worker
+    def places_tables(self, tables: Sequence[Table]) -> bool:
+        """Whether these may lie on the host: no flag says that; the worker moves the input
+        embedding."""
+        return self.engine.is_worker and all(table.is_input for table in tables)
 
     @property
     def holds_packed(self) -> bool:
@@ -190,7 +191,7 @@ def _only_rule(offload: Offload, engine: Engine) -> Rule:
     rules = offload.rules
     if offload.embeddings == "host":
         raise ExportError(
-            f"{engine.title} keeps the input embedding on the GPU; the plan has it on the host"
+            f"{engine.title} keeps embeddings on the GPU; the plan has them on the host"
         )
     if len(rules) > 1:
         raise ExportError(f"{engine.title}'s flags say one rule; the plan has {len(rules)}")

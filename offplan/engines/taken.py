@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from offplan import __version__
 from offplan.checkpoint.parameter import Parameter
+from offplan.checkpoint.tables import describe_tables
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.engines.engine import EngineDemand, Version, join_stages, page_locked_bytes
 from offplan.engines.names import EngineParameter, engine_parameters, name_part
@@ -186,7 +187,7 @@ class StageTaken:
                 layers[each.layer][each.name] = TakenParameter(backend, each.nbytes, is_expert)
                 moved.append((each, backend))
         streamed = [each for each, backend in moved if backend is Backend.PREFETCH]
-        embedding = placement.host_embedding
+        embedding = _find_embedding(placement)
         if embedding is not None and stage.ranks == ONE_RANK:
             embedding = pad_rows(embedding)  # a share's rows are those of a rank already
         taken = Taken(
@@ -205,6 +206,17 @@ class StageTaken:
             pinned_elsewhere=0 if embedding is None else page_locked_bytes(embedding.nbytes),
         )
         return cls(taken, demand)
+
+
+def _find_embedding(placement: Placement) -> TensorInfo | None:
+    """Find the input embedding on the host, if it is there; raises ExportError for other tables."""
+    others = [table for table in placement.host_tables if not table.is_input]
+    if others:
+        raise ExportError(
+            f"offplan's worker moves the input embedding alone, and the plan has "
+            f"{describe_tables(others)} on the host; plan again with `engine=vllm-worker`"
+        )
+    return next((tensor for table in placement.host_tables for tensor in table.tensors), None)
 
 
 def _require_one_backend(offload: Offload) -> None:

@@ -14,6 +14,7 @@ from offplan.plan import Offload, Plan
 
 if TYPE_CHECKING:
     from offplan.checkpoint.parameter import Parameter
+    from offplan.checkpoint.tables import Table
     from offplan.held.held import Held
     from offplan.held.stage import Stage
 
@@ -100,9 +101,8 @@ class Runner(Protocol):
     def backends(self) -> Sequence[Backend]:
         """The backends that it executes."""
 
-    @property
-    def places_embedding(self) -> bool:
-        """Whether the input embedding may lie on the host."""
+    def places_tables(self, tables: Sequence["Table"]) -> bool:
+        """Whether these may lie on the host, all of a model's."""
 
     @property
     def holds_packed(self) -> bool:
@@ -147,9 +147,12 @@ class OwnRuntime:
     pass_rules = None
     is_stock = False
     takes_one_rule = False
-    places_embedding = True
     holds_packed = True
     max_bytes_unit = 1
+
+    def places_tables(self, tables: Sequence["Table"]) -> bool:
+        """Place any."""
+        return True
 
     def choose_packed(self, stage: "Stage", weights: Sequence["Parameter"]) -> set[int]:
         """Return all of them."""

@@ -11,7 +11,8 @@ from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.group import resize
 from offplan.checkpoint.model import Experts, Layer, Model
 from offplan.checkpoint.parameter import Parameter
-from offplan.checkpoint.tensors import DTYPE_BITS, TensorInfo
+from offplan.checkpoint.tables import Table
+from offplan.checkpoint.tensors import DTYPE_BITS
 from offplan.held.layout import Layout
 from offplan.held.runner import OWN_RUNTIME, Runner
 from offplan.held.stock import StockPasses
@@ -154,14 +155,10 @@ class Stage:
         return f"stock-{key}" if self.runner.is_stock else key
 
     @cached_property
-    def input_embedding(self) -> TensorInfo | None:
-        """The input embedding that may lie on the host; None where the stage holds none.
-
-        ``Model.input_embedding`` says which models have one.
-        """
-        whole = self.model.input_embedding
-        tensors = (parameter.tensors[0] for parameter in self.outside)
-        return next((t for t in tensors if whole is not None and t.name == whole.name), None)
+    def tables(self) -> tuple[Table, ...]:
+        """What may lie on the host and is read by row, of ``Model.tables`` what the stage holds."""
+        held = (table.of(self.outside) for table in self.model.tables)
+        return tuple(table for table in held if table is not None)
 
     @cached_property
     def head(self) -> Parameter | None:

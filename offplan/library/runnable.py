@@ -125,7 +125,7 @@ def _describe_places(stage: Stage, placement: Placement) -> list[Any]:
         for slab in placement.slabs
         for entry in slab.entries
     }
-    return [placement.host_embedding is not None, *map(list, sorted(ways))]
+    return [bool(placement.host_tables), *map(list, sorted(ways))]
 
 
 def needs_stock(model: Model, context: int) -> bool:

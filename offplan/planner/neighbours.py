@@ -62,7 +62,7 @@ def _steps(question: Question, offload: Offload) -> Iterator[tuple[str, dict[str
     for chunk in (*chunks[max(0, at - 1) : at], *chunks[at + 1 : at + 2]):
         yield f"prefill_chunk {offload.prefill_chunk} -> {chunk}", {"prefill_chunk": chunk}
     runner = question.held.runner
-    if runner.places_embedding:
+    if runner.places_tables(question.held.stage.model.tables):
         place = "device" if offload.embeddings == "host" else "host"
         yield f"embeddings {offload.embeddings} -> {place}", {"embeddings": place}
     if offload.packing is not None:

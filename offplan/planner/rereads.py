@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from offplan.costs.link import embedding_bytes
+from offplan.costs.link import rows_bytes
 from offplan.costs.predict import predict
 from offplan.costs.threshold import least_that
 from offplan.costs.work import prefill_shapes
@@ -66,9 +66,9 @@ def _count_reads(held: Held, workload: Workload, offload: Offload, prediction: P
     """Divide what a prompt brings over the link by what lies in the store, embeddings left out."""
     placements = [place(stage, offload) for stage in held.stages]
     shapes = prefill_shapes(workload, offload.prefill_chunk)
-    rows_bytes = sum(embedding_bytes(each.host_embedding, shapes) for each in placements)
+    of_rows = sum(rows_bytes(each.host_tables, shapes) for each in placements)
     stored_bytes = sum(each.slab_bytes for each in placements)
-    return (prediction.prefill.link_bytes - rows_bytes) / stored_bytes if stored_bytes else 0.0
+    return (prediction.prefill.link_bytes - of_rows) / stored_bytes if stored_bytes else 0.0
 
 
 def _reads_once(searcher: Searcher, budget: Budget) -> bool:

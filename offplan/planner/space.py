@@ -2,7 +2,7 @@
 
 Plans of no rule, of one and of two. A rule takes a segment class in the layers of a group pattern,
 with a pair of backends; a plan has a ring of one of PREFETCH_STEPS, smaller than the number of
-layers that stream, and a setting: the prompt's chunk, and the place of the input embedding. Of two
+layers that stream, and a setting: the prompt's chunk, and the place of what is read by row. Of two
 rules the classes have no parameter in common, so their order makes no difference. Of the patterns
 that take as many layers of each kind only that of the smallest groups is tried. One rule may also
 take whole parameters in order up to ``max_bytes``, read at use.
@@ -11,7 +11,7 @@ A third rule was found to buy at most 1.5 % (median 0) in 161 cases without targ
 predictions are off by; more where a target or the host's memory is all but out of reach. It buys
 0.5 to 1.1 % where plans of DeepSeek-V2-Lite leave 1.4 to 5.5 % of a budget free: some experts of
 one layer more on the GPU, whose other rules take a whole projection of a layer at least.
-What an engine is to run is one rule with one backend; its flags say no host embedding.
+What an engine is to run is one rule with one backend; its flags put no embedding on the host.
 Of a pipeline it is the space of the largest stage; ``planner.stages`` prices the others.
 A space has one packing for all its plans; ``planner.packed`` goes over those.
 """
@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 
 from offplan.backends import Backend
 from offplan.checkpoint.model import Layer
-from offplan.checkpoint.tensors import TensorInfo
+from offplan.checkpoint.tables import Table
 from offplan.costs.activations import activation_bytes
 from offplan.costs.at_use import AtUse, read_ps
 from offplan.costs.calls import count_calls
 from offplan.costs.compute import ModelCompute, PassCompute
-from offplan.costs.link import embedding_bytes, uva_slowdown
+from offplan.costs.link import rows_bytes, uva_slowdown
 from offplan.costs.memory import kv_cache_bytes, overhead_bytes
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import decode_shape, prefill_shapes
@@ -71,14 +71,14 @@ def prefill_chunks(prompt_tokens: int, batch: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Setting:
-    """One choice of everything that does not depend on the rules: chunk and embedding."""
+    """One choice of everything that does not depend on the rules: chunk and embeddings."""
 
     prefill_chunk: int
     embeddings: Literal["device", "host"]
     device_bytes: int
     """GPU memory with all layers resident, overhead left out."""
     host_bytes: int
-    """Bytes of the embedding, if it lies on the host."""
+    """Bytes of the embeddings that lie on the host."""
     row_bytes: tuple[int, int]
     """Bytes of embedding rows read in place: by a prompt, and by a decode step."""
     prefill: PassCompute
@@ -212,11 +212,11 @@ class Space:
 
     @cached_property
     def settings(self) -> tuple[Setting, ...]:
-        """The chunks to try, the largest first, with the embedding in either place."""
+        """The chunks to try, the largest first, with embeddings in either place."""
         stage = self.stage
-        places: tuple[TensorInfo | None, ...] = (None,)
-        if stage.input_embedding is not None and self.runner.places_embedding:
-            places = (None, stage.input_embedding)
+        places: tuple[tuple[Table, ...], ...] = ((),)
+        if stage.tables and self.runner.places_tables(stage.model.tables):
+            places = ((), stage.tables)
         workload = self.question.workload
         sizes = prefill_chunks(workload.prompt_tokens, workload.batch)
         if stage.passes is not None:  # each chunk would have the weights cross again
@@ -244,15 +244,15 @@ class Space:
         )
 
     def setting(
-        self, prefill_chunk: int, prompt: PassCompute, host_embedding: TensorInfo | None
+        self, prefill_chunk: int, prompt: PassCompute, host_tables: tuple[Table, ...]
     ) -> Setting:
-        """Return what a chunk, whose prompt takes this, and the embedding's place come to."""
+        """Return what a chunk, whose prompt takes this, and the embeddings' place come to."""
         stage, workload = self.stage, self.question.workload
-        host_bytes = 0 if host_embedding is None else host_embedding.nbytes
-        rows = [embedding_bytes(host_embedding, each.shapes) for each in (prompt, self.decode)]
+        host_bytes = sum(table.nbytes for table in host_tables)
+        rows = [rows_bytes(host_tables, each.shapes) for each in (prompt, self.decode)]
         return Setting(
             prefill_chunk=prefill_chunk,
-            embeddings="device" if host_embedding is None else "host",
+            embeddings="host" if host_tables else "device",
             device_bytes=stage.loaded_bytes
             - host_bytes
             + kv_cache_bytes(stage, workload, prefill_chunk)
@@ -302,7 +302,7 @@ def find_room(space: Space, budget: Budget) -> Room:
     overhead = overhead_bytes(space.machine, budget)
     taken = overhead + space.stage.layout.grown_bytes
     lacking = [each.device_bytes + taken - budget.gpu_memory for each in space.settings]
-    on_host = space.machine.store == "host"  # an embedding is, wherever the slabs lie
+    on_host = space.machine.store == "host"  # embeddings are, wherever the slabs lie
     limit = float("inf") if budget.host_memory is None else budget.host_memory
     limit /= space.question.goal.ranks.tensor  # all of a stage lock as much
     host = [limit - (each.host_bytes if on_host else 0) for each in space.settings]

@@ -62,13 +62,12 @@ class StageSpace(Space):
 
     @cached_property
     def settings(self) -> tuple[Setting, ...]:
-        """Settings are those of the largest stage, with this stage's own embedding, or none."""
+        """Settings are those of the largest stage, with this stage's own embeddings, or none."""
         found = []
         for each in self.largest.settings:
             prompt = self.compute.price(*each.prefill.shapes)
-            on_host = each.embeddings == "host"
-            place = self.stage.input_embedding if on_host else None
-            found.append(self.setting(each.prefill_chunk, prompt, place))
+            tables = self.stage.tables if each.embeddings == "host" else ()
+            found.append(self.setting(each.prefill_chunk, prompt, tables))
         return tuple(found)
 
 

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from offplan.backends import Backend
 from offplan.checkpoint.model import Model
+from offplan.checkpoint.tables import describe_tables
 from offplan.checkpoint.weights import has_weights
 from offplan.engines.export import export_plan
 from offplan.errors import ExportError
@@ -198,7 +199,10 @@ def describe_plainly(plan: Plan, held: Held) -> str:
     where = "in host memory" if offload.store == "host" else "on the second GPU"
     sentences = [_describe_rule_plainly(rule, held, where) for rule in offload.rules]
     if offload.embeddings == "host":
-        sentences.append("the input embedding stays in host memory, read row by row")
+        tables = {table.name: table for stage in held.stages for table in stage.tables}
+        stays = "stays" if len(tables) == 1 else "stay"
+        what = describe_tables(tables.values())
+        sentences.append(f"{what} {stays} in host memory, read row by row")
     return "The plan: " + "; ".join([*sentences, *packed]) + "."
 
 

@@ -125,7 +125,7 @@ def describe_offload(plan: Plan) -> list[str]:
     offload = plan.offload
     lines = [_describe_rule(rule, STORES[offload.store]) for rule in offload.rules]
     if offload.embeddings == "host":
-        lines.append("on the host: the input embedding, read by row")
+        lines.append("on the host: embeddings, read by row")
     if not lines:
         lines.append("everything fits the GPU; nothing is offloaded")
     if offload.packing is not None:

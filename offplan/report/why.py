@@ -54,8 +54,9 @@ def _explain_offload(result: PlanResult) -> Iterator[str]:
         yield "no faster plan of up to two rules was found"
     if plan.offload.embeddings == "host":
         yield (
-            "of the input embedding only a row a token is read, so it lies on the host and leaves "
-            "its place to layers; no engine's flag says that"
+            "of embeddings that no head is tied to, such as an input embedding, a pass reads a few "
+            "rows a token, so they lie on the host and leave their place to layers; no engine's "
+            "flag says that"
         )
     for name, phase in (("prefill", prediction.prefill), ("decode", prediction.decode)):
         bottleneck = "compute-bound" if phase.compute_s >= phase.link_s else "link-bound"

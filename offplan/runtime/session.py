@@ -129,13 +129,13 @@ class Session:
 
     @property
     def link_bytes(self) -> int:
-        """Bytes that crossed the link so far: copies, what was fetched, an embedding's rows.
+        """Bytes that crossed the link so far: copies, what was fetched, rows of embeddings.
 
         What kernels read in place besides is not in it: nobody counts that.
         """
-        served, table = self.loaded.store.bytes_served, self.loaded.placement.host_embedding
-        row_bytes = 0 if table is None else table.nbytes // table.shape[0]
-        return self.link.bytes_moved + served + self.runner.rows_read * row_bytes
+        served, tables = self.loaded.store.bytes_served, self.loaded.placement.host_tables
+        of_rows = self.runner.tokens_embedded * sum(table.token_bytes for table in tables)
+        return self.link.bytes_moved + served + of_rows
 
     def count_experts(self) -> dict[int, ExpertCounts]:
         """Return what decode steps found of kept experts since ``warm_up``, by layer index.

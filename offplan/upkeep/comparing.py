@@ -34,9 +34,9 @@ class Move:
 
     parameter: str
     """Its name relative to the layer, or the names of those that the runtime fuses into one; that
-    of the tensor where it is the embedding."""
+    of the module where it is an embedding."""
     layers: tuple[int, ...]
-    """Empty for the embedding."""
+    """Empty for an embedding."""
     num_bytes: int
     """Bytes in all of the layers."""
     before: str
@@ -172,6 +172,6 @@ def _places(placement: Placement, store: str) -> dict[tuple[int, str], tuple[int
             if (at_once := placement.chunks_at_once.get(entry.unit.layer)) is not None:
                 ways += f" again for every {'chunk' if at_once == 1 else f'{at_once} chunks'}"
         places[key] = num_bytes, f"{store} ({ways})"
-    if (embedding := placement.host_embedding) is not None:
-        places[-1, embedding.name.removesuffix(".weight")] = (embedding.nbytes, "host (by row)")
+    for table in placement.host_tables:
+        places[-1, table.name] = (table.nbytes, "host (by row)")
     return places

@@ -38,6 +38,23 @@ def names(parameters):
     return [parameter.name for parameter in parameters]
 
 
+def test_a_table_that_a_layer_reads_by_row_lies_outside():
+    name = "model.layers.1.ple.ple_embedding.ngram_embedding.shard_{}.weight"
+    shards = {name.format(number): ("BF16", (40, 6)) for number in range(3)}
+    config = {**DENSE_CONFIG, "model_type": "qwen4_exp_text"}
+    got = model(dense_shapes() | shards, config)
+    assert got.layers[1].nbytes == model(dense_shapes(), config).layers[1].nbytes
+    embedding, table = got.tables
+    assert (embedding.is_input, table.num_rows, table.rows_per_token) == (True, 120, 16)
+    assert {t.name for t in table.tensors} == {*shards} <= {t.name for t in got.outside}
+    codes = {each: ("F8_E4M3", shape) for each, (_, shape) in shards.items()}
+    kept = model(dense_shapes() | codes, config)
+    assert kept.layers[1].nbytes > got.layers[1].nbytes
+    later = {each.replace("layers.1", "layers.2"): shape for each, shape in shards.items()}
+    extra = {**config, "num_nextn_predict_layers": 1}
+    assert model(dense_shapes() | later, extra).not_loaded == {*later}
+
+
 def test_layers_and_what_is_outside():
     got = model(dense_shapes())
     assert [(layer.index, layer.kind, layer.prefix) for layer in got.layers] == [

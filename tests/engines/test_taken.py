@@ -101,6 +101,16 @@ def test_the_embedding_on_the_host() -> None:
     assert export_plan(plan, model, "vllm-worker").demand.pinned_bytes == 2 * KIB**2
 
 
+def test_other_tables_on_the_host_are_refused() -> None:
+    model = qwen3()
+    table = model.outside[0]._replace(name="model.embed_tokens_per_layer.weight")
+    config = {**model.config, "model_type": "gemma4_text"}
+    model = replace(model, config=config, outside=(*model.outside, table))
+    offload = make_plan().offload.model_copy(update={"embeddings": "host"})
+    with pytest.raises(ExportError, match=r"input embedding alone.* embed_tokens_per_layer on the"):
+        take(make_plan().model_copy(update={"offload": offload}), model)
+
+
 def test_a_worker_is_started_with_the_plan_and_what_it_needs(tmp_path: Path) -> None:
     """Graphs in one piece where anything streams, kernels that read experts in place once."""
     export = export_plan(

@@ -102,7 +102,7 @@ def test_an_embedding_on_the_host_in_words() -> None:
     plan = make_plan()
     on_host = plan.offload.model_copy(update={"embeddings": "host"})
     lines = describe_offload(plan.model_copy(update={"offload": on_host}))
-    assert lines[0] == "on the host: the input embedding, read by row"
+    assert lines[0] == "on the host: embeddings, read by row"
 
 
 PLAN = """\

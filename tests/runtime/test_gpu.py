@@ -76,6 +76,13 @@ def test_what_a_model_asks_for_is_heeded(name: str, chunk: int, tmp_path: Path) 
         torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
 
 
+@pytest.mark.parametrize("chunk", [4, 10])
+def test_rows_of_a_table_on_the_host(chunk: int, tmp_path: Path) -> None:
+    folder = save_tiny("shared_keys", tmp_path)
+    decision = offload(group(2, 1), embeddings="host", prefill_chunk=chunk)
+    check_against_resident(folder, decision, capture=True)
+
+
 def test_closing_gives_the_device_memory_back(checkpoint: Path) -> None:
     session = open_session(checkpoint, offload(group(2, 1)), "cuda")
     session.warm_up(*PROMPT.shape)

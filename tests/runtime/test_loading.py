@@ -253,12 +253,12 @@ def test_what_is_not_loaded_as_it_is_placed_is_refused(checkpoint: Path) -> None
     targets = map_tensors(skeleton, hold(model))
     name = next(name for name in targets if name.endswith("o_proj.weight"))
     other = next(name for name in targets if name.endswith("input_layernorm.weight"))
-    assert name in find_offloaded(placement, targets, wanted)
+    assert name in find_offloaded(skeleton, placement, targets, wanted)
     joined = Target(targets[name].pieces + targets[other].pieces)
     with pytest.raises(PlanError, match=r"loaded together with other parameters .*o_proj"):
-        find_offloaded(placement, targets | {name: joined}, wanted)
+        find_offloaded(skeleton, placement, targets | {name: joined}, wanted)
     with pytest.raises(PlanError, match=r"layer \d: .* is stored in .* and used in"):
-        find_offloaded(placement, targets, wanted | {name: wanted[name].double()})
+        find_offloaded(skeleton, placement, targets, wanted | {name: wanted[name].double()})
 
 
 @pytest.mark.slow

@@ -486,7 +486,7 @@ class WithoutRows:
     """A runner that has no rows."""
 
     def __init__(self, runner: Any) -> None:
-        for name in ("prefill", "decode", "captures_prompt", "close", "rows_read"):
+        for name in ("prefill", "decode", "captures_prompt", "close", "tokens_embedded"):
             setattr(self, name, getattr(runner, name))
 
 

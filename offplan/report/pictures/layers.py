@@ -24,7 +24,7 @@ _NAMES = {
     "both": "prompts copy, tokens read it",
     "turn": "prompts read, tokens copy it",
     "read": "read in place",
-    "row": "the input embedding, read by row",
+    "row": "embeddings, read by row",
 }
 """What each colour stands for, in the order in which a column is piled up."""
 
@@ -71,8 +71,8 @@ def pile_layers(stage: Stage, placement: Placement) -> list[Mapping[str, int]]:
             pile["work"] = slots.num_slots * slots.expert_bytes
             pile[way] -= pile["work"]
         piles.append({"gpu": resident, **pile})
-    embedding = placement.host_embedding.nbytes if placement.host_embedding else 0
-    return [*piles, {"gpu": stage.outside_bytes - embedding, "row": embedding}]
+    of_rows = placement.table_bytes
+    return [*piles, {"gpu": stage.outside_bytes - of_rows, "row": of_rows}]
 
 
 def _draw_pile(

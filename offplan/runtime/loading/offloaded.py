@@ -3,24 +3,29 @@
 from collections.abc import Iterable, Mapping
 
 import torch
+from torch import nn
 
+from offplan.checkpoint.tables import Table
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import PlanError
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit
 from offplan.placement import Placement
 from offplan.runtime.loading.target import Target
-from offplan.runtime.memory.store import HOST_EMBEDDING, Offloaded
+from offplan.runtime.memory.store import Offloaded, table_layer
 from offplan.units import format_bytes
 
 
 def find_offloaded(
-    placement: Placement, targets: Mapping[str, Target], wanted: Mapping[str, torch.Tensor]
+    module: nn.Module,
+    placement: Placement,
+    targets: Mapping[str, Target],
+    wanted: Mapping[str, torch.Tensor],
 ) -> Offloaded:
     """Find where a plan places parameters off the device.
 
     ``wanted`` are the model's tensors by parameter name, on the meta device. Raises PlanError where
-    a plan places part of what is loaded as one.
+    a plan places part of what is loaded as one, or a table that is not only read by row.
     """
     owners = {piece.tensor: name for name, target in targets.items() for piece in target.pieces}
     found: dict[str, tuple[int, int]] = {}
@@ -29,9 +34,37 @@ def find_offloaded(
             name = _parameter_of(entry.unit, owners, targets)
             _check_size(entry.unit, wanted[name].nbytes)
             found[name] = slab.layer, entry.offset
-    if placement.host_embedding is not None:
-        found[owners[placement.host_embedding]] = HOST_EMBEDDING, 0
+    for number, table in enumerate(placement.host_tables):
+        found[_find_gathered(table, owners, module, wanted)] = table_layer(number), 0
     return found
+
+
+def _find_gathered(
+    table: Table,
+    owners: Mapping[TensorInfo, str],
+    module: nn.Module,
+    wanted: Mapping[str, torch.Tensor],
+) -> str:
+    """Find the parameter that a table is loaded as, which embeddings alone may read.
+
+    Raises PlanError where another module reads it, too, or where it is loaded in other bytes.
+    """
+    names, remedy = {owners[tensor] for tensor in table.tensors}, "plan with `embeddings: device`"
+    name = next(iter(names))
+    if len(names) > 1 or wanted[name].nbytes != table.nbytes:
+        raise PlanError(
+            f"{table.name} is stored in {format_bytes(table.nbytes)} and loaded as "
+            f"{', '.join(sorted(names))} in {format_bytes(wanted[name].nbytes)}: {remedy}"
+        )
+    weight = module.get_parameter(name)
+    for path, each in module.named_modules():
+        reads = any(parameter is weight for parameter in each.parameters(recurse=False))
+        if reads and not isinstance(each, nn.Embedding):
+            raise PlanError(
+                f"{path} ({type(each).__name__}) reads all of {table.name}, expected embeddings "
+                f"alone, which read rows: {remedy}"
+            )
+    return name
 
 
 def pin_split(

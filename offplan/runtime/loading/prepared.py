@@ -103,7 +103,7 @@ def fit(stage: Stage, offload: Offload, *, on_gpu: bool) -> Prepared:
     stage = pin_split(stage, targets, wanted, shared) if stock else stage
     placement = place(stage, offload)
     require_runnable(stage, placement, offload, on_gpu=on_gpu)
-    offloaded = find_offloaded(placement, targets, wanted)
+    offloaded = find_offloaded(module, placement, targets, wanted)
     check_parted(module, placement, offloaded)
     check_cores(module, placement, offloaded, wanted, getattr(torch, model.dtype))
     cached = find_parts(model, module, placement, offloaded, on_gpu=on_gpu)

@@ -12,7 +12,7 @@ from offplan.errors import PlanError
 from offplan.placement import Phase, Placement, Span
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.loading.target import Target
-from offplan.runtime.memory.store import HOST_EMBEDDING, WeightStore
+from offplan.runtime.memory.store import WeightStore, table_layer
 from offplan.schedule import Copy, Wait, build_request, empty_ring
 
 
@@ -35,8 +35,8 @@ def verify_places(
     """Compare each parameter's address, type and size in ``phase`` with the store's placement.
 
     A streamed one must lie in the slot that the schedule's own operations fill for its layer, one
-    that is fetched at use where its server fetches it, one read in place in its slab, the input
-    embedding in host memory of its own where the plan says so, any other in the arena. Raises
+    that is fetched at use where its server fetches it, one read in place in its slab, a
+    table that the plan has on the host in memory of its own, any other in the arena. Raises
     PlanError for the first that does not.
     """
     found = _find_values(module)
@@ -97,9 +97,9 @@ def _expected_places(
                 what, start = f"the slab of layer {slab.layer}", store.slabs[slab.layer].data_ptr()
             place = Place(what, start + entry.offset, entry.unit.nbytes)
             places |= dict.fromkeys(entry.unit.tensors, place)
-    if (embedding := store.placement.host_embedding) is not None:
-        what, start = "the input embedding's host memory", store.slabs[HOST_EMBEDDING].data_ptr()
-        places[embedding] = Place(what, start, embedding.nbytes)
+    for number, table in enumerate(store.placement.host_tables):
+        what, start = f"{table.name}'s host memory", store.slabs[table_layer(number)].data_ptr()
+        places |= dict.fromkeys(table.tensors, Place(what, start, table.nbytes))
     return places
 
 

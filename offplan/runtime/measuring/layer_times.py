@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -73,7 +73,12 @@ def measure_layer_times(
             on_progress(len(times) // len(of_kinds), len(chunks) + 1)
 
     for chunk in chunks:
-        offload = Offload(prefetch_step=1, prefill_chunk=chunk, packing=stage.packing, rules=())
+        offload = Offload(
+            prefetch_step=1,
+            prefill_chunk=chunk,
+            packing=stage.packing,
+            embeddings=place_tables(stage),
+        )
         with Session(short, offload, context=context, device=device) as session:
             # too many to be captured, where the prompt's are
             num_chunks = min(-(-workload.prompt_tokens // chunk), MAX_CAPTURED_CHUNKS + 1)
@@ -90,6 +95,15 @@ def measure_layer_times(
                 timings = _time_decode(session, prompt[:, :1], filled)
                 note(timings, phase="decode", tokens=1, context=workload.decode_context)
     return tuple(times)
+
+
+def place_tables(stage: Stage) -> Literal["device", "host"]:
+    """Return where embeddings lie while layers are timed: on the host if not the input's alone may.
+
+    Gemma's embedding for each layer is as large as many layers, and may leave these no room. The
+    time of what lies outside the layers then has the reading of its rows in it, too.
+    """
+    return "host" if any(not table.is_input for table in stage.tables) else "device"
 
 
 def measure_model_reads(

@@ -16,7 +16,7 @@ from offplan.plan import Offload, Workload
 from offplan.progress import Progress
 from offplan.runtime.device import settle
 from offplan.runtime.loading.skeleton import decoder_layers
-from offplan.runtime.measuring.layer_times import CPU_REPEATS
+from offplan.runtime.measuring.layer_times import CPU_REPEATS, place_tables
 from offplan.runtime.measuring.moments import Moment, mark, seconds_between
 from offplan.runtime.model.calls import LayerCalls
 from offplan.runtime.session import NUM_WARMUP_STEPS, Session
@@ -48,7 +48,9 @@ def measure_stock_times(
     # the step in the middle is the average one, where the context has room for those behind it
     before = reach - NUM_WARMUP_STEPS - num_steps // 2 - 1
     filled = max(1, min(before, context - all_steps))
-    offload = Offload(prefetch_step=1, prefill_chunk=max(read, filled), rules=())
+    offload = Offload(
+        prefetch_step=1, prefill_chunk=max(read, filled), embeddings=place_tables(stage)
+    )
 
     with (
         Session(

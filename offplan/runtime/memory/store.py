@@ -16,8 +16,11 @@ from offplan.schedule import Serve, slots_read
 from offplan.units import format_bytes
 
 _REMEDY = "plan with a smaller `host_memory`"
-HOST_EMBEDDING = -1
-"""Stands for the layer of an input embedding on the host, which is in no slab."""
+
+
+def table_layer(number: int) -> int:
+    """Return what stands for the layer of a table on the host, which is in no slab: below 0."""
+    return -1 - number
 
 
 def reads_over_link(device: torch.device) -> bool:
@@ -80,8 +83,8 @@ class WeightStore:
         self.resident: dict[str, nn.Parameter] = {}
         """Views of the arena by parameter name."""
         self.offloaded: dict[str, nn.Parameter] = {}
-        """Views of the slabs, and of the input embedding's host memory, by parameter name: weights
-        off the device are loaded into them."""
+        """Views of the slabs, and of the tables' host memory, by parameter name: weights off the
+        device are loaded into them."""
         self.by_phase: dict[Phase, dict[str, nn.Parameter]] = {phase: {} for phase in Phase}
         """Views that each phase computes with, by parameter name, once all is page-locked."""
         self.in_place: dict[Phase, set[str]] = {phase: set() for phase in Phase}
@@ -99,17 +102,16 @@ class WeightStore:
         self.expert_slots: dict[int, torch.Tensor] = {}
         """Bytes on the device for the experts that layers keep one by one, by layer."""
         self.slabs: dict[int, torch.Tensor] = {}
-        """Bytes of each slab by layer, and those of the input embedding if it is on the host."""
-        sizes = {slab.layer: slab.nbytes for slab in placement.slabs}
-        if placement.host_embedding is not None:
-            sizes = {HOST_EMBEDDING: placement.host_embedding.nbytes} | sizes
+        """Bytes of each slab by layer, and those of tables on the host by ``table_layer``."""
+        sizes = {table_layer(n): each.nbytes for n, each in enumerate(placement.host_tables)}
+        sizes |= {slab.layer: slab.nbytes for slab in placement.slabs}
         try:
             self._allocate_resident()
             self.slots = [allocate(size, device, "ring") for size in placement.slot_sizes]
             for layer, of in placement.expert_slots.items():
                 self.expert_slots[layer] = allocate(of.nbytes, device, "kept experts")
             for layer, num_bytes in sizes.items():
-                if peer is None or layer == HOST_EMBEDDING:
+                if peer is None or layer < 0:
                     block = HostBlock(num_bytes, pin=False, remedy=_REMEDY)
                     self._blocks[layer], self.slabs[layer] = block, block.tensor
                 else:
@@ -184,7 +186,7 @@ class WeightStore:
             server.invalidate()
 
     def layer_of(self, name: str) -> int:
-        """Return the layer of a parameter off the device, HOST_EMBEDDING for that table."""
+        """Return the layer of a parameter off the device, or what stands for a table's."""
         return self._places[name][0]
 
     def check(self) -> None:

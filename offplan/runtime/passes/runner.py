@@ -61,7 +61,7 @@ class ModelRunner:
         self.length = 0
         """Tokens of each sequence; 0 where none is begun, or each has a length of its own."""
         self._position = Position(device)
-        self.rows_read = 0
+        self.tokens_embedded = 0
         """Rows of the input embedding that passes have read."""
         self.frequencies = Frequencies(module)
         self._text: torch.Tensor | None = None
@@ -165,10 +165,10 @@ class ModelRunner:
                     self.layers.forget_states(each.rows)
             self.frequencies.set_length(readings[-1].stop)
             shapes = [each.tokens.shape for each in readings]
-            self.rows_read += sum(map(prod, shapes))
+            self.tokens_embedded += sum(map(prod, shapes))
             if len(readings) > 1 or shapes[0][1] > self.chunk:
                 # each sequence's last one is read again, for the head
-                self.rows_read += sum(batch for batch, _ in shapes)
+                self.tokens_embedded += sum(batch for batch, _ in shapes)
             largest = max(batch * min(new, self.chunk) for batch, new in shapes)
             # a group has as many tokens as planned, be its chunks of one row or of all
             self._parts.chunks_as_one = as_one = max(1, self._batch // len(readings[0].tokens))
@@ -216,7 +216,7 @@ class ModelRunner:
             self.frequencies.set_length(length)
             if self._position.is_shared:
                 self._position.shared.fill_(length - 1)
-            self.rows_read += len(tokens)
+            self.tokens_embedded += len(tokens)
             schedule = self._schedules.next(Phase.DECODE)
             steady = schedule.before == schedule.after
             logits = self._passes.run(

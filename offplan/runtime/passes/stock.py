@@ -55,7 +55,7 @@ class StockRunner:
         """Tokens of each sequence; 0 where none is begun."""
         self._batch = 0
         self._text: StockGeneration | None = None
-        self.rows_read = 0
+        self.tokens_embedded = 0
         """Rows of the input embedding that passes have read."""
         self._executor = Executor(link, loaded.store.serve)
         if any(holds_codes(part) for part in self._module.modules()):
@@ -105,7 +105,7 @@ class StockRunner:
         with self._carried.passing():
             self._forget()
             self._text = self._begin(prompt)
-            self.rows_read += prompt.numel()
+            self.tokens_embedded += prompt.numel()
             ends = [*range(self._chunk, num_tokens, self._chunk), num_tokens]
             for start, stop in zip([0, *ends], ends, strict=False):
                 following = Phase.DECODE if stop == num_tokens else Phase.PREFILL
@@ -133,7 +133,7 @@ class StockRunner:
             )
         length, self.length = self.length, 0  # no sequence is begun unless the pass ends
         with self._carried.passing():
-            self.rows_read += self._batch
+            self.tokens_embedded += self._batch
             logits = self._run(Phase.DECODE, Phase.DECODE, partial(self._text.decode, tokens))
         self.length = length + 1
         return logits
