@@ -152,6 +152,8 @@ class Architecture:
     routing: Routing
     matrices_in_out: bool
     """Whether the layers' matrices are stored as [in, out], not [out, in] (Conv1D)."""
+    fuses_gates: bool
+    """Whether dense MLPs store gate and up apart, and multiply both as one matrix."""
     float32_parts: tuple[str, ...]
     """Parts of names whose parameters stay in float32 when bfloat16 or float16 is computed in."""
     float32_parts_in_float16: tuple[str, ...]
@@ -204,16 +206,28 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
     """Read a ``config.json``, of which ``num_layers`` is used where it does not count its layers.
 
     Raises CheckpointError for values of another kind than their key's, for more layers than
-    MAX_LAYERS and for encoder-decoder models.
+    MAX_LAYERS, for encoder-decoder models and for others that are not causal.
     """
+    family = str(config.get("model_type"))
+    if family in model_types.NOT_CAUSAL:
+        raise CheckpointError(
+            f"{CONFIG_NAME}: found {model_types.NOT_CAUSAL[family]} ({quote(family)}), expected one "
+            "that writes text token by token; offplan plans causal language models"
+        )
     if config.get("is_encoder_decoder") is True:
         raise CheckpointError(
             f"{CONFIG_NAME}: found an encoder-decoder model ({quote(config.get('model_type'))}), "
             "expected a decoder-only one; offplan plans causal language models"
         )
     text = text_config(config)
-    model_type = str(text.get("model_type") or config.get("model_type"))
+    model_type = str(text.get("model_type") or family)
     is_nested = text is not config
+    # a config of several parts that names none is transformers' own default, or is read so
+    of_whole = family in model_types.TEXT_CLASSES and family not in model_types.TIED_BY_DEFAULT
+    is_multimodal = is_nested or of_whole or any(key in config for key in _OTHER_PARTS)
+    if is_multimodal:
+        known = model_types.TEXT_TYPES.get(model_type, model_type)
+        model_type = model_types.TEXT_CLASSES.get(family, known)
     if is_nested:
         text = {**model_types.TEXT_SIZES.get(model_type, {}), **text}
     else:
@@ -223,8 +237,8 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
     tie = _read_tie(config, text)
     return Architecture(
         model_type=model_type,
-        is_multimodal=is_nested or any(key in config for key in _OTHER_PARTS),
-        runs_text_alone=model_type in model_types.TEXT_PARTS.get(str(config.get("model_type")), ()),
+        is_multimodal=is_multimodal,
+        runs_text_alone=is_multimodal and model_type in model_types.TEXT_PARTS.get(family, ()),
         class_names=_read_names(config.get("architectures")),
         dtype=read_dtype(config),
         quantisation=read_quantisation(config, model_type, read_dtype(config))
@@ -254,6 +268,7 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
             in_out=model_type in model_types.EXPERTS_IN_OUT,
         ),
         matrices_in_out=model_type in model_types.CONV1D_TYPES,
+        fuses_gates=model_type in model_types.FUSED_GATES,
         float32_parts=model_types.FLOAT32_PARTS.get(model_type, ())
         + model_types.FLOAT32_PARTS_STORED.get(model_type, ()),
         float32_parts_in_float16=model_types.FLOAT32_PARTS_IN_FLOAT16.get(model_type, ()),

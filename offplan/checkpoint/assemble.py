@@ -48,6 +48,7 @@ def assemble(source: str, stored: Stored) -> Model:
             prefix=split.prefixes[index],
             parameters=of_layer,
             kv_cache=caches[index],
+            fuses_gates=architecture.fuses_gates,
         )
         for index, of_layer in enumerate(parameters)
     )

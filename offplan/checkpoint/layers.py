@@ -19,14 +19,19 @@ GPT-NeoX, GPT-J and CodeGen models' ``_keys_to_ignore_on_load_unexpected`` or bu
 _MTP_PART = re.compile(r"mtp|mtp_\w+|nextn_\w+")
 """A name part that marks multi-token prediction outside the stack (``mtp.layers.0``)."""
 _TOWER_PART = re.compile(
-    r"audio_tower|connector|embed_(audio|vision)|image_newline|(mm|multi_modal)_projector|"
-    r"vision_(embed_tokens|model|tower)|visual"
+    r"(audio|image|video|vision|visual|vit)(_\w+)?|\w*_(audio|vision|resampler|projector(_\w+)?)|"
+    r"connector|projector|resampler_model|sam_model|view_seperator|patch_merger|mlp_AR"
 )
-"""A name part that marks what reads images and sound.
+"""A name part that marks what reads images and sound, before any index.
 
 Source: transformers 5.23, the classes of the model types in ``model_types.TEXT_PARTS``.
 """
-
+_TOWER_START = re.compile(r"(blocks|(deepstack_)?merger(_list)?|patch_embed|pos_embed)\.")
+"""How names begin of Cosmos 3's tower, which has no name."""
+_TEXT_PARTS = [re.compile(name) for name in ("language_model", "llm", "text_model")]
+"""Name parts that a language model has beside towers."""
+_BESIDE_TEXT = re.compile(rf"{_MTP_PART.pattern}|lm_head")
+"""What of a text's model is stored beside them."""
 _OWN_KEYS = re.compile(r"\.self_attn\.[kv]_(proj|norm)\.")
 """What layers that share an earlier one's keys and values do not load, though Gemma 3n stores it.
 Source: transformers 5.23, ``Gemma3nTextModel._keys_to_ignore_on_load_unexpected``."""
@@ -196,11 +201,21 @@ def is_rows(architecture: Architecture, tensor: TensorInfo) -> bool:
 
 def is_of_tower(name: str) -> bool:
     """Whether a tensor of this name belongs to what reads images and sound."""
-    return _has_part(_TOWER_PART, name)
+    before_index, *_ = _INDEX_PART.split(name, 1)
+    return bool(_TOWER_START.match(name)) or _has_part(_TOWER_PART, before_index)
 
 
 def _find_towers(tensors: Tensors) -> frozenset[str]:
-    return frozenset(tensor.name for tensor in tensors if is_of_tower(tensor.name))
+    """Name what reads images and sound: all beside a part for text and its head, if one is named.
+
+    Elsewhere names of towers tell.
+    """
+    names = [tensor.name for tensor in tensors]
+    for part in _TEXT_PARTS:
+        if any(_has_part(part, name) for name in names):
+            beside = (name for name in names if not _has_part(part, name))
+            return frozenset(name for name in beside if not _has_part(_BESIDE_TEXT, name))
+    return frozenset(filter(is_of_tower, names))
 
 
 def _is_recomputed(tensor: TensorInfo) -> bool:

@@ -49,6 +49,8 @@ class Layer:
     parameters: tuple[Parameter, ...]
     """Sorted by name."""
     kv_cache: KVCache = field(default_factory=KVCache)
+    fuses_gates: bool = False
+    """Whether gate and up of its dense MLP are stored apart, and one matrix once loaded."""
 
     @cached_property
     def nbytes(self) -> int:

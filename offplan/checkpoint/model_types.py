@@ -18,6 +18,8 @@ EXPERTS_IN_OUT = frozenset(_FACTS["experts_in_out"])
 """Model types whose fused experts are stored as [experts, in, out], not [experts, out, in]."""
 SHARED_BEHIND = frozenset(_FACTS["shared_behind"])
 """Model types that multiply shared experts behind the routed ones, and return the sum of both."""
+FUSED_GATES = frozenset(_FACTS["fused_gates"])
+"""Model types whose dense MLPs store gate and up apart, and multiply both as one matrix."""
 SINK_TYPES = frozenset(_FACTS["sinks"])
 """Model types whose softmax has a learned sink for each head."""
 SOFT_CAPS: dict[str, float] = _FACTS["soft_caps"]
@@ -65,8 +67,18 @@ STOCK_CHUNKS = frozenset(_FACTS["stock_chunks"])
 """Model types whose prompts transformers' own passes read in chunks with the same result."""
 STOCK_CHUNKS_WITHOUT_WINDOW = frozenset(_FACTS["stock_chunks_without_window"])
 """Model types of which they do so where the config names no window."""
-TEXT_PARTS: dict[str, list[str]] = _FACTS["text_parts"]
+TEXT_CLASSES: dict[str, str] = {
+    family: text for family, text in _FACTS["text_parts"].items() if isinstance(text, str)
+}
+"""Multimodal model types whose text part has one model type, whatever the config calls it."""
+TEXT_PARTS: dict[str, list[str]] = _FACTS["text_parts"] | {
+    family: [text] for family, text in TEXT_CLASSES.items()
+}
 """Multimodal model types whose text part runs alone, and the model types it may have there."""
+TEXT_TYPES: dict[str, str] = _FACTS["text_types"]
+"""Transformers' model types of text parts, by those that configs on the Hub give them."""
+NOT_CAUSAL: dict[str, str] = _FACTS["not_causal"]
+"""What models of a type are that do not write text token by token."""
 TEXT_SIZES: dict[str, dict[str, int]] = _FACTS["text_sizes"]
 """Sizes of text parts, by their model type, where a multimodal config leaves them out."""
 

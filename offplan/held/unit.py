@@ -18,6 +18,7 @@ FUSED_PARTS = (("q_conv1d", "k_conv1d", "v_conv1d"),)
 
 Source: transformers' conversion mapping (``linear_attn.conv1d``).
 """
+_GATE_AND_UP = ("gate_proj", "up_proj")
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ def group_units(layer: Layer) -> tuple[Unit, ...]:
     What takes another type's size when it is loaded is in none, nor is what it is fused with: its
     bytes are not those that a slab would hold.
     """
-    fused = {False: FUSED_PARTS, True: FUSED_EXPERT_PARTS}
+    of_dense = (*FUSED_PARTS, _GATE_AND_UP) if layer.fuses_gates else FUSED_PARTS
+    fused = {False: of_dense, True: FUSED_EXPERT_PARTS}
     partners = {
         is_expert: {part: group for group in groups for part in group}
         for is_expert, groups in fused.items()

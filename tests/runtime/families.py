@@ -18,7 +18,8 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
 )
 
 from offplan.checkpoint import model_types
@@ -84,10 +85,12 @@ SIZES |= {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 64, "decoder_s
 SIZES |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64}
 
 _WHOLE_HEADS = """
-axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 dots3_note dots3_note_text glm4_moe_lite glm_moe_dsa
-kimi_linear longcat_flash
+axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_linear longcat_flash
 """
-_MROPES = "glm4v_text glm4v_moe_text qwen2_vl_text qwen2_5_vl_text qwen3_5_text qwen3_5_moe_text"
+_MROPES = """
+cosmos3_edge_text glm4v_text glm4v_moe_text glm_ocr_text hunyuan_vl_text paddleocr_vl_text
+qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text qwen3_omni_moe_text qwen3_5_text qwen3_5_moe_text
+"""
 MROPE = {
     "rope_type": "default",
     "rope_theta": 10000.0,
@@ -104,7 +107,6 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"],
         "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0, 0.0],
     },
-    "cohere_compass_text": {"layer_types": ["full_attention"] * 5},
     "lfm2_moe": {"layer_types": ["full_attention"] * 5},
     # or neither chunks nor positions would count before thousands of tokens
     **{name: {"attention_chunk_size": 6, "floor_scale": 4} for name in ("llama4", "llama4_text")},
@@ -152,6 +154,53 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"num_layers": 5, "attention_types": [[["global", "local"], 2], [["global"], 1]]},
     "minicpm3": {"num_key_value_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
+    **dict.fromkeys(
+        ("dots3_note", "dots3_note_text"),
+        {
+            "num_key_value_heads": 4,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 4,
+            "swa_q_lora_rank": 16,
+            "swa_kv_lora_rank": 16,
+            "swa_head_dim": 16,
+            "swa_qk_nope_head_dim": 8,
+            "swa_v_head_dim": 8,
+        },
+    ),
+    "cohere_compass_text": {
+        "layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"],
+        "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), MROPE),
+    },
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [16, 16],
+        "rope_parameters": MROPE | {"mrope_section": [1, 1, 2]},
+    },
+    "glm5_next_text": {
+        "num_key_value_heads": 4,
+        "qk_rope_head_dim": 0,
+        "index_kpool": 4,
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+    },
+    "mistral_large4_text": {"num_key_value_heads": 4},
+    "step3p5": {
+        "share_expert_dim": 16,
+        "sliding_window": 6,
+        "num_sliding_attention_heads": 8,
+        "layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"],
+    },
+    "qwen4_exp_text": {
+        "hc_lowrank": 8,
+        "ple_layer_ids": [2, 3],
+        "ngram_vocab_size_base": 64,
+        "heads_per_ngram": 2,
+        "split_ngram_parts": 2,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+    },
 }
 """What a family insists on; None leaves a size out."""
 
@@ -163,7 +212,6 @@ VISION: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_heads": 2,
     "head_dim": 8,
-    "out_hidden_size": 32,
     "image_size": 28,
     "patch_size": 14,
     "fullatt_block_indexes": [1],
@@ -171,7 +219,41 @@ VISION: dict[str, Any] = {
     "num_position_embeddings": 4,
     "embed_dim": 16,
 }
-"""Sizes of what reads images, as ``SIZES`` are those of what reads text."""
+VISION |= dict.fromkeys(("out_hidden_size", "text_hidden_size", "adapter_out_dim", "output_dim"), 32)
+VISION |= dict.fromkeys(("projection_hidden_dim", "encoder_ffn_dim", "mm_embed_dim"), 24)
+VISION |= dict.fromkeys(("encoder_layers", "num_layers", "n_layers"), 2)
+VISION |= dict.fromkeys(("encoder_attention_heads", "num_key_value_heads"), 2)
+VISION |= dict.fromkeys(("d_model", "hidden_dim", "downsample_hidden_size"), 16)
+"""Sizes of what reads images and sound, as ``SIZES`` are those of what reads text."""
+OWN_TOWERS: dict[str, dict[str, Any]] = {
+    "dots3_note": {
+        "vision_config": {"mlp_layer_types": ["dense", "sparse"], "adapter_in_dim": 16},
+        "audio_config": {"adapter_input_size": 16},
+    },
+    "fun_asr_nano": {"adaptor_config": {"hidden_size": 32, "intermediate_size": 8}},
+    "janus": {"vq_config": {"projection_dim": 16, "num_embeddings": 64, "image_token_embed_dim": 16}},
+    "glm5_next": {"vision_config": {"projection_intermediate_size": 24}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0], "text_hidden_size": 32}},
+    "muse_glimmer": {"vision_config": {"pos_emb_height": 2, "pos_emb_width": 2}},
+    "muse_spark": {
+        "vision_config": {"pos_emb_height": 2, "pos_emb_width": 2},
+        "audio_config": {
+            "patch_sizes": [4, 2],
+            "hidden_sizes": [8, 16],
+            "depths": [1, 1],
+            "out_hidden_size": 32,
+        },
+    },
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2, "summary_idxs": [0]}},
+}
+"""What a family's towers insist on."""
+OWN_WHOLES: dict[str, dict[str, Any]] = {
+    "muse_glimmer": {"out_hidden_size": 24, "projector_hidden_size": 24},
+    "muse_spark": {"out_hidden_size": 24, "projector_hidden_size": 24},
+    "nemotron_h_omni": {"projector_hidden_size": 24},
+    "ovis2": {"visual_indicator_token_ids": [60, 61, 62, 63, 59]},
+}
+"""What a family's own config insists on."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -264,7 +346,7 @@ def compare(
     the model type of a multimodal family's text part, which alone is then run, while all of the
     model is built, saved and compared with. ``change`` is made to what was saved.
     """
-    auto_class = AutoModelForCausalLM if text is None else AutoModelForImageTextToText
+    auto_class = AutoModelForCausalLM if text is None else AutoModelForMultimodalLM
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
@@ -318,6 +400,7 @@ def compare_stock(
     dtype: torch.dtype = torch.float32,
     *,
     slots: int = 2,
+    text: str | None = None,
     change: Callable[[Path], object] = lambda folder: None,
     tells_chunks: bool = False,
 ) -> Outcome:
@@ -325,15 +408,16 @@ def compare_stock(
 
     Every second layer is offloaded, and copies are made at the latest legal moment. Logits must be
     the same to the last bit. With ``tells_chunks`` the ``why`` of an exact outcome says whether
-    prompts in chunks give what whole ones do: ``chunks`` or ``whole``.
+    prompts in chunks give what whole ones do: ``chunks`` or ``whole``. ``text`` is as in ``compare``.
     """
+    auto_class = AutoModelForCausalLM if text is None else AutoModelForMultimodalLM
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
-            config = make_config(family, VARIANTS[variant])
-            _save_model(config, AutoModelForCausalLM, dtype, 0, folder)
+            config = make_config(family, VARIANTS[variant], text)
+            _save_model(config, auto_class, dtype, 0, folder)
             PUBLISHED.get(family, change)(folder)
-            stock = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+            stock = auto_class.from_pretrained(folder, dtype=dtype)
             # torch folds products of three dimensions where weights ask for gradients
             stock.requires_grad_(False)
             whole = [run_stock(stock, prompt, cached=True) for prompt in (PROMPT, BATCH)]
@@ -427,9 +511,8 @@ def make_config(family: str, changes: dict[str, Any], text: str | None = None) -
     sizes = {name: size for name, size in sizes.items() if size is not None}
     if text is not None:
         tie = {name: value for name, value in changes.items() if name == "tie_word_embeddings"}
-        vision = VISION | {"model_type": _vision_type(family)}
-        parts = {"text_config": sizes | {"model_type": text}, "vision_config": vision}
-        return CONFIG_MAPPING[family](**parts, **tie)
+        parts = {"text_config": sizes | {"model_type": text}, **_make_towers(family)}
+        return CONFIG_MAPPING[family](**(parts | OWN_WHOLES.get(family, {})), **tie)
     config = CONFIG_MAPPING[family](**sizes)
     part = config.get_text_config()
     if part is config:
@@ -437,12 +520,23 @@ def make_config(family: str, changes: dict[str, Any], text: str | None = None) -
     return CONFIG_MAPPING[family](text_config=type(part)(**sizes).to_dict(), **changes)
 
 
-def _vision_type(family: str) -> str:
-    """Return the model type of what reads images in a multimodal family, by default."""
+def _make_towers(family: str) -> dict[str, Any]:
+    """Make the parts of a multimodal family's config beside its text, in sizes for tests."""
     config = CONFIG_MAPPING[family]
-    stated = config.sub_configs.get("vision_config", AutoConfig)
-    kind = getattr(config(), "vision_config", None) if stated is AutoConfig else stated
-    return str(getattr(kind, "model_type", ""))
+    made: dict[str, Any] = {}
+    for name, kind in config.sub_configs.items():
+        kind = type(getattr(config(), name, None)) if kind is AutoConfig else kind
+        if name != "text_config" and issubclass(kind, PreTrainedConfig):
+            known = kind()
+            fitting = {key: size for key, size in VISION.items() if _takes(known, key, size)}
+            own = OWN_TOWERS.get(family, {}).get(name, {})
+            made[name] = {"model_type": kind.model_type, **fitting, **own}
+    return made
+
+
+def _takes(config: Any, key: str, size: Any) -> bool:
+    default = getattr(config, key, None)
+    return default is None or type(default) is type(size)
 
 
 def draw_weights(model: Any, seed: int = 0) -> Any:

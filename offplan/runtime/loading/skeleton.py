@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.transformers_config import build_config, cannot_build
@@ -36,7 +36,7 @@ def build_skeleton(model: Model) -> PreTrainedModel:
     config = build_config(model.config, model.source)
     if model.stores_head:  # it is used, whatever the config says
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
-    auto_class = _auto_class(model)
+    auto_class = find_auto_class(model)
     # GPT-J chooses a class by the attention's name, and knows none that is registered
     attention = "eager" if config.model_type in INLINED_TYPES else ATTENTION_NAME
     try:
@@ -49,7 +49,7 @@ def build_skeleton(model: Model) -> PreTrainedModel:
             raise refuse(f"{model.source} chooses its attention in a way of its own") from None
         raise cannot_build(model.source, error) from error
     if model.architecture.is_multimodal:
-        _remove_towers(skeleton)
+        remove_towers(skeleton)
     _check_attention(skeleton, model)
     leave_out_indexers(skeleton, model)
     hold_frequencies(skeleton)
@@ -68,7 +68,7 @@ def build_skeleton(model: Model) -> PreTrainedModel:
     return skeleton.eval().requires_grad_(False)
 
 
-def _auto_class(model: Model) -> Any:
+def find_auto_class(model: Model) -> Any:
     """Return what builds the model; raises CheckpointError where its text may not run alone."""
     architecture = model.architecture
     if not architecture.is_multimodal:
@@ -78,17 +78,28 @@ def _auto_class(model: Model) -> Any:
             f"{model.source} is multimodal ({model.model_type}), and its text part "
             f"({architecture.model_type}) is not known to run alone"
         )
-    return AutoModelForImageTextToText
+    return AutoModelForMultimodalLM
 
 
-def _remove_towers(skeleton: PreTrainedModel) -> None:
-    """Remove what reads images and sound: all beside the decoder."""
-    decoder = skeleton.get_decoder()
-    for name, part in [*skeleton.base_model.named_children()]:
-        if part is not decoder:
-            delattr(skeleton.base_model, name)
-    for name, _ in [*skeleton.base_model.named_parameters(recurse=False)]:
-        delattr(skeleton.base_model, name)
+def remove_towers(skeleton: PreTrainedModel) -> None:
+    """Remove what reads images and sound: all beside the decoder and the head."""
+    kept = [skeleton.get_decoder(), skeleton.get_output_embeddings()]
+    for part in [*skeleton.modules()]:
+        children = [*part.named_children()]
+        holding = [name for name, child in children if _holds_one(child, kept)]
+        if part in kept or not holding:
+            continue
+        for name, child in children:
+            # what has no weights, such as a cap of logits, may be the text's
+            if name not in holding and child.state_dict(keep_vars=True):
+                setattr(part, name, None)  # a pass asks for some whether they are there
+        for name, _ in [*part.named_parameters(recurse=False)]:
+            delattr(part, name)
+            setattr(part, name, torch.empty(0))  # which a class may initialise
+
+
+def _holds_one(part: nn.Module, wanted: Sequence[nn.Module]) -> bool:
+    return any(module is each for module in part.modules() for each in wanted)
 
 
 def set_types(skeleton: PreTrainedModel, model: Model) -> None:

@@ -1,13 +1,15 @@
 """The transformers model as it is, without its weights, for transformers' own passes."""
 
+from typing import Any
+
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.own_code import MODEL_CLASS, load_own_class
 from offplan.checkpoint.transformers_config import build_config_of, cannot_build, runs_own_code
-from offplan.runtime.loading.skeleton import name_layers, set_types
+from offplan.runtime.loading.skeleton import find_auto_class, name_layers, remove_towers, set_types
 from offplan.runtime.refusal import refuse
 from offplan.transformers_private import asks_for_decoders, build_own, rename
 
@@ -18,16 +20,12 @@ def build_stock(model: Model) -> PreTrainedModel:
     Nothing in it is replaced. Raises CheckpointError for an architecture that transformers does not
     generate with from a prompt of text alone, and for layers that weights cannot be moved for.
     """
-    if model.architecture.is_multimodal:
-        raise refuse(
-            f"{model.source} is multimodal ({model.model_type}): transformers' own passes are run "
-            "for models of text"
-        )
+    auto_class = find_auto_class(model)
     config, is_own = build_config_of(model), runs_own_code(model)
     if (
         getattr(config, "is_decoder", None) is False
         and not is_own
-        and asks_for_decoders(AutoModelForCausalLM, config)
+        and asks_for_decoders(auto_class, config)
     ):
         raise refuse(
             f"{model.source} is an encoder (is_decoder is false in its config): it sees what "
@@ -38,22 +36,24 @@ def build_stock(model: Model) -> PreTrainedModel:
     if both in (True, "all") or getattr(text, "is_causal", None) is False:
         raise refuse(f"{model.source} attends to both sides by its config: it is an encoder")
     if model.stores_head:  # it is used, whatever the config says
-        config.tie_word_embeddings = False
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     try:
         with torch.device("meta"):
-            skeleton = _build(model, config)
+            skeleton = _build(model, auto_class, config)
     except Exception as error:
         raise cannot_build(model.source, error) from error
+    if model.architecture.is_multimodal and not is_own:
+        remove_towers(skeleton)
     name_layers(skeleton, find_layers(skeleton, model))
     set_types(skeleton, model)
     return skeleton.eval().requires_grad_(False)
 
 
-def _build(model: Model, config: PreTrainedConfig) -> PreTrainedModel:
+def _build(model: Model, auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
     dtype = getattr(torch, model.dtype)
     if runs_own_code(model):
         return build_own(load_own_class(model, MODEL_CLASS), config, dtype)
-    built: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    built: PreTrainedModel = auto_class.from_config(config, dtype=dtype)
     return built
 
 
