@@ -118,6 +118,21 @@ def compute_buffers(model: PreTrainedModel, module: nn.Module) -> None:
     model._init_weights(module)
 
 
+def complete_outputs(model: Any) -> None:
+    """Have Llama 4's language model return what the whole model reads of it, beside a text nothing.
+
+    Source: transformers 5.24, ``Llama4ForConditionalGeneration.forward``, whose ``image_outputs``
+    a ``Llama4ForCausalLM`` does not return: it fails on whatever it is given.
+    """
+
+    def complete(module: nn.Module, given: Any, made: Any) -> None:
+        if not hasattr(made, "image_outputs"):
+            made.image_outputs = None
+
+    if type(model).__name__ == "Llama4ForConditionalGeneration":
+        model.language_model.register_forward_hook(complete)
+
+
 CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")
 """Names under which models take and return their caches, transformers 5.24's own first."""
 

@@ -211,8 +211,8 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
     family = str(config.get("model_type"))
     if family in model_types.NOT_CAUSAL:
         raise CheckpointError(
-            f"{CONFIG_NAME}: found {model_types.NOT_CAUSAL[family]} ({quote(family)}), expected one "
-            "that writes text token by token; offplan plans causal language models"
+            f"{CONFIG_NAME}: found {model_types.NOT_CAUSAL[family]} ({quote(family)}), expected "
+            "one that writes text token by token; offplan plans causal language models"
         )
     if config.get("is_encoder_decoder") is True:
         raise CheckpointError(

@@ -118,6 +118,21 @@ def test_a_tower_of_as_many_layers_and_more_bytes():
     assert not unknown.architecture.runs_text_alone
 
 
+@pytest.mark.parametrize(
+    ("prefix", "tower"),
+    [
+        ("language_model.", "mlp1.0.weight"),  # Nemotron-Omni
+        ("", "vit_large_projector.weight"),  # Step-3.7
+        ("", "blocks.0.attn.qkv.weight"),  # Cosmos 3
+        ("", "model.resampler_model.spatial_linear.0.weight"),  # ERNIE-VL
+    ],
+)
+def test_what_is_beside_a_text_part_is_a_tower(prefix, tower):
+    config = {"model_type": "llava", "text_config": DENSE_CONFIG | {"model_type": "llama"}}
+    got = model({**under(prefix, dense_shapes()), tower: ("BF16", (16, 16))}, config)
+    assert got.towers == {tower}
+
+
 def test_experts_do_not_pass_for_layers():
     # Two experts and two layers: the outer index has the more bytes.
     shapes = {**dense_shapes(), **routed(num_experts=2)}

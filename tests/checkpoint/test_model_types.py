@@ -240,6 +240,16 @@ def test_what_stays_in_float32(table, attribute):
             assert kept <= {*table.get(name, ()), *model_types.FLOAT32_PARTS.get(name, ())}, name
 
 
+@pytest.mark.parametrize("family", known(model_types.TEXT_CLASSES))
+def test_what_a_class_of_several_modalities_keeps_in_float32(family):
+    whole = transformers.AutoModelForMultimodalLM._model_mapping[CONFIG_MAPPING[family]]
+    text = model_types.TEXT_CLASSES[family]
+    assert CONFIG_MAPPING[family].sub_configs["text_config"].model_type == text
+    kept = set(getattr(whole, "_keep_in_fp32_modules_strict", None) or ())
+    have = {*model_types.FLOAT32_PARTS.get(text, ()), *model_types.WIDENED_ROUTERS.get(text, ())}
+    assert all(any(part in each for each in have) for part in kept), kept - have
+
+
 def test_routers_are_widened_in_every_pass():
     widens = re.compile(r"self\.weight\.(type\(torch\.float32\)|float\(\))\)")
     for name in set(CAUSAL) & model_types.WIDENED_ROUTERS.keys():

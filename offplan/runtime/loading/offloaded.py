@@ -13,6 +13,7 @@ from offplan.held.unit import Unit
 from offplan.placement import Placement
 from offplan.runtime.loading.target import Target
 from offplan.runtime.memory.store import Offloaded, table_layer
+from offplan.runtime.refusal import refuse
 from offplan.units import format_bytes
 
 
@@ -65,6 +66,19 @@ def _find_gathered(
                 f"alone, which read rows: {remedy}"
             )
     return name
+
+
+def check_experts_whole(
+    stage: Stage, targets: Mapping[str, Target], wanted: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise CheckpointError for experts that no plan could move, since loading splits them."""
+    owners = {piece.tensor: name for name, target in targets.items() for piece in target.pieces}
+    for unit in (unit for units in stage.units for unit in units if unit.is_expert):
+        if wanted[owners[unit.tensors[0]]].nbytes < unit.nbytes:
+            raise refuse(
+                f"{stage.model.source} stores experts of text and of images as one ({unit.name}), "
+                "which loading splits"
+            )
 
 
 def pin_split(

@@ -19,7 +19,7 @@ from offplan.runtime.loading.cached import find_parts
 from offplan.runtime.loading.checks import list_shared
 from offplan.runtime.loading.codes import hold_codes
 from offplan.runtime.loading.mapping import map_tensors
-from offplan.runtime.loading.offloaded import find_offloaded, pin_split
+from offplan.runtime.loading.offloaded import check_experts_whole, find_offloaded, pin_split
 from offplan.runtime.loading.parted import check_package, check_parted
 from offplan.runtime.loading.skeleton import build_skeleton, decoder_layers
 from offplan.runtime.loading.stock import build_stock
@@ -100,7 +100,10 @@ def fit(stage: Stage, offload: Offload, *, on_gpu: bool) -> Prepared:
     _check_types(stage, on_gpu)
     state = module.state_dict()
     wanted = {name: state[name] for name in targets}
-    stage = pin_split(stage, targets, wanted, shared) if stock else stage
+    if stock:
+        stage = pin_split(stage, targets, wanted, shared)
+    else:
+        check_experts_whole(stage, targets, wanted)
     placement = place(stage, offload)
     require_runnable(stage, placement, offload, on_gpu=on_gpu)
     offloaded = find_offloaded(module, placement, targets, wanted)

@@ -18,7 +18,7 @@ from offplan.runtime.model.linear import find_linear, take_in_spans
 from offplan.runtime.model.probe import PROBE, probe_attention
 from offplan.runtime.model.routed import route
 from offplan.runtime.refusal import refuse
-from offplan.transformers_private import choose_attention, cut_by_constants
+from offplan.transformers_private import choose_attention, complete_outputs, cut_by_constants
 
 LAYER_LISTS = ("layers", "h")
 """Names of the list of a decoder's layers. Where encoders keep theirs, ``layer``, positions count
@@ -83,6 +83,7 @@ def find_auto_class(model: Model) -> Any:
 
 def remove_towers(skeleton: PreTrainedModel) -> None:
     """Remove what reads images and sound: all beside the decoder and the head."""
+    complete_outputs(skeleton)
     kept = [skeleton.get_decoder(), skeleton.get_output_embeddings()]
     for part in [*skeleton.modules()]:
         children = [*part.named_children()]
