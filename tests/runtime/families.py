@@ -175,6 +175,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "linear_num_heads": 4,
         "linear_head_dim": 16,
     },
+    "inkling2_text": {"unpadded_vocab_size": 64},
     "mistral_large4_text": {"num_key_value_heads": 4},
     "step3p5": {
         "share_expert_dim": 16,
@@ -232,21 +233,11 @@ OWN_TOWERS: dict[str, dict[str, Any]] = {
     "glm5_next": {"vision_config": {"projection_intermediate_size": 24}},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0], "text_hidden_size": 32}},
     "muse_glimmer": {"vision_config": {"pos_emb_height": 2, "pos_emb_width": 2}},
-    "muse_spark": {
-        "vision_config": {"pos_emb_height": 2, "pos_emb_width": 2},
-        "audio_config": {
-            "patch_sizes": [4, 2],
-            "hidden_sizes": [8, 16],
-            "depths": [1, 1],
-            "out_hidden_size": 32,
-        },
-    },
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2, "summary_idxs": [0]}},
 }
 """What a family's towers insist on."""
 OWN_WHOLES: dict[str, dict[str, Any]] = {
     "muse_glimmer": {"out_hidden_size": 24, "projector_hidden_size": 24},
-    "muse_spark": {"out_hidden_size": 24, "projector_hidden_size": 24},
     "nemotron_h_omni": {"projector_hidden_size": 24},
 }
 """What a family's own config insists on."""
@@ -522,8 +513,8 @@ def _make_towers(family: str) -> dict[str, Any]:
     """Make the parts of a multimodal family's config beside its text, in sizes for tests."""
     config = CONFIG_MAPPING[family]
     made: dict[str, Any] = {}
-    for name, kind in config.sub_configs.items():
-        kind = type(getattr(config(), name, None)) if kind is AutoConfig else kind
+    for name, stated in config.sub_configs.items():
+        kind: Any = type(getattr(config(), name, None)) if stated is AutoConfig else stated
         if name != "text_config" and issubclass(kind, PreTrainedConfig):
             known = kind()
             fitting = {key: size for key, size in VISION.items() if _takes(known, key, size)}
