@@ -12,6 +12,15 @@ from offplan.checkpoint.quantise import Use
 from offplan.checkpoint.tensors import TensorInfo, split_expert
 
 _COMPRESSED = re.compile(r"\.(compressor|indexer)\.")
+_DEEPSEEK_NAMES = {
+    "model.": "",
+    "embed_tokens.": "embed.",
+    "hc_head.hc_": "hc_head_",
+    ".attn.norm.": ".attn.kv_norm.",
+}
+"""What DeepSeek-V4 calls what transformers saves by these parts of names."""
+_DEEPSEEK_WIDE = re.compile(r"hc_|\.attn_sink$|\.ape$|\.gate\.bias$")
+"""Tells the tensors that DeepSeek-V4 stores in float32."""
 
 
 def as_published(
@@ -75,10 +84,10 @@ def _with_turned_experts(built: BuiltTensors) -> BuiltTensors:
 def _as_deepseek(built: BuiltTensors, config: Mapping[str, Any]) -> BuiltTensors:
     """Name DeepSeek-V4's tensors, and add those of the layers that predict further tokens.
 
-    Its names have no ``model.``, and ``mtp.0`` is one more layer, without compressed keys.
-    Source: the names in the index of deepseek-ai/DeepSeek-V4-Flash.
+    ``mtp.0`` is one more layer, without compressed keys. Source: the names and types of
+    deepseek-ai/DeepSeek-V4-Flash's tensors.
     """
-    named = [(t._replace(name=t.name.removeprefix("model.")), use) for t, use in built]
+    named = [(_name_deepseek(tensor), use) for tensor, use in built]
     last = f"layers.{(read_count(config, 'num_hidden_layers') or 0) - 1}."
     hidden = read_count(config, "hidden_size") or 0
     more: BuiltTensors = []
@@ -90,7 +99,7 @@ def _as_deepseek(built: BuiltTensors, config: Mapping[str, Any]) -> BuiltTensors
             if tensor.name.startswith(last) and not _COMPRESSED.search(tensor.name)
         ]
         more += [
-            (tensor._replace(name=f"{start}hc_head_{tensor.name.rpartition('hc_')[2]}"), use)
+            (tensor._replace(name=start + tensor.name), use)
             for tensor, use in named
             if tensor.name.startswith("hc_head")
         ]
@@ -100,3 +109,12 @@ def _as_deepseek(built: BuiltTensors, config: Mapping[str, Any]) -> BuiltTensors
         ):
             more.append((TensorInfo(f"{start}{name}.weight", named[0][0].dtype, shape), use))
     return named + more
+
+
+def _name_deepseek(tensor: TensorInfo) -> TensorInfo:
+    """Name a tensor of DeepSeek-V4, and give it its type, as its makers do."""
+    name = tensor.name
+    for ours, theirs in _DEEPSEEK_NAMES.items():
+        name = name.replace(ours, theirs)
+    is_wide = _DEEPSEEK_WIDE.search(name) is not None
+    return tensor._replace(name=name, dtype="F32" if is_wide else tensor.dtype)

@@ -15,6 +15,7 @@ _WORDS = WordOrder.COMPRESSED_TENSORS
 FORMS = {
     "bf16": RAW,
     "fp8": Form(Kind.FP8_BLOCK, (128, 128)),
+    "fp8 by powers": Form(Kind.FP8_BLOCK, (128, 128)),
     "fp8 channel": Form(Kind.FP8_CHANNEL),
     "fp8 tensor": Form(Kind.FP8_TENSOR),
     "mxfp4": Form(Kind.MXFP4, (1, 32)),
@@ -72,6 +73,8 @@ def _make_fp8(name: str, form: Form, num_out: int, num_in: int) -> Parts:
         form.kind, (-(-num_out // 128), -(-num_in // 128))
     )
     scale = torch.rand(shape) * 1e-3 + 1e-4
+    if "powers" in name:
+        scale = torch.randint(114, 118, shape, dtype=torch.uint8).view(torch.float8_e8m0fnu)
     scale = scale.to(torch.bfloat16) if form.kind is Kind.FP8_CHANNEL else scale
     return {Part.WEIGHT: random_fp8(num_out, num_in), Part.SCALE: scale}
 

@@ -1,5 +1,6 @@
 """Tiny models of every causal family that transformers has, and how each compares with stock."""
 
+import re
 import tempfile
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -479,14 +480,19 @@ def _save_model(config: Any, auto_class: Any, dtype: torch.dtype, seed: int, fol
 
 
 def _save_as_published(folder: Path) -> None:
-    """Name tensors as DeepSeek-V4's own files do, which transformers 5.23 reads and never writes.
+    """Name and type tensors as DeepSeek-V4's own files do, which transformers 5.23 never writes.
 
     What it writes, ``model.norm.weight``, it does not find again: its mapping takes it for a norm
     of a layer's.
     """
     path = folder / "model.safetensors"
-    tensors = load_file(path)
-    save_file({name.removeprefix("model."): t for name, t in tensors.items()}, path)
+    named = {}
+    for name, tensor in load_file(path).items():
+        name = name.removeprefix("model.").replace("embed_tokens.", "embed.")
+        name = name.replace("hc_head.hc_", "hc_head_").replace(".attn.norm.", ".attn.kv_norm.")
+        is_wide = re.search(r"hc_|\.attn_sink$|\.ape$|\.gate\.bias$", name)
+        named[name] = tensor.float() if is_wide else tensor
+    save_file(named, path)
 
 
 PUBLISHED: dict[str, Callable[[Path], object]] = {"deepseek_v4": _save_as_published}

@@ -219,6 +219,32 @@ def store_mxfp4(weight: torch.Tensor) -> Quantised:
     return _store_fp4(blocks, exponent.exp2(), scale, ("weight_packed", "weight_scale"), {})
 
 
+def store_mxfp8(weight: torch.Tensor) -> Quantised:
+    """The same of FP8."""
+    blocks = weight.unflatten(1, (-1, 32))
+    exponent = (blocks.abs().amax(-1) / 448).log2().ceil()
+    codes = (blocks / exponent.exp2()[:, :, None]).to(torch.float8_e4m3fn)
+    stored = {"weight": codes.flatten(1), "weight_scale": (exponent + 127).to(torch.uint8)}
+    return stored, (codes.float() * exponent.exp2()[:, :, None]).flatten(1)
+
+
+def store_deepseek(weight: torch.Tensor) -> Quantised:
+    """FP8 blocks of 128 x 128, as DeepSeek-V4 names them: scales are powers of two."""
+    stored, _ = store_fp8_blocks(weight)
+    scale = stored["weight_scale_inv"].log2().ceil().exp2()
+    spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    spread = spread[: weight.shape[0], : weight.shape[1]]
+    codes = (weight / spread).to(torch.float8_e4m3fn)
+    return {"weight": codes, "scale": scale.to(torch.float8_e8m0fnu)}, codes.float() * spread
+
+
+def store_deepseek_expert(weight: torch.Tensor) -> Quantised:
+    """MXFP4 in the types that DeepSeek-V4 has it in."""
+    stored, values = store_mxfp4(weight)
+    scale = stored["weight_scale"].view(torch.float8_e8m0fnu)
+    return {"weight": stored["weight_packed"].view(torch.int8), "scale": scale}, values
+
+
 def _store_fp4(
     blocks: torch.Tensor,
     spread: torch.Tensor,
@@ -348,6 +374,11 @@ FORMS: dict[str, tuple[Callable[[torch.Tensor], Quantised], dict[str, Any]]] = {
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*.mlp.gate"]},
     ),
     "mxfp4_rows": (store_mxfp4, _compressed("mxfp4-pack-quantized", _NVFP4)),
+    "mxfp8": (store_mxfp8, _compressed("mxfp8-quantized", _FP8_ARGS | {"group_size": 32})),
+    "mxfp8_modelopt": (
+        store_mxfp8,
+        {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head", "*.mlp.gate"]},
+    ),
     "bnb8": (store_bnb8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
 }
 ALONE: dict[str, tuple[Callable[..., Quantised], dict[str, Any]]] = {
@@ -361,7 +392,28 @@ ALONE: dict[str, tuple[Callable[..., Quantised], dict[str, Any]]] = {
 """Forms of linear layers that experts are not stored in."""
 
 
-_MATRIX = re.compile(r"proj|\.attn\.w|\.indexer\.wq|\.w[123]\.")
+_DEEPSEEK = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "scale_fmt": "ue8m0",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+_NVFP4_EXPERTS = {f"layers.{layer}.ffn.experts": {"quant_algo": "NVFP4"} for layer in range(4)}
+OF_EXPERTS: dict[str, tuple[Callable[..., Quantised], Callable[..., Quantised], dict[str, Any]]] = {
+    "deepseek": (
+        *(store_deepseek, store_deepseek_expert),
+        {"quantization_config": _DEEPSEEK, "expert_dtype": "fp4"},
+    ),
+    "deepseek_nvfp4": (
+        *(store_deepseek, partial(store_nvfp4, is_modelopt=True)),
+        {"quantization_config": _DEEPSEEK | {"quantized_layers": _NVFP4_EXPERTS}},
+    ),
+}
+"""Forms of which routed experts have another one, and what the config says of both."""
+
+
+_MATRIX = re.compile(r"(?<!weights_)proj|\.attn\.w|\.indexer\.wq|\.w[123]\.")
 """What names of matrices have that are stored as codes; the last three are DeepSeek-V4's."""
 
 
@@ -371,6 +423,9 @@ def save_stored(
     """Save a tiny model in a stored form, and the same model's values; returns both folders."""
     torch.manual_seed(0)
     store, said = (FORMS | ALONE).get(form, (store_mxfp4, {"quant_method": "mxfp4"}))
+    store_expert, more = store, {"quantization_config": said}
+    if form in OF_EXPERTS:
+        store, store_expert, more = OF_EXPERTS[form]
     if form in ALONE:
         store = partial(store, dtype=dtype)
     config = CONFIG_MAPPING[family](**SIZES | OWN_SIZES.get(family, {}) | sizes, dtype=dtype)
@@ -379,6 +434,9 @@ def save_stored(
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 or "sinks" in name or "bias" in name:
                 parameter.normal_(0, 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("tid2eid"):
+                buffer.random_(4)
     plain, stored = folder / "plain", folder / "stored"
     model.to(dtype).save_pretrained(plain)
     if family in PUBLISHED:
@@ -391,11 +449,17 @@ def save_stored(
             tensors |= {f"{name}_{end}": tensor for end, tensor in found.items()}
             values[name] = convert_moe_packed_tensors(found["blocks"], found["scales"], dtype=dtype)
         elif form != "mxfp4" and value.ndim == 2 and _MATRIX.search(name):
-            parts, expanded = store(value.float())
+            parts, expanded = (store_expert if ".experts." in name else store)(value.float())
             tensors |= {name.removesuffix("weight") + end: part for end, part in parts.items()}
             values[name] = expanded.to(dtype)
         else:
             tensors[name] = value
+    if form in OF_EXPERTS:  # what predicts further tokens is one more layer, and is not loaded
+        tensors |= {
+            name.replace("layers.3.", "mtp.0."): value.clone()
+            for name, value in tensors.items()
+            if name.startswith("layers.3.")
+        }
     save_file(values, plain / "model.safetensors", {"format": "pt"})
     stored.mkdir()
     save_file(
@@ -404,7 +468,7 @@ def save_stored(
         {"format": "pt"},
     )
     told = json.loads((plain / "config.json").read_text())
-    (stored / "config.json").write_text(json.dumps(told | {"quantization_config": said}))
+    (stored / "config.json").write_text(json.dumps(told | more))
     return stored, plain
 
 

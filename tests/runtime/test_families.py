@@ -15,6 +15,7 @@ from offplan.held.held import hold
 from tests.runtime.families import (
     OWN_SIZES,
     PROMPT,
+    PUBLISHED,
     VARIANTS,
     compare,
     compare_rounding,
@@ -146,7 +147,9 @@ def test_what_is_kept_in_float32(family: str, dtype: torch.dtype, tmp_path: Path
     torch.manual_seed(0)
     stock = AutoModelForCausalLM.from_config(make_config(family, {}), dtype=dtype)
     stock.to(dtype).save_pretrained(tmp_path)  # also what the class makes in float32
-    with open_session(tmp_path, offload(group(1, 1))) as session:
+    if family in PUBLISHED:
+        PUBLISHED[family](tmp_path)
+    with open_session(tmp_path, offload(group(1, 1)), stock=family in PUBLISHED) as session:
         session.prefill(PROMPT)
         state = session.loaded.module.state_dict(keep_vars=True).values()
         held = {id(value): value.nbytes for value in state}  # a tie has two names

@@ -2,6 +2,7 @@
 
 import sys
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,13 @@ from offplan.forms.form import Form, Kind, Part, WordOrder
 from offplan.kernel_sizes import MAX_PAIRS
 from offplan.runtime.forms import reference
 from tests.runtime.columns import expand, hold
-from tests.runtime.interpreted import INTERPRETED, run_interpreted, runs_itself, runs_kernels
+from tests.runtime.interpreted import (
+    INTERPRETED,
+    need_triton,
+    run_interpreted,
+    runs_itself,
+    runs_kernels,
+)
 from tests.tiers import each_value_once
 
 # the interpreter rounds bfloat16 in a way of its own
@@ -27,6 +34,8 @@ PACKED = Form(Kind.PACKED)
 FORMS = {
     "fp8": Form(Kind.FP8_BLOCK, (128, 128)),
     "fp8 channel": Form(Kind.FP8_CHANNEL),
+    "fp8 by powers": Form(Kind.FP8_BLOCK, (128, 128)),
+    "mxfp8 by powers": Form(Kind.FP8_BLOCK, (1, 32)),
     "mxfp4": Form(Kind.MXFP4, (1, 32)),
     "nvfp4": Form(Kind.NVFP4, (1, 16)),
     "nvfp4 divided": Form(Kind.NVFP4, (1, 16)),
@@ -125,9 +134,14 @@ def make_parts(name: str, *lead: int) -> dict[Part, torch.Tensor]:
     if form is PACKED:
         values = random(*lead, NUM_OUT, NUM_IN) * random(*lead, NUM_OUT, 1)
         return pack_each(values.to(torch.bfloat16))
-    rows, columns = (NUM_OUT, 1) if form.block is None else (-(-NUM_OUT // 128), NUM_IN // 128)
+    high, wide = form.block or (1, NUM_IN)
+    groups = (*lead, -(-NUM_OUT // high), NUM_IN // wide)
+    scale = random(*groups)
+    if "powers" in name:
+        scale = torch.randint(0, 250, groups, dtype=torch.uint8, device=DEVICE)
+        scale = scale if high == 1 else scale.view(torch.float8_e8m0fnu)
     codes = random_bytes(*lead, NUM_OUT, NUM_IN).view(torch.float8_e4m3fn)
-    return {Part.WEIGHT: codes, Part.SCALE: random(*lead, rows, columns)}
+    return {Part.WEIGHT: codes, Part.SCALE: scale}
 
 
 def pack_each(values: torch.Tensor) -> dict[Part, torch.Tensor]:
@@ -247,8 +261,10 @@ def tame(parts: dict[Part, torch.Tensor], form: Form) -> dict[Part, torch.Tensor
     if form.kind is Kind.MXFP4:
         return parts | {Part.SCALE: parts[Part.SCALE] % 3 + 126}
     if parts[Part.WEIGHT].dtype is torch.float8_e4m3fn:
-        codes = parts[Part.WEIGHT].view(torch.uint8) & 0xBF
-        return parts | {Part.WEIGHT: codes.view(torch.float8_e4m3fn)}
+        codes, scale = parts[Part.WEIGHT].view(torch.uint8) & 0xBF, parts[Part.SCALE]
+        if reference.has_powers(form, scale):
+            scale = (scale.view(torch.uint8) % 3 + 126).view(scale.dtype)
+        return parts | {Part.WEIGHT: codes.view(torch.float8_e4m3fn), Part.SCALE: scale}
     if form.kind in (Kind.W8A16, Kind.BNB8):
         return parts | {Part.SCALE: parts[Part.SCALE] / 64}
     return parts
@@ -461,3 +477,37 @@ def test_products_of_packed_rows_of_every_size(num_in: int, rows: int, of_expert
     assert not got[:, 1].any()
     # sums that are subnormal may be lost
     assert (errors <= 0.01 * sizes + 2.0**-120)[:, :-2].all()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="compiles kernels")
+@pytest.mark.parametrize("target", [80, 89, 90, 120])
+def test_kernels_of_powers_compile(target: int) -> None:
+    """For GPUs that are not here."""
+    need_triton()
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from offplan.runtime.forms import kernels
+    from offplan.runtime.forms.operands import Layout, Weight
+
+    def compile_for(kernel: Any, constants: dict[Any, Any]) -> str:
+        kinds = {"x": "*bf16", "out": "*bf16", "weight": Weight(*["*u8"] * 2, *none, "i32", "i32")}
+        signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
+        signature |= {"order": "*i32", "starts": "*i32"} | dict.fromkeys(constants, "constexpr")
+        signature = {name: signature[name] for name in kernel.arg_names}
+        at = kernel.arg_names.index("weight")
+        constants = constants | {(at, place): None for place in (2, 3, 4)}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        return str(triton.compile(source, target=GPUTarget("cuda", target, 32)).asm["ptx"])
+
+    none = ["constexpr"] * 3  # of zeros, scales of scales and tables
+    code = "fp8" if target >= 89 else "fp8 in software"
+    for form in (FORMS["mxfp8 by powers"], FORMS["fp8 by powers"]):
+        assert form.block is not None
+        layout = {"FORM": Layout(code, 1, "exponent", "", 1, "", *form.block)}
+        tile = {"EXPERTS": 8, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": form.block[1]}
+        assert "mma" in compile_for(kernels.multiply, layout | tile)
+        tile = {"BLOCK_N": 8, "GROUPS": 16, "CHUNK": 16}
+        assert "entry" in compile_for(kernels.expand, layout | tile)

@@ -19,7 +19,7 @@ from offplan.hostcores.library import Activation, Place, ScaleType, ZeroType
 from offplan.hostcores.library import Experts as Experts
 from offplan.hostcores.library import Matrix as Matrix
 from offplan.runtime.forms.operands import is_stacked
-from offplan.runtime.forms.reference import E2M1, PER_127, Parts, block_of, codes_of
+from offplan.runtime.forms.reference import E2M1, PER_127, Parts, block_of, codes_of, has_powers
 from offplan.transformers_private import apply_gate
 
 _KINDS = {
@@ -105,7 +105,7 @@ def _describe_scales(matrix: Matrix, form: Form, parts: Parts) -> None:
     high, wide = block_of(form, matrix.num_out, matrix.num_in, scales)
     matrix.scale_rows, matrix.scale_columns = high, wide
     matrix.row_scales = scales.shape[-1]
-    if form.kind is Kind.MXFP4:
+    if has_powers(form, scales):
         matrix.scale_type = ScaleType.EXPONENT
     elif form.kind is Kind.NVFP4:
         whole = parts.get(Part.GLOBAL_SCALE, parts.get(Part.GLOBAL_DIVISOR))

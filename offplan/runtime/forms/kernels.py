@@ -263,7 +263,7 @@ def multiply(  # type: ignore[no-untyped-def]
                 sums = tl.dot(scaled(low, s, none, v.dtype, FORM), v, sums)
                 v = tl.load(at + 4 * part_elements, mask=is_input, other=0.0)
                 sums = tl.dot(scaled(high, s, none, v.dtype, FORM), v, sums)
-    if FORM.scale == "exponent" and x.dtype.element_ty == tl.bfloat16:
+    if FORM.code == "fp4" and FORM.scale == "exponent" and x.dtype.element_ty == tl.bfloat16:
         sums *= 2.0**63
     where = out + (tl.program_id(2) * num_pairs + pair).to(tl.int64)[None, :] * num_out + n[:, None]
     tl.store(where, sums.to(out.dtype.element_ty), mask=is_pair[None, :] & is_row[:, None])

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offplan.forms.form import BASE_BYTES, BITS, Form, Kind, Part, WordOrder
-from offplan.runtime.forms.reference import Parts, block_of, codes_of, nested_scales
+from offplan.runtime.forms.reference import Parts, block_of, codes_of, has_powers, nested_scales
 
 
 class Weight(NamedTuple):
@@ -105,7 +105,7 @@ def _rows(form: Form, parts: Parts) -> Operands:
     if form.kind is Kind.NVFP4:
         of_whole = "factor" if Part.GLOBAL_SCALE in parts else "divisor"
         scale = _fp8_code(codes.device)
-    elif form.kind is Kind.MXFP4:
+    elif has_powers(form, scales):
         scale = "exponent"
     elif form.kind is Kind.BNB8:
         scale = "largest"

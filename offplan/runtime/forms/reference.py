@@ -47,6 +47,12 @@ def restore_order(parts: Parts, values: torch.Tensor) -> torch.Tensor:
     return of_each.gather(-1, places).flatten(-3, -2)
 
 
+def has_powers(form: Form, scales: torch.Tensor) -> bool:
+    """Whether scales are powers of two, stored as their biased exponents."""
+    is_float = form.kind in (Kind.FP8_BLOCK, Kind.MXFP4)
+    return is_float and scales.dtype in (torch.uint8, torch.float8_e8m0fnu)
+
+
 def codes_of(parts: Parts) -> torch.Tensor:
     """View codes as bytes, uint8 of [..., out, bytes]."""
     codes = _bytes(parts[Part.WEIGHT])
@@ -144,8 +150,7 @@ def _numbers_of(form: Form, parts: Parts) -> torch.Tensor:
 def _scales_of(form: Form, parts: Parts) -> torch.Tensor:
     """Return the scales of blocks of rows, [..., rows, columns]."""
     scales = parts[Part.SCALE]
-    if form.kind is Kind.MXFP4:
-        # powers of two: nothing is rounded before the end
+    if has_powers(form, scales):  # nothing is rounded before the end
         return torch.exp2(_bytes(scales).float() - 127)
     if form.kind is Kind.NVFP4:
         whole = parts.get(Part.GLOBAL_SCALE, parts.get(Part.GLOBAL_DIVISOR))

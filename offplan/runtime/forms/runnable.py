@@ -25,11 +25,13 @@ _HALVES = {Kind.MXFP4, Kind.NVFP4, Kind.NF4, Kind.FP4}
 
 _FP8, _BYTES = frozenset(("F8_E4M3",)), frozenset(("U8",))
 _FLOATS = frozenset(("F32", "F16", "BF16"))
+_POWERS = frozenset(("U8", "F8_E8M0"))
+"""Types of scales that are powers of two, stored as their biased exponents."""
 _TYPES = {
-    Kind.FP8_BLOCK: (_FP8, _FLOATS),
+    Kind.FP8_BLOCK: (_FP8, _FLOATS | _POWERS),
     Kind.FP8_CHANNEL: (_FP8, _FLOATS),
     Kind.FP8_TENSOR: (_FP8, _FLOATS),
-    Kind.MXFP4: (_BYTES, frozenset(("U8", "F8_E8M0"))),
+    Kind.MXFP4: (frozenset(("U8", "I8")), _POWERS),
     Kind.NVFP4: (_BYTES, _FP8),
     Kind.W4A16: (frozenset(("I32",)), _FLOATS),
     Kind.W8A16: (frozenset(("I32", "I8")), _FLOATS),

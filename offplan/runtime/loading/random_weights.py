@@ -22,6 +22,8 @@ _OF_CODES = {
     Kind.FP4: 0.6,
 }
 """Standard deviations of what random codes stand for, before they are scaled."""
+_LOOKED_UP = (Kind.NF4, Kind.FP4)
+"""Kinds whose scales may be codes themselves."""
 _FP8_SPREAD = 50.0
 """The same of FP8 codes, which are drawn so that none is beyond the largest, 448."""
 _BALANCING = "correction_bias", "expert_bias"
@@ -126,7 +128,7 @@ def _fill_of(codes: Codes) -> torch.Tensor:
         return torch.tensor(1 / scale)
     if part is Part.NESTED_SCALE or (part is Part.SCALE and form.kind is Kind.NVFP4):
         return torch.tensor(1.0)
-    if part is not Part.SCALE or (codes.dtype is torch.uint8 and form.kind is not Kind.MXFP4):
+    if part is not Part.SCALE or (codes.dtype is torch.uint8 and form.kind in _LOOKED_UP):
         return torch.tensor(0)
     if codes.dtype is torch.uint8:  # exponents of two
         return torch.tensor(scale).log2().round() + 127
