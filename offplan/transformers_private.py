@@ -81,19 +81,46 @@ def rename(
 ) -> Iterator[tuple[str, str | None, WeightConverter | None]]:
     """Yield the parameter that each stored tensor belongs to, its converter's pattern and that.
 
-    The last two are None where the tensor is renamed and no more.
+    The last two are None where the tensor is renamed and no more. Experts that are stored one by
+    one go where their family has them fused, also where transformers itself would not find them.
     """
     transforms = get_model_conversion_mapping(skeleton)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    by_pattern = {p: c for c in converters for p in c.source_patterns}
+    fusing = _fuse_experts()
+    by_pattern = {p: c for c in (*fusing, *converters) for p in c.source_patterns}
     prefix, state = skeleton.base_model_prefix, skeleton.state_dict()
     for name in names:
         renamed, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if renamed not in state and name in state:
             # DeepSeek-V4's mapping takes the last norm for a layer's where transformers saved it
             renamed, pattern = name, None
+        if renamed not in state and pattern is None:
+            fused = rename_source_key(name, renamings, fusing, prefix, state)
+            if fused[0] in state and _are_concatenated(skeleton, fused[0]):
+                renamed, pattern = fused
         yield renamed, pattern, None if pattern is None else by_pattern[pattern]
+
+
+def _fuse_experts() -> list[WeightConverter]:
+    """Return what fuses experts that quantisers store one by one, whatever the family saves.
+
+    Source: transformers 5.23, the mapping of Qwen2-MoE; ModelOpt's and llm-compressor's exports of
+    Gemma 4, which transformers itself does not load.
+    """
+    one_by_one = ("experts.*.gate_proj.weight", "experts.*.up_proj.weight")
+    merge, down = MergeModulelist(dim=0), "experts.*.down_proj.weight"
+    return [
+        WeightConverter([*one_by_one], "experts.gate_up_proj", [merge, Concatenate(dim=1)]),
+        WeightConverter(down, "experts.down_proj", [merge]),
+    ]
+
+
+def _are_concatenated(skeleton: PreTrainedModel, name: str) -> bool:
+    """Whether a parameter is of experts that have gate before up, in rows of outputs."""
+    experts: Any = skeleton.get_submodule(name.rpartition(".")[0])
+    is_usual = is_experts(experts) and experts.has_gate and not experts.is_transposed
+    return bool(is_usual and getattr(experts, "is_concatenated", True))
 
 
 def convert(

@@ -63,6 +63,15 @@ OWN_SIZES = {
         "num_hash_layers": 1,
     },
     "gpt_oss": {"intermediate_size": 128, "sliding_window": 8},
+    "nemotron_h": {
+        **{"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
+        **{"ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 1},
+        **{"moe_shared_expert_intermediate_size": 128, "n_group": 1, "topk_group": 1},
+    },
+    "gemma4_text": {
+        **{"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0},
+        **{"global_head_dim": 64, "num_global_key_value_heads": 2, "sliding_window": 8},
+    },
 }
 
 
@@ -85,6 +94,12 @@ def store_fp8_whole(weight: torch.Tensor) -> Quantised:
     scale = weight.abs().amax().reshape(1) / 448
     codes = (weight / scale).to(torch.float8_e4m3fn)
     return {"weight": codes, "weight_scale": scale}, _expand_fp8(codes, scale.view(1, 1))
+
+
+def store_modelopt_fp8(weight: torch.Tensor) -> Quantised:
+    stored, values = store_fp8_whole(weight)
+    scale = stored["weight_scale"].reshape(())
+    return stored | {"weight_scale": scale, "input_scale": torch.tensor(0.5)}, values
 
 
 def _expand_fp8(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -208,7 +223,10 @@ def store_nvfp4(weight: torch.Tensor, is_modelopt: bool = False) -> Quantised:
         whole = (1 / whole).reshape(1)
         names = ("weight_packed", "weight_scale", "weight_global_scale")
         spread = scale.float() / whole
-    return _store_fp4(blocks, spread, scale, names, {names[2]: whole})
+    # activations are rounded as well, which offplan leaves out
+    inputs = "input_scale" if is_modelopt else "input_global_scale"
+    others = {names[2]: whole, inputs: torch.full_like(whole, 0.5)}
+    return _store_fp4(blocks, spread, scale, names, others)
 
 
 def store_mxfp4(weight: torch.Tensor) -> Quantised:
@@ -399,18 +417,37 @@ _DEEPSEEK = {
     "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
 }
+_MIXED = {
+    "quant_algo": "MIXED_PRECISION",
+    "kv_cache_quant_algo": None,
+    "exclude_modules": ["lm_head", "*.mlp.gate"],
+    "quantized_layers": {
+        **{f"model.layers.{layer}.self_attn": {"quant_algo": "FP8"} for layer in range(4)},
+        **{
+            f"model.layers.{layer}.mlp.experts.{expert}.{name}": {"quant_algo": "W4A16_NVFP4"}
+            for layer in range(4)
+            for expert in range(4)
+            for name in ("gate_proj", "up_proj", "down_proj")
+        },
+    },
+}
 _NVFP4_EXPERTS = {f"layers.{layer}.ffn.experts": {"quant_algo": "NVFP4"} for layer in range(4)}
 OF_EXPERTS: dict[str, tuple[Callable[..., Quantised], Callable[..., Quantised], dict[str, Any]]] = {
     "deepseek": (
         *(store_deepseek, store_deepseek_expert),
         {"quantization_config": _DEEPSEEK, "expert_dtype": "fp4"},
     ),
+    "modelopt_mixed": (
+        *(store_modelopt_fp8, partial(store_nvfp4, is_modelopt=True)),
+        {"hf_quant_config": {"quantization": _MIXED}},
+    ),
     "deepseek_nvfp4": (
         *(store_deepseek, partial(store_nvfp4, is_modelopt=True)),
         {"quantization_config": _DEEPSEEK | {"quantized_layers": _NVFP4_EXPERTS}},
     ),
 }
-"""Forms of which routed experts have another one, and what the config says of both."""
+"""Forms of which routed experts have another one, and what the config says of both, or ModelOpt's
+file beside it."""
 
 
 _MATRIX = re.compile(r"(?<!weights_)proj|\.attn\.w|\.indexer\.wq|\.w[123]\.")
@@ -425,7 +462,7 @@ def save_stored(
     store, said = (FORMS | ALONE).get(form, (store_mxfp4, {"quant_method": "mxfp4"}))
     store_expert, more = store, {"quantization_config": said}
     if form in OF_EXPERTS:
-        store, store_expert, more = OF_EXPERTS[form]
+        store, store_expert, more = *OF_EXPERTS[form][:2], dict(OF_EXPERTS[form][2])
     if form in ALONE:
         store = partial(store, dtype=dtype)
     config = CONFIG_MAPPING[family](**SIZES | OWN_SIZES.get(family, {}) | sizes, dtype=dtype)
@@ -448,6 +485,9 @@ def save_stored(
             found = _draw_mxfp4(value)
             tensors |= {f"{name}_{end}": tensor for end, tensor in found.items()}
             values[name] = convert_moe_packed_tensors(found["blocks"], found["scales"], dtype=dtype)
+        elif form != "mxfp4" and value.ndim == 3 and ".experts." in name:
+            parts, values[name] = _store_each(name, value, store_expert)
+            tensors |= parts
         elif form != "mxfp4" and value.ndim == 2 and _MATRIX.search(name):
             parts, expanded = (store_expert if ".experts." in name else store)(value.float())
             tensors |= {name.removesuffix("weight") + end: part for end, part in parts.items()}
@@ -468,6 +508,8 @@ def save_stored(
         {"format": "pt"},
     )
     told = json.loads((plain / "config.json").read_text())
+    if "hf_quant_config" in more:
+        (stored / "hf_quant_config.json").write_text(json.dumps(more.pop("hf_quant_config")))
     (stored / "config.json").write_text(json.dumps(told | more))
     return stored, plain
 
@@ -487,6 +529,21 @@ def save_routed(
     stored = "fp8_block" if is_plain else form
     both = save_stored(family, stored, into, torch.bfloat16, num_experts_per_tok=num_chosen)
     return both[is_plain], Packing(group_size=2, num_in_group=2) if form == "packed" else None
+
+
+def _store_each(
+    name: str, value: torch.Tensor, store: Callable[..., Quantised]
+) -> tuple[Tensors, torch.Tensor]:
+    """Store fused experts, [experts, out, in], one by one, as quantisers do; and their values."""
+    path, _, last = name.rpartition(".")
+    ends = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+    tensors, values = {}, []
+    for index, fused in enumerate(value.float()):
+        for end, each in zip(ends, fused.chunk(len(ends)), strict=True):
+            parts, expanded = store(each)
+            tensors |= {f"{path}.{index}.{end}.{of}": part for of, part in parts.items()}
+            values.append(expanded)
+    return tensors, torch.cat(values).view(value.shape).to(value.dtype)
 
 
 def _draw_mxfp4(value: torch.Tensor) -> Tensors:

@@ -46,7 +46,7 @@ from tests.runtime.families import (
     save,
 )
 from tests.runtime.plans import group, offload, open_session, run_each_greedily, run_greedily
-from tests.runtime.quantise import ALONE, FORMS, OF_EXPERTS, save_stored
+from tests.runtime.quantise import ALONE, FORMS, save_stored
 from tests.tiers import each_value_once, first_quick
 from tests.warm import Warm
 
@@ -60,7 +60,8 @@ BOTH = "deepseek_v32 gpt_neox llama qwen3_next"
 """Families that run in both ways, one of them an encoder by its config."""
 STORED = [
     *(("qwen3_moe", form) for form in ("fp8_block", "int4_zeros", "gptq", "awq", "nvfp4")),
-    *(("deepseek_v4", form) for form in (*OF_EXPERTS, "fp8_block", "int4", "mxfp4_rows")),
+    *(("deepseek_v4", form) for form in ("deepseek", "deepseek_nvfp4", "fp8_block", "int4")),
+    ("nemotron_h", "nvfp4_modelopt"),
     *(("deepseek_v3", "fp8_block"), ("deepseek_v32", "fp8_block"), ("gpt_oss", "mxfp4")),
     *(("qwen3", form) for form in FORMS | ALONE),
 ]

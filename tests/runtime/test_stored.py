@@ -25,6 +25,8 @@ CASES = [("qwen3_moe", form) for form in FORMS] + [
     ("deepseek_v3", "fp8_block"),
     ("deepseek_v32", "fp8_block"),
     ("gpt_oss", "mxfp4"),
+    ("gemma4_text", "nvfp4_modelopt"),
+    ("qwen3_moe", "modelopt_mixed"),
 ]
 CASES += [("qwen3", form) for form in ALONE | FORMS]
 """Families and forms; first the one whose experts and other weights are both stored so."""
