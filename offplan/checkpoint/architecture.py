@@ -235,14 +235,15 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
     stated_layers = _read_num_layers(text)
     mixers, windows, notes = read_windows(text, model_type, stated_layers or num_layers)
     tie = _read_tie(config, text)
+    quantisation = read_quantisation(config, model_type, read_dtype(config))
+    quantisation = quantisation or read_quantisation(text, model_type, read_dtype(config))
     return Architecture(
         model_type=model_type,
         is_multimodal=is_multimodal,
         runs_text_alone=is_multimodal and model_type in model_types.TEXT_PARTS.get(family, ()),
         class_names=_read_names(config.get("architectures")),
         dtype=read_dtype(config),
-        quantisation=read_quantisation(config, model_type, read_dtype(config))
-        or read_quantisation(text, model_type, read_dtype(config)),
+        quantisation=quantisation,
         hidden_size=_read_hidden_size(text),
         vocabulary_size=read_count(text, "vocab_size"),
         trained_context=_read_trained_context(text),
@@ -275,7 +276,7 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
         routers=model_types.WIDENED_ROUTERS.get(model_type, ()),
         table_rows=_read_table_rows(text, model_type),
         head_is_tied=model_types.TIED_BY_DEFAULT.get(model_type) if tie is None else tie,
-        notes=notes,
+        notes=notes if quantisation is None else (*notes, *quantisation.dropped),
     )
 
 

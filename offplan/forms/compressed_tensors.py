@@ -11,7 +11,7 @@ from offplan.forms.form import OTHER, Form, Kind, Part, WordOrder
 from offplan.forms.matching import targets
 from offplan.forms.quantisation import Quantisation, note_scales
 from offplan.forms.scheme import Scheme
-from offplan.forms.stated import block_of, grouped_form, is_record, names_of
+from offplan.forms.stated import block_of, grouped_form, is_record, is_size, names_of
 
 
 def read_compressed_tensors(stated: Mapping[str, Any], float_type: str) -> Quantisation:
@@ -23,6 +23,7 @@ def read_compressed_tensors(stated: Mapping[str, Any], float_type: str) -> Quant
     if not is_record(groups):
         return Quantisation("compressed-tensors")
     found: dict[str, Scheme] = {}
+    inputs: set[str] = set()
     for group in groups.values():
         scheme = _read_group(group, stated.get("format"), float_type) if is_record(group) else None
         meant = names_of(group.get("targets")) if is_record(group) else ()
@@ -30,6 +31,7 @@ def read_compressed_tensors(stated: Mapping[str, Any], float_type: str) -> Quant
         if scheme is None or any("." not in name and name != "Linear" for name in meant):
             return Quantisation("compressed-tensors")
         found |= dict.fromkeys(meant, scheme)
+        inputs |= _name_inputs(group.get("input_activations"))
     ignored = names_of(stated.get("ignore"))
     # names go before patterns, in the order of their letters, and these before the class
     narrowest = sorted(found, key=lambda name: (name == "Linear", name.startswith("re:"), name))
@@ -39,7 +41,17 @@ def read_compressed_tensors(stated: Mapping[str, Any], float_type: str) -> Quant
             return None
         return next((found[name] for name in narrowest if targets((name,), module)), None)
 
-    return Quantisation("compressed-tensors", find, note=note_scales(float_type))
+    activations = tuple(sorted(inputs))
+    note = note_scales(float_type)
+    return Quantisation("compressed-tensors", find, activations=activations, note=note)
+
+
+def _name_inputs(stated: Any) -> set[str]:
+    """Name what a group's inputs are rounded to: FP8, FP4, INT8; nothing where they are not."""
+    bits = stated.get("num_bits", 8) if is_record(stated) else 16
+    if not is_record(stated) or not is_size(bits) or bits >= 16:
+        return set()
+    return {f"{'FP' if stated.get('type') == 'float' else 'INT'}{bits}"}
 
 
 def _read_group(group: Mapping[str, Any], layout: Any, scale: str) -> Scheme | None:
@@ -66,7 +78,10 @@ def _read_group(group: Mapping[str, Any], layout: Any, scale: str) -> Scheme | N
 
 def _read_form(weights: Mapping[str, Any], layout: Any) -> Form:
     """Return the form of a group's weights; OTHER where it is not known."""
-    bits, number, strategy = (weights.get(key) for key in ("num_bits", "type", "strategy"))
+    bits, number = weights.get("num_bits", 8), weights.get("type", "int")
+    group = weights.get("group_size", -1)
+    usual = "tensor" if "group_size" not in weights else "channel" if group == -1 else "group"
+    strategy = weights.get("strategy", usual)
     if layout == "nvfp4-pack-quantized":
         return Form(Kind.NVFP4, (1, 16))
     if layout == "mxfp4-pack-quantized":
@@ -82,7 +97,7 @@ def _read_form(weights: Mapping[str, Any], layout: Any) -> Form:
         if strategy in ("channel", "tensor"):
             return Form(Kind(f"fp8_{strategy}"))
     elif number == "int" and strategy in ("group", "channel"):
-        group = weights.get("group_size") if strategy == "group" else -1
+        group = group if strategy == "group" else -1
         if layout == "pack-quantized":
             return grouped_form(bits, group, WordOrder.COMPRESSED_TENSORS)
         if layout == "int-quantized" and bits == 8:

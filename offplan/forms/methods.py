@@ -13,7 +13,7 @@ from offplan.forms.form import OTHER, Form, Kind, Part, WordOrder
 from offplan.forms.matching import compile_pattern, has_run, matches_wildcard, skips, targets
 from offplan.forms.quantisation import Quantisation, note_scales
 from offplan.forms.scheme import BNB4_STATE_BYTES, Scheme
-from offplan.forms.stated import block_of, grouped_form, is_record, names_of
+from offplan.forms.stated import block_of, grouped_form, is_record, is_size, names_of
 
 _IN_STACK = re.compile(r"\.\d+\.")
 """Tells the modules of a stack of layers from those outside, such as the head."""
@@ -34,6 +34,8 @@ _MODELOPT_FORMS = {
     "MXFP8": Form(Kind.FP8_BLOCK, (1, 32)),
 }
 """Forms by ModelOpt's algorithm. Source: the checkpoints that NVIDIA published in 2026."""
+_MODELOPT_INPUTS = {"FP8": "FP8", "NVFP4": "FP4", "MXFP8": "FP8"}
+"""What an algorithm rounds products' inputs to."""
 _TORCHAO_FORMS = {
     "Int8WeightOnlyConfig": Form(Kind.W8A16, None, WordOrder.NONE),
     "Float8WeightOnlyConfig": Form(Kind.FP8_CHANNEL),
@@ -65,6 +67,7 @@ def read_quantisation(
             return None
     if not isinstance(stated, Mapping):
         return Quantisation("unknown", is_known=False)
+    stated = _without_nulls(stated)
     float_type = "F16" if dtype == "float16" else "BF16"
     model = _Model(model_type, float_type, config.get("expert_dtype"))
     method = _name_method(stated)
@@ -72,6 +75,15 @@ def read_quantisation(
     if read is None or any(stated.get(key) for key in _UNHEEDED):
         return Quantisation(method, is_known=False)
     return read(stated, model)
+
+
+def _without_nulls(stated: Mapping[str, Any], depth: int = 4) -> dict[str, Any]:
+    """Leave out keys that say null, which says what leaving them out says: all but FP8's blocks."""
+    return {
+        key: _without_nulls(value, depth - 1) if is_record(value) and depth else value
+        for key, value in stated.items()
+        if value is not None or key == "weight_block_size"
+    }
 
 
 def _name_method(stated: Mapping[str, Any]) -> str:
@@ -105,7 +117,11 @@ def _read_fp8(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     scheme = Scheme(form, f"fp8 {form.kind.value}", scale, {Part.INPUT_SCALE: is_static})
     skipped = stated.get("modules_to_not_convert", stated.get("ignored_layers"))
     return Quantisation(
-        "fp8", _all_but(skipped, scheme), skips_head=skipped is None, note=note_scales(scale)
+        "fp8",
+        _all_but(skipped, scheme),
+        skips_head=skipped is None,
+        activations=("FP8",),
+        note=note_scales(scale),
     )
 
 
@@ -120,6 +136,7 @@ def _read_deepseek_v4(stated: Mapping[str, Any], form: Form, experts: str) -> Qu
     named = _schemes_by_layer(stated.get("quantized_layers"))
     if form.block is None or named is None:
         return Quantisation("fp8")
+    inputs = {"FP8", *_modelopt_inputs(stated.get("quantized_layers"))}
 
     def find(module: str) -> Scheme | None:
         if has_run(("compressor", "weights_proj"), module):
@@ -127,7 +144,7 @@ def _read_deepseek_v4(stated: Mapping[str, Any], form: Form, experts: str) -> Qu
         own = _find_by_layer(named, module)
         return own or (routed if has_run(("experts",), module) else dense)
 
-    return Quantisation("fp8", find, skips_head=True)
+    return Quantisation("fp8", find, skips_head=True, activations=tuple(sorted(inputs)))
 
 
 def _read_mxfp4(stated: Mapping[str, Any], model: _Model) -> Quantisation:
@@ -155,6 +172,7 @@ def _read_bitsandbytes(stated: Mapping[str, Any], model: _Model) -> Quantisation
         _all_but(skipped, scheme),
         skips_head=skipped is None,
         takes_linear_alone=True,
+        activations=("INT8",) if scheme.form.kind is Kind.BNB8 else (),
         note=note,
     )
 
@@ -219,7 +237,9 @@ def _read_auto_round(stated: Mapping[str, Any], model: _Model) -> Quantisation:
         meant = (named[each] for each in patterns if compile_pattern(each).search(module))
         return next(meant, usual)
 
-    return Quantisation("auto-round", find, note=note_scales("F16"))
+    bits = stated.get("act_bits")
+    inputs = (f"INT{bits}",) if is_size(bits) and bits < 16 else ()
+    return Quantisation("auto-round", find, activations=inputs, note=note_scales("F16"))
 
 
 def _read_awq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
@@ -255,6 +275,7 @@ def _read_modelopt(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     cache = stated.get("kv_cache_scheme", stated.get("kv_cache_quant_algo"))
     has_cache_scales = cache == "FP8" or (is_record(cache) and cache.get("dynamic") is False)
     scheme = _modelopt_scheme(stated.get("quant_algo"))
+    inputs = _modelopt_inputs(stated.get("quantized_layers"), stated.get("quant_algo"))
     named: Mapping[str, Scheme] | None = {}
     if str(stated.get("quant_algo")).upper() == "MIXED_PRECISION":
         named = _schemes_by_layer(stated.get("quantized_layers"))
@@ -266,15 +287,23 @@ def _read_modelopt(stated: Mapping[str, Any], model: _Model) -> Quantisation:
             return None
         return _find_by_layer(named, module) if named else scheme
 
-    return Quantisation("modelopt", find, has_cache_scales=has_cache_scales)
+    return Quantisation("modelopt", find, has_cache_scales=has_cache_scales, activations=inputs)
 
 
 def _modelopt_scheme(algorithm: Any) -> Scheme | None:
     """Return the scheme of one of ModelOpt's algorithms; None where it is not known."""
     name = str(algorithm).upper()
     form = _MODELOPT_FORMS.get(name)
-    quantises_inputs = {Part.INPUT_SCALE: name in ("FP8", "NVFP4")}
+    quantises_inputs = {Part.INPUT_SCALE: name in _MODELOPT_INPUTS and name != "MXFP8"}
     return form and Scheme(form, f"modelopt {form.kind.value}", choices=quantises_inputs)
+
+
+def _modelopt_inputs(named: Any, algorithm: Any = None) -> tuple[str, ...]:
+    """List what inputs of layers are rounded to, by one algorithm or ``quantized_layers``."""
+    layers = named.values() if is_record(named) else ()
+    algorithms = [algorithm, *(each.get("quant_algo") for each in layers if is_record(each))]
+    types = {_MODELOPT_INPUTS.get(str(each).upper()) for each in algorithms}
+    return tuple(sorted(filter(None, types)))
 
 
 def _schemes_by_layer(named: Any) -> Mapping[str, Scheme] | None:

@@ -33,8 +33,19 @@ class Quantisation:
     """Whether a matrix that its layout cannot store is left as it is."""
     has_cache_scales: bool = False
     """Whether scales of an FP8 KV cache are stored beside the projections of keys and values."""
+    activations: tuple[str, ...] = ()
+    """Types that products' inputs are rounded to as well, such as FP8, by the config."""
     note: str | None = None
     """What was taken where the config leaves a choice."""
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """A sentence on what the config says and ``run`` leaves out, if there is anything."""
+        if not self.activations:
+            return ()
+        types = " and ".join(self.activations)
+        said = f"the config quantises activations, too ({types}): `run` does not"
+        return (f"{said}, so that its logits differ from those of an engine that does",)
 
     def stated(self, module: str) -> Scheme | None:
         """Return how the config says that this module is stored; None if it is unsure.

@@ -22,7 +22,7 @@ def block_of(value: Any) -> tuple[int, int] | None:
     return (value[0], value[1]) if is_pair else None
 
 
-def is_size(value: Any) -> bool:
+def is_size(value: Any) -> TypeGuard[int]:
     """Whether it is a number of rows or columns."""
     return type(value) is int and 0 < value < 2**20
 

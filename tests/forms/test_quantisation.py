@@ -149,6 +149,95 @@ def test_auto_round_names_exceptions_or_has_patterns_of_them() -> None:
     assert read("model.layers.1.self_attn.q_proj", **stated) == form
 
 
+ROWS = {"num_bits": 8, "type": "float", "symmetric": True}
+INPUTS = {"num_bits": 4, "type": "float", "dynamic": True}
+
+
+def compressed(layout: str, weights: dict[str, Any], inputs: Any = None) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+    }
+
+
+MIXED = {"model.layers.0": {"quant_algo": "FP8"}, "model.layers.1": {"quant_algo": "W4A16_NVFP4"}}
+
+
+@pytest.mark.parametrize(
+    ("stated", "types"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "FP8"),
+        ({"quant_method": "mxfp4"}, None),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "INT8"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, None),
+        (AUTO_ROUND | {"act_bits": 16}, None),
+        (AUTO_ROUND | {"act_bits": 8}, "INT8"),
+        (compressed("mxfp4-pack-quantized", ROWS, INPUTS), "FP4"),
+        (compressed("nvfp4-pack-quantized", ROWS, INPUTS), "FP4"),
+        (compressed("nvfp4-pack-quantized", ROWS), None),
+        (compressed("int-quantized", INT8, {"num_bits": 8, "type": "int"}), "INT8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "FP4"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}, None),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": MIXED,
+            },
+            "FP8",
+        ),
+    ],
+)
+def test_what_is_dropped_of_activations_is_said(stated: dict[str, Any], types: str | None) -> None:
+    quantisation = read_quantisation({"quantization_config": stated}, "llama", "bfloat16")
+    assert quantisation is not None
+    assert quantisation.find is not None
+    assert bool(quantisation.dropped) == (types is not None)
+    assert all(
+        f"activations, too ({types}): `run` does not" in each for each in quantisation.dropped
+    )
+
+
+NULLS = (
+    *("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers", "kv_cache_scheme"),
+    *("fmt", "expert_dtype", "sparsity_config", "dynamic", "activation_scheme", "quant_algo"),
+    *("desc_act", "checkpoint_format", "format", "group_size", "strategy", "actorder"),
+)
+
+
+@pytest.mark.parametrize("key", NULLS)
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"quant_method": "fp8", "ignored_layers": ["lm_head"]},
+        {"quant_method": "gptq", "bits": 4, "group_size": 128},
+        {"quant_method": None, "quant_algo": "NVFP4", "exclude_modules": ["lm_head"]},
+        compressed("float-quantized", ROWS),
+        compressed("pack-quantized", INT4 | {"group_size": 64}),
+    ],
+)
+def test_null_says_what_leaving_a_key_out_says(stated: dict[str, Any], key: str) -> None:
+    def change(stated: dict[str, Any], *, leave_out: bool) -> dict[str, Any]:
+        inner = {
+            k: change(v, leave_out=leave_out) for k, v in stated.items() if isinstance(v, dict)
+        }
+        changed = {k: v for k, v in (stated | inner).items() if k != key}
+        # names of groups are no keys
+        return changed if leave_out or len(inner) == len(stated) else changed | {key: None}
+
+    null, absent = (
+        read_quantisation({"quantization_config": change(stated, leave_out=out)}, "llama", None)
+        for out in (False, True)
+    )
+    assert null is not None
+    assert absent is not None
+    assert null.method == absent.method
+    for module in ("model.layers.0.mlp.up_proj", "lm_head"):
+        assert null.stated(module) == absent.stated(module)
+
+
 CONTRADICTORY = {"checkpoint_format": "gptq", "format": "gptq_v2"}
 
 

@@ -53,7 +53,7 @@ LATENTS = {
     "n_group": 1,
     "topk_group": 1,
 }
-OWN_SIZES = {
+OWN_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENTS,
     "deepseek_v32": {**LATENTS, "index_n_heads": 2, "index_head_dim": 128},
     "deepseek_v4": {
@@ -460,9 +460,10 @@ def save_stored(
     """Save a tiny model in a stored form, and the same model's values; returns both folders."""
     torch.manual_seed(0)
     store, said = (FORMS | ALONE).get(form, (store_mxfp4, {"quant_method": "mxfp4"}))
-    store_expert, more = store, {"quantization_config": said}
+    store_expert, more = store, dict[str, Any](quantization_config=said)
     if form in OF_EXPERTS:
-        store, store_expert, more = *OF_EXPERTS[form][:2], dict(OF_EXPERTS[form][2])
+        store, store_expert, of_both = OF_EXPERTS[form]
+        more = dict(of_both)
     if form in ALONE:
         store = partial(store, dtype=dtype)
     config = CONFIG_MAPPING[family](**SIZES | OWN_SIZES.get(family, {}) | sizes, dtype=dtype)
@@ -537,7 +538,8 @@ def _store_each(
     """Store fused experts, [experts, out, in], one by one, as quantisers do; and their values."""
     path, _, last = name.rpartition(".")
     ends = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
-    tensors, values = {}, []
+    tensors: Tensors = {}
+    values: list[torch.Tensor] = []
     for index, fused in enumerate(value.float()):
         for end, each in zip(ends, fused.chunk(len(ends)), strict=True):
             parts, expanded = store(each)

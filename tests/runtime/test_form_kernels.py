@@ -135,10 +135,10 @@ def make_parts(name: str, *lead: int) -> dict[Part, torch.Tensor]:
         values = random(*lead, NUM_OUT, NUM_IN) * random(*lead, NUM_OUT, 1)
         return pack_each(values.to(torch.bfloat16))
     high, wide = form.block or (1, NUM_IN)
-    groups = (*lead, -(-NUM_OUT // high), NUM_IN // wide)
-    scale = random(*groups)
+    shape = (*lead, -(-NUM_OUT // high), NUM_IN // wide)
+    scale = random(*shape)
     if "powers" in name:
-        scale = torch.randint(0, 250, groups, dtype=torch.uint8, device=DEVICE)
+        scale = torch.randint(0, 250, shape, dtype=torch.uint8, device=DEVICE)
         scale = scale if high == 1 else scale.view(torch.float8_e8m0fnu)
     codes = random_bytes(*lead, NUM_OUT, NUM_IN).view(torch.float8_e4m3fn)
     return {Part.WEIGHT: codes, Part.SCALE: scale}
@@ -493,7 +493,8 @@ def test_kernels_of_powers_compile(target: int) -> None:
     from offplan.runtime.forms.operands import Layout, Weight
 
     def compile_for(kernel: Any, constants: dict[Any, Any]) -> str:
-        kinds = {"x": "*bf16", "out": "*bf16", "weight": Weight(*["*u8"] * 2, *none, "i32", "i32")}
+        weight: Any = Weight(*types)
+        kinds = {"x": "*bf16", "out": "*bf16", "weight": weight}
         signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
         signature |= {"order": "*i32", "starts": "*i32"} | dict.fromkeys(constants, "constexpr")
         signature = {name: signature[name] for name in kernel.arg_names}
@@ -502,7 +503,8 @@ def test_kernels_of_powers_compile(target: int) -> None:
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
         return str(triton.compile(source, target=GPUTarget("cuda", target, 32)).asm["ptx"])
 
-    none = ["constexpr"] * 3  # of zeros, scales of scales and tables
+    # there are no zeros, scales of scales or tables
+    types: Any = ("*u8", "*u8", *["constexpr"] * 3, "i32", "i32")
     code = "fp8" if target >= 89 else "fp8 in software"
     for form in (FORMS["mxfp8 by powers"], FORMS["fp8 by powers"]):
         assert form.block is not None
