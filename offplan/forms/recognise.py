@@ -120,6 +120,9 @@ def _recognise_words(
     form = OTHER
     if stated is not None and stated.word_order in orders and (is_awq or weight.shape[1] == rows):
         form = _grouped(bits, stated.word_order, columns, groups)
+        # GPTQ's last group may be of fewer columns
+        if not is_awq and stated.block and groups == -(-columns // stated.block[1]):
+            form = Form(WHOLE_KINDS[bits], stated.block, stated.word_order)
     return form, (rows, columns)
 
 

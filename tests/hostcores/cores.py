@@ -91,7 +91,7 @@ def _make_fp4(name: str, form: Form, num_out: int, num_in: int) -> Parts:
 
 def _make_whole(name: str, form: Form, num_out: int, num_in: int) -> Parts:
     assert form.block is not None
-    groups = num_in // form.block[1]
+    groups = -(-num_in // form.block[1])
     per = 8 if form.kind is Kind.W4A16 else 4
     scale = (torch.rand(num_out, groups) * 1e-2).to(torch.bfloat16 if per == 8 else torch.float16)
     if form.word_order is WordOrder.NONE:

@@ -18,7 +18,7 @@ def expand(form: Form, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
     if not form.is_by_columns:
         return reference.expand(form, parts, dtype)
     bits, scales = BITS[form.kind], parts[Part.SCALE]
-    num_groups, num_out = scales.shape[-2:]
+    num_out = scales.shape[-1]
     if form.word_order is WordOrder.AWQ:
         numbers = _unpack(parts[Part.WEIGHT], bits, AWQ_NIBBLES)
         zeros = _unpack(parts[Part.ZERO], bits, AWQ_NIBBLES)
@@ -27,7 +27,8 @@ def expand(form: Form, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
         words = parts[Part.ZERO]
         zeros = _unpack(words + ONES[bits] if form.word_order is WordOrder.GPTQ else words, bits)
     num_in = numbers.shape[-2]
-    index = (torch.arange(num_in, device=scales.device) // (num_in // num_groups))[None]
+    _, size = form.block or (1, num_in)
+    index = (torch.arange(num_in, device=scales.device) // size)[None]
     if Part.GROUP_INDEX in parts:
         index = parts[Part.GROUP_INDEX].long()
     # the group of each weight, [..., in, out]; joined matrices have an index each
@@ -44,7 +45,8 @@ def hold(form: Form, parts: Parts) -> tuple[Form, Parts]:
     joined, held = 1, {}
     if index is not None:
         joined = index.shape[-2]
-        found = order_of("g_idx", index, parts[Part.SCALE].shape[-2])
+        _, size = form.block or (1, index.shape[-1])
+        found = order_of("g_idx", index, parts[Part.SCALE].shape[-2], size)
         assert found is not None
         order = found.to(index.device)
         held[Part.GROUP_INDEX] = order.view(index.shape)
@@ -52,7 +54,8 @@ def hold(form: Form, parts: Parts) -> tuple[Form, Parts]:
         # each matrix is stored by itself
         stored = parts[part].unflatten(-1, (joined, -1)).movedim(-2, -3).flatten(0, -3)
         rows = in_rows(form, part, stored, order if part is Part.WEIGHT else None)
-        held[part] = rows.reshape(*lead, joined * rows.shape[1], rows.shape[2]).contiguous()
+        rows = rows.reshape(*lead, joined * rows.shape[1], rows.shape[2])
+        held[part] = rows.clone(memory_format=torch.contiguous_format)
     return form._replace(word_order=WordOrder.COMPRESSED_TENSORS), held
 
 

@@ -62,6 +62,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         **{"index_n_heads": 2, "index_head_dim": 128, "index_topk": 8, "sliding_window": 8},
         "num_hash_layers": 1,
     },
+    "glm4_moe": {"intermediate_size": 448, "first_k_dense_replace": 1},
     "gpt_oss": {"intermediate_size": 128, "sliding_window": 8},
     "nemotron_h": {
         **{"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
@@ -148,7 +149,8 @@ def store_gptq(weight: torch.Tensor, bits: int = 4, is_v2: bool = False) -> Quan
     columns = weight.shape[1]
     group = (torch.arange(columns) if is_v2 else torch.randperm(columns)) // 128
     order = group.argsort(stable=True)
-    codes, zeros, scale = _make_groups(weight[:, order], bits, 128, True, torch.float16)
+    padded = torch.nn.functional.pad(weight[:, order], (0, -columns % 128))
+    codes, zeros, scale = _make_groups(padded, bits, 128, True, torch.float16)
     codes = codes[:, order.argsort()]
     values = scale.T[group] * (codes.T - zeros.T[group]).to(torch.float16)
     return {
@@ -489,6 +491,8 @@ def save_stored(
         elif form != "mxfp4" and value.ndim == 3 and ".experts." in name:
             parts, values[name] = _store_each(name, value, store_expert)
             tensors |= parts
+        elif form == "awq" and value.shape[-1] % 128:
+            tensors[name] = value  # AutoAWQ takes whole groups alone
         elif form != "mxfp4" and value.ndim == 2 and _MATRIX.search(name):
             parts, expanded = (store_expert if ".experts." in name else store)(value.float())
             tensors |= {name.removesuffix("weight") + end: part for end, part in parts.items()}

@@ -73,7 +73,10 @@ def test_products_are_those_of_the_reference(
         assert torch.equal(cores.multiply(team, kernels, weight, x), made.to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8", "fp8 channel", "mxfp4", "bnb8", "packed"])
+@pytest.mark.parametrize(
+    "name",
+    ["bf16", "fp8", "fp8 channel", "mxfp4", "bnb8", "packed", "int4", "int4 with zeros"],
+)
 @pytest.mark.parametrize(("num_out", "num_in"), [(64, 224), (128, 32), (64, 1000), (192, 96)])
 def test_rows_that_fill_no_vector(
     library: Library, team: Team, kernels: int, name: str, num_out: int, num_in: int

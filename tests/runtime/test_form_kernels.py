@@ -51,6 +51,7 @@ FORMS = {
     "gptq v2": Form(Kind.W4A16, (1, 64), WordOrder.GPTQ_V2),
     "gptq in order": Form(Kind.W4A16, (1, 128), WordOrder.GPTQ),
     "gptq of small groups in order": Form(Kind.W4A16, (1, 32), WordOrder.GPTQ),
+    "gptq of 256 in order": Form(Kind.W4A16, (1, 256), WordOrder.GPTQ),
     "awq": Form(Kind.W4A16, (1, 128), WordOrder.AWQ),
     "bnb8": Form(Kind.BNB8),
     "nf4": Form(Kind.NF4),
@@ -100,7 +101,7 @@ def random(*shape: int) -> torch.Tensor:
 def make_parts(name: str, *lead: int) -> dict[Part, torch.Tensor]:
     """Random codes, every one of them, with scales: of one weight, or of so many experts."""
     form = FORMS[name]
-    groups = NUM_IN // form.block[1] if form.block else 1
+    groups = -(-NUM_IN // form.block[1]) if form.block else 1
     if form.is_by_columns:
         return _make_columns(form, lead, groups, "order" not in name)
     if form.kind in (Kind.W4A16, Kind.W8A16):
@@ -168,7 +169,8 @@ def _make_columns(
     if not is_awq and has_index:
         # of one matrix, or of two that were joined
         places = torch.rand(*lead, 2 if lead else 1, NUM_IN).argsort(-1)
-        parts[Part.GROUP_INDEX] = (places // (NUM_IN // groups)).to(DEVICE, torch.int32)
+        _, size = form.block or (1, NUM_IN)
+        parts[Part.GROUP_INDEX] = (places // size).to(DEVICE, torch.int32)
     return parts
 
 
@@ -304,6 +306,8 @@ def test_parts_of_products_are_added_in_their_order(splits: int) -> None:
 @by_form
 def test_last_blocks_reach_past_the_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 72 outputs and 384 inputs: a product takes 64 and 256 where words hold eight codes.
+
+    GPTQ's last group may be of fewer inputs, here of 128 in place of 256.
 
     Packed weights are in whole blocks of 64 outputs.
     """

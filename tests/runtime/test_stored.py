@@ -27,6 +27,7 @@ CASES = [("qwen3_moe", form) for form in FORMS] + [
     ("gpt_oss", "mxfp4"),
     ("gemma4_text", "nvfp4_modelopt"),
     ("qwen3_moe", "modelopt_mixed"),
+    *(("glm4_moe", form) for form in ("gptq", "gptq8_v2", "awq")),
 ]
 CASES += [("qwen3", form) for form in ALONE | FORMS]
 """Families and forms; first the one whose experts and other weights are both stored so."""

@@ -46,6 +46,7 @@ _TABLES = {Part.CODES: 16, Part.NESTED_CODES: 256, Part.NESTED_SCALE: None}
 """Numbers that each of bitsandbytes' tables has; None for as many as there are blocks of scales."""
 _UNUSED = {Part.SHAPE, Part.INPUT_SCALE}
 """Parts that change no value: activations are computed with as they come, whatever their scale."""
+_GPTQ = (WordOrder.GPTQ, WordOrder.GPTQ_V2)
 _ZEROS = [set[Part](), {Part.ZERO}]
 _OF_ORDER: dict[WordOrder, list[set[Part]]] = {
     WordOrder.COMPRESSED_TENSORS: _ZEROS,
@@ -79,6 +80,9 @@ def check_form(name: str, parameter: Parameter, module: nn.Module) -> None:
         raise refuse(f"{name} of a {type(module).__name__} is stored as {form.kind.value}")
     if is_transposed(module) and form.kind is not Kind.MXFP4:
         raise refuse(f"{name}, whose rows are inputs, is stored as {form.kind.value}")
+    _, group = form.block or (1, parameter.shape[-1])
+    if has_experts and form.word_order in _GPTQ and parameter.shape[-1] % group:
+        raise refuse(f"{name} has experts whose last group is of fewer inputs than others")
     for part in parameter.parts:
         tensor = parameter.of(part)[0]
         found = part_shape(parameter, part)
@@ -187,7 +191,8 @@ def _matrix_shape(
         high = num_out
     is_whole = form.kind in (*BITS, Kind.NF4, Kind.FP4)
     is_power = wide >= _MIN_GROUP and wide & (wide - 1) == 0
-    if is_whole and (not wide or num_in % wide):
+    # GPTQ's last group may be of fewer columns
+    if is_whole and (not wide or (num_in % wide and form.word_order not in _GPTQ)):
         return None
     if not is_power and wide not in (num_in, FP4_GROUPS.get(form.kind)):
         return None

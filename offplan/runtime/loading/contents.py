@@ -40,7 +40,8 @@ def apply_contents(
         path, _, attribute = codes.weight.rpartition(".")
         if codes.part is Part.GROUP_INDEX:
             _, scales = coded[codes.weight][Part.SCALE]
-            order = order_of(name, loaded[name], scales.shape[-1])
+            _, size = codes.form.block or (1, codes.shape[-1])
+            order = order_of(name, loaded[name], scales.shape[-1], size)
             if order is None:
                 leave_part(skeleton.get_submodule(path), attribute, Part.GROUP_INDEX)
             else:

@@ -48,16 +48,15 @@ def lay_out_rows(
         torch.cuda.empty_cache()
 
 
-def order_of(name: str, index: torch.Tensor, num_groups: int) -> torch.Tensor | None:
+def order_of(name: str, index: torch.Tensor, num_groups: int, size: int) -> torch.Tensor | None:
     """Return the inputs in the order of their groups, [matrices, in]; None if that is theirs.
 
     ``index``, called ``name``, has the group of each, [..., in]. Raises CheckpointError for groups
-    that have no scales or are not of one size.
+    that have no scales or are not of ``size`` inputs, the last of what is left.
     """
     found = index.cpu().flatten(0, -2)
     if not 0 <= int(found.min()) <= int(found.max()) < num_groups:
         raise refuse(f"{name} has groups beyond the {num_groups} that have scales")
-    size = found.shape[-1] // num_groups
     in_order = torch.arange(found.shape[-1]) // size
     if bool((found == in_order).all()):
         return None
