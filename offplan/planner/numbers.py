@@ -122,10 +122,10 @@ class Numbers:
 
     def curve(self, option: Ints, share: Floats) -> Floats:
         """A decode step's time over that with no rung, with a share of all rungs."""
-        rungs, row = np.clip(share, 0, 1) * self.num_rungs, np.arange(len(option))
-        below, curves = np.floor(rungs).astype(np.int64), self._curves[option]
+        rungs, curves = np.clip(share, 0, 1) * self.num_rungs, self._curves
+        below = np.floor(rungs).astype(np.int64)
         part, above = rungs - below, np.minimum(below + 1, self.num_rungs)
-        curve: Floats = (1 - part) * curves[row, below] + part * curves[row, above]
+        curve: Floats = (1 - part) * curves[option, below] + part * curves[option, above]
         return curve
 
     def spend(
