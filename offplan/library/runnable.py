@@ -5,6 +5,7 @@ import json
 import pickle
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -154,10 +155,16 @@ def _offload_nothing(stage: Stage) -> Offload:
 
 def find_obstacle(stage: Stage, offload: Offload | None = None, on_gpu: bool = False) -> str | None:
     """Say what ``why_not_run`` does, without the context; imports torch."""
+    from offplan.runtime.loading.alike import shorten
     from offplan.runtime.loading.prepared import fit
 
+    asked = offload or _offload_nothing(stage)
     try:
-        fit(stage, offload or _offload_nothing(stage), on_gpu=on_gpu)
+        if not asked.rules and not stage.runner.is_stock:  # rules take layers by their number
+            with suppress(CheckpointError):  # its words may count all layers
+                fit(shorten(stage), asked, on_gpu=on_gpu)
+                return None
+        fit(stage, asked, on_gpu=on_gpu)
     except OffplanError as error:
         return str(error)
     return None

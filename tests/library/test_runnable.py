@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,15 +13,17 @@ from offplan.checkpoint.open import open_model
 from offplan.cli.output import JSON_VERSION
 from offplan.errors import CheckpointError, MemoryLimitError, OffplanError
 from offplan.held.held import hold
+from offplan.held.stage import Stage
 from offplan.hostmem import limits
 from offplan.library import runnable
 from offplan.library.runnable import check_before_fetching, find_obstacle, why_not_run
+from offplan.runtime.loading.prepared import fit
 from tests.checkpoint.quantised import FORMATS, write_quantised
 from tests.cli import CLI, TINY_MOE
 from tests.engines.configs import STORED_CODES
 from tests.held import open_stage
 from tests.runtime.families import PROMPT, make_config
-from tests.runtime.plans import offload, open_session
+from tests.runtime.plans import group, offload, open_session
 from tests.tiers import first_quick
 
 CPU = torch.device("cpu")
@@ -43,6 +46,21 @@ def test_headers_that_no_parameter_takes(both_ways: Path) -> None:
     config = json.loads((TINY_MOE / "config.json").read_text())
     (both_ways / "config.json").write_text(json.dumps(config | {"n_shared_experts": 2}))
     assert "belongs to another" in (find_obstacle(open_stage(both_ways)) or "")
+
+
+def test_one_layer_of_each_kind_is_built(both_ways: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are where a rule takes layers by their number, and where a reason is told."""
+    built: list[int] = []
+
+    def note(stage: Stage, *asked: Any, **others: Any) -> Any:
+        built.append(len(stage.layers))
+        return fit(stage, *asked, **others)
+
+    monkeypatch.setattr("offplan.runtime.loading.prepared.fit", note)
+    assert find_obstacle(open_stage(TINY_MOE)) is None
+    assert find_obstacle(open_stage(TINY_MOE), offload(group(6, 1))) is None
+    assert find_obstacle(open_stage(both_ways)) is not None
+    assert built == [2, 6, 2, 6]
 
 
 @pytest.mark.parametrize(

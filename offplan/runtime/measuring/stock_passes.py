@@ -31,6 +31,7 @@ from offplan.checkpoint.model import Model
 from offplan.errors import CheckpointError
 from offplan.held.held import hold
 from offplan.held.stock import StockPasses
+from offplan.runtime.loading.alike import list_kinds
 from offplan.runtime.loading.checks import list_shared
 from offplan.runtime.loading.mapping import map_tensors
 from offplan.runtime.loading.offloaded import pin_split
@@ -148,7 +149,7 @@ def _count(model: Model, sizes: Sequence[int], *, is_fake: bool) -> StockPasses:
             },
         )
     layers = decoder_layers(skeleton)
-    kinds = _list_kinds(skeleton, model)
+    kinds = list_kinds(model.layers, skeleton.config.get_text_config())
     counted: list[_Counted] = []
     for num_tokens in sizes:
         began = time.perf_counter()
@@ -208,19 +209,6 @@ def _make(value: torch.Tensor, *, is_fake: bool) -> torch.Tensor:
     if is_fake:
         return torch.empty(value.shape, dtype=value.dtype)
     return torch.zeros((), dtype=value.dtype).expand(value.shape)
-
-
-def _list_kinds(skeleton: Any, model: Model) -> list[object]:
-    """Name what makes two layers run alike: their parameters, and what the config lists of each."""
-    config = skeleton.config.get_text_config().to_dict()
-    count = len(model.layers)
-    lists = [v for v in config.values() if isinstance(v, (list, tuple)) and len(v) == count]
-    if len({len(layer.prefix.rpartition(".")[0]) for layer in model.layers}) > 1:
-        return [*range(count)]
-    return [
-        (layer.key, *(json.dumps(each[layer.index], default=str) for each in lists))
-        for layer in model.layers
-    ]
 
 
 class _Counted:
