@@ -187,6 +187,8 @@ class Architecture:
         With it come the rows that a token needs. ``ngram_embedding.shard_3.weight`` is of
         ``ngram_embedding``.
         """
+        if not self.table_rows:
+            return None
         parts = name.split(".")
         at = next((at for at, part in enumerate(parts) if part in self.table_rows), None)
         if at is None or parts[-1] != "weight":

@@ -16,7 +16,14 @@ from offplan.checkpoint.model import (
     compute_dtype,
     owner,
 )
-from offplan.checkpoint.tensors import CONFIG_NAME, TORCH_NAMES, Stored, Tensors, headers_sha256
+from offplan.checkpoint.tensors import (
+    CONFIG_NAME,
+    TORCH_NAMES,
+    Stored,
+    TensorInfo,
+    Tensors,
+    headers_sha256,
+)
 from offplan.errors import CheckpointError
 
 
@@ -94,9 +101,10 @@ def _find_tied(architecture: Architecture, outside: Tensors) -> tuple[frozenset[
 
 def _main_dtype(tensors: Tensors) -> str:
     """Return the dtype that most bytes are stored in, as torch names it."""
+    counts = Counter((tensor.dtype, tensor.shape) for tensor in tensors)
     num_bytes: Counter[str] = Counter()
-    for tensor in tensors:
-        num_bytes[tensor.dtype] += tensor.nbytes
+    for (dtype, shape), count in counts.items():
+        num_bytes[dtype] += count * TensorInfo("", dtype, shape).nbytes
     # Sorted first, so that a draw is decided alike everywhere.
     most = max(sorted(num_bytes), key=num_bytes.__getitem__)
     return TORCH_NAMES.get(most, most.lower())

@@ -130,9 +130,8 @@ def _describe(
         shape = _unflatten(name, shape, architecture)
     # a config may take experts one by one
     alike = schemes.count(stated) == len(schemes) and all(
-        (tensor.dtype, tensor.shape) == (of_part[0].dtype, of_part[0].shape)
+        len({(tensor.dtype, tensor.shape) for tensor in of_part}) == 1
         for of_part in (tensors, *beside.values())
-        for tensor in of_part
     )
     is_known = quantisation is None or quantisation.is_known
     is_whole = stated is None or stated.needed <= beside.keys()

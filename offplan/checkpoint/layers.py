@@ -5,10 +5,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from offplan.checkpoint.architecture import MAX_LAYERS, Architecture
 from offplan.checkpoint.jsontext import quote
-from offplan.checkpoint.tensors import CONFIG_NAME, FLOATS, INDEX, TensorInfo, Tensors
+from offplan.checkpoint.tensors import CONFIG_NAME, FLOATS, INDEX, TensorInfo, Tensors, sum_bytes
 from offplan.errors import CheckpointError
 
 _ROTARY = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -16,9 +17,17 @@ _CAUSAL_MASK = re.compile(r"(^|\.)(attn|attention)\.(bias|masked_bias|causal_mas
 """Recomputed, never loaded, though old checkpoints store them (GPT-2, GPT-J, Pythia).
 Source: transformers 4.57, ``PreTrainedModel._load_pretrained_model`` and the GPT-2, GPT-Neo,
 GPT-NeoX, GPT-J and CodeGen models' ``_keys_to_ignore_on_load_unexpected`` or buffers."""
-_MTP_PART = re.compile(r"mtp|mtp_\w+|nextn_\w+")
+_MTP = r"mtp|mtp_\w+|nextn_\w+"
+
+
+def _name_part(pattern: str) -> re.Pattern[str]:
+    """Return a pattern to search a tensor's name for a part of it, between dots."""
+    return re.compile(rf"(?:^|\.)(?:{pattern})(?:\.|\Z)")
+
+
+_MTP_PART = _name_part(_MTP)
 """A name part that marks multi-token prediction outside the stack (``mtp.layers.0``)."""
-_TOWER_PART = re.compile(
+_TOWER_PART = _name_part(
     r"(audio|image|video|vision|visual|vit)(_\w+)?|\w*_(audio|vision|resampler|projector(_\w+)?)|"
     r"connector|projector|resampler_model|sam_model|view_seperator|patch_merger|mlp_AR"
 )
@@ -28,9 +37,9 @@ Source: transformers 5.23, the classes of the model types in ``model_types.TEXT_
 """
 _TOWER_START = re.compile(r"(blocks|(deepstack_)?merger(_list)?|patch_embed|pos_embed)\.")
 """How names begin of Cosmos 3's tower, which has no name."""
-_TEXT_PARTS = [re.compile(name) for name in ("language_model", "llm", "text_model")]
+_TEXT_PARTS = [_name_part(name) for name in ("language_model", "llm", "text_model")]
 """Name parts that a language model has beside towers."""
-_BESIDE_TEXT = re.compile(rf"{_MTP_PART.pattern}|lm_head")
+_BESIDE_TEXT = _name_part(rf"{_MTP}|lm_head")
 """What of a text's model is stored beside them."""
 _OWN_KEYS = re.compile(r"\.self_attn\.[kv]_(proj|norm)\.")
 """What layers that share an earlier one's keys and values do not load, though Gemma 3n stores it.
@@ -71,7 +80,7 @@ def split_layers(architecture: Architecture, tensors: Iterable[TensorInfo]) -> S
     tensors = tuple(tensors)
     num_layers = architecture.num_layers
     towers = _find_towers(tensors) if architecture.runs_text_alone else frozenset()
-    of_text = tuple(tensor for tensor in tensors if tensor.name not in towers)
+    of_text = tuple(each for each in tensors if each.name not in towers) if towers else tensors
     stacks = _find_stacks(of_text)
     if looped := _find_looped(stacks, num_layers):
         return _split_looped(tensors, looped, towers)
@@ -86,19 +95,24 @@ def split_layers(architecture: Architecture, tensors: Iterable[TensorInfo]) -> S
     num_scales = 0
     num_keeping = num_layers - architecture.num_sharing_layers
     in_stack = re.compile(rf"{re.escape(prefix)}\.{INDEX}\..")
+    marks: dict[str, _Marks] = {}
     for tensor in tensors:
         found = in_stack.match(tensor.name)
-        index = int(found[1]) if found else num_layers
-        is_idle = index >= num_keeping and _OWN_KEYS.search(tensor.name)
-        is_scale = found is not None and _CACHE_SCALE.search(tensor.name) is not None
-        num_scales += is_scale
-        is_read_by_row = index < num_layers and is_rows(architecture, tensor)
-        is_left = is_idle or is_scale or is_read_by_row or _is_recomputed(tensor)
-        if index < num_layers and not is_left:
-            layers[index].append(tensor)
-            continue
+        is_read_by_row = False
+        if found is not None:
+            index, end = int(found[1]), tensor.name[found.end(1) :]
+            if end not in marks:
+                marks[end] = _read_marks(end)
+            marked = marks[end]
+            is_idle = index >= num_keeping and marked.is_own_key
+            num_scales += marked.is_cache_scale
+            is_read_by_row = index < num_layers and is_rows(architecture, tensor)
+            is_left = is_idle or marked.is_cache_scale or marked.is_recomputed(tensor.shape)
+            if index < num_layers and not (is_left or is_read_by_row):
+                layers[index].append(tensor)
+                continue
         outside.append(tensor)
-        if (found and not is_read_by_row) or _has_part(_MTP_PART, tensor.name):
+        if (found and not is_read_by_row) or _MTP_PART.search(tensor.name):
             not_loaded.add(tensor.name)
     if num_stacked > num_layers:
         extra = f"{prefix}.{num_layers}"
@@ -179,13 +193,20 @@ def _find_stacks(tensors: Tensors) -> Stacks:
 
     Routed experts are none, however many.
     """
+    # experts of one layer lie in the same stacks: each name is taken apart once for all of them
+    by_start: defaultdict[str, list[TensorInfo]] = defaultdict(list)
+    for tensor in tensors:
+        start, is_expert, end = tensor.name.partition(".experts.")
+        holds_more = not is_expert or _INDEX_PART.search(end) is not None
+        by_start[tensor.name if holds_more else f"{start}."].append(tensor)
     indices: defaultdict[str, set[int]] = defaultdict(set)
     sizes: Counter[str] = Counter()
-    for tensor in tensors:
-        for found in islice(_INDEX_PART.finditer(tensor.name), _MAX_DEPTH):
-            prefix = tensor.name[: found.start()]
+    for name, alike in by_start.items():
+        num_bytes = sum_bytes(alike)
+        for found in islice(_INDEX_PART.finditer(name), _MAX_DEPTH):
+            prefix = name[: found.start()]
             indices[prefix].add(int(found[1]))
-            sizes[prefix] += tensor.nbytes
+            sizes[prefix] += num_bytes
     return {
         prefix: (len(counted), sizes[prefix])
         for prefix, counted in indices.items()
@@ -202,7 +223,7 @@ def is_rows(architecture: Architecture, tensor: TensorInfo) -> bool:
 def is_of_tower(name: str) -> bool:
     """Whether a tensor of this name belongs to what reads images and sound."""
     before_index, *_ = _INDEX_PART.split(name, 1)
-    return bool(_TOWER_START.match(name)) or _has_part(_TOWER_PART, before_index)
+    return bool(_TOWER_START.match(name)) or _TOWER_PART.search(before_index) is not None
 
 
 def _find_towers(tensors: Tensors) -> frozenset[str]:
@@ -212,19 +233,28 @@ def _find_towers(tensors: Tensors) -> frozenset[str]:
     """
     names = [tensor.name for tensor in tensors]
     for part in _TEXT_PARTS:
-        if any(_has_part(part, name) for name in names):
-            beside = (name for name in names if not _has_part(part, name))
-            return frozenset(name for name in beside if not _has_part(_BESIDE_TEXT, name))
+        if any(part.search(name) for name in names):
+            beside = (name for name in names if not part.search(name))
+            return frozenset(name for name in beside if not _BESIDE_TEXT.search(name))
     return frozenset(filter(is_of_tower, names))
 
 
-def _is_recomputed(tensor: TensorInfo) -> bool:
-    if _ROTARY.search(tensor.name):
-        return True
-    # A mask is a scalar or [1, 1, n, n]; a real bias of such a name has one dimension.
-    is_mask = tensor.shape == () or (len(tensor.shape) == 4 and tensor.shape[:2] == (1, 1))
-    return is_mask and _CAUSAL_MASK.search(tensor.name) is not None
+class _Marks(NamedTuple):
+    """What the name of a tensor says about it behind its layer's index."""
+
+    is_own_key: bool
+    """Whether layers that share an earlier one's keys and values do not load it."""
+    is_cache_scale: bool
+    is_rotary: bool
+    may_be_mask: bool
+
+    def is_recomputed(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of this shape is recomputed, and never loaded."""
+        # a mask is a scalar or [1, 1, n, n]; a real bias of such a name has one dimension
+        is_mask = shape == () or (len(shape) == 4 and shape[:2] == (1, 1))
+        return self.is_rotary or (self.may_be_mask and is_mask)
 
 
-def _has_part(part: re.Pattern[str], name: str) -> bool:
-    return any(map(part.fullmatch, name.split(".")))
+def _read_marks(end: str) -> _Marks:
+    patterns = _OWN_KEYS, _CACHE_SCALE, _ROTARY, _CAUSAL_MASK
+    return _Marks(*(pattern.search(end) is not None for pattern in patterns))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from offplan.checkpoint.tensors import Tensors, split_expert
+from offplan.checkpoint.tensors import Tensors, split_expert, sum_bytes
 from offplan.forms.form import RAW, Form, Part
 
 
@@ -69,7 +69,7 @@ class Parameter:
     @cached_property
     def part_bytes(self) -> Mapping[Part, int]:
         """Bytes as stored, by part."""
-        return {part: sum(tensor.nbytes for tensor in self.of(part)) for part in self.parts}
+        return {part: sum_bytes(self.of(part)) for part in self.parts}
 
     @cached_property
     def nbytes(self) -> int:

@@ -3,7 +3,8 @@
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -65,6 +66,12 @@ class TensorInfo(NamedTuple):
 Tensors = tuple[TensorInfo, ...]
 
 
+def sum_bytes(tensors: Iterable[TensorInfo]) -> int:
+    """Sum up the bytes of tensors as stored, each type and shape worked out once."""
+    counts = Counter((tensor.dtype, tensor.shape) for tensor in tensors)
+    return sum(n * TensorInfo("", *each).nbytes for each, n in counts.items())
+
+
 @dataclass(frozen=True)
 class Stored:
     """A checkpoint as its source describes it."""
@@ -89,7 +96,9 @@ def headers_sha256(tensors: Tensors) -> str:
     Shards, offsets and metadata are left out, so that the Hub, a folder sharded otherwise and a
     config alone agree.
     """
-    lines = sorted(f"{t.name}\t{t.dtype}\t{','.join(map(str, t.shape))}\n" for t in tensors)
+    kinds = {(tensor.dtype, tensor.shape) for tensor in tensors}
+    ends = {each: f"\t{each[0]}\t{','.join(map(str, each[1]))}\n" for each in kinds}
+    lines = sorted(tensor.name + ends[tensor.dtype, tensor.shape] for tensor in tensors)
     return hashlib.sha256("".join(lines).encode("utf-8")).hexdigest()
 
 

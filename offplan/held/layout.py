@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from offplan.checkpoint.tensors import TensorInfo
+from offplan.checkpoint.tensors import TensorInfo, sum_bytes
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,10 @@ class Layout:
 
     def gpu_bytes(self, tensors: Iterable[TensorInfo]) -> int:
         """Bytes that tensors of the layers take at least on the GPU."""
-        return int(sum(each.nbytes * self.gpu_growth.get(each.name, 1) for each in tensors))
+        growth = self.gpu_growth
+        if not growth:
+            return sum_bytes(tensors)
+        return int(sum(each.nbytes * growth.get(each.name, 1) for each in tensors))
 
     def host_bytes(self, tensors: Iterable[TensorInfo], slab_bytes: int) -> int:
         """Bytes that tensors of one layer take at least in host memory, in a slab of so many."""
