@@ -12,16 +12,3 @@ def least_that(holds: Callable[[int], bool], low: int, high: int, step: int = 1)
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)
     return high
-
-
-def least_from_powers(holds: Callable[[int], bool], most: int) -> int | None:
-    """Return the least number that holds, looked for between powers of two; None up to ``most``.
-
-    It is the least between the first power of two that holds and the power before it.
-    """
-    high = 1
-    while not holds(high):
-        high *= 2
-        if high > most:
-            return None
-    return least_that(holds, high // 2, high)

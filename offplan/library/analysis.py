@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from offplan.checkpoint.model import Model
-from offplan.costs.crossovers import Crossovers, find_crossovers
 from offplan.errors import InfeasibleError, PlanError
 from offplan.held.held import Held, hold
 from offplan.library.alternatives import Alternative, find_alternatives
@@ -53,14 +52,6 @@ class Analysis:
         if self.result is None:
             return ()
         return find_unpackable(self.held.model, self.result.plan.offload.packing)
-
-    @cached_property
-    def crossovers(self) -> Crossovers | None:
-        """Where the plan's bottleneck changes, found when asked for; None without a plan."""
-        if self.result is None or self._linked is None:
-            return None
-        plan = self.result.plan
-        return find_crossovers(self.held.pack(plan.offload.packing), self._linked, plan)
 
     @cached_property
     def shares(self) -> tuple[StageShare, ...]:

@@ -35,8 +35,8 @@ def render_analysis(analysis: Analysis) -> list[RenderableType]:
     parts = render_model(analysis.held.model)
     if analysis.machine is not None:
         parts.append(render_machine(analysis.machine))
-    if analysis.result is not None and analysis.crossovers is not None:
-        parts += render_plan(analysis.result, analysis.crossovers)
+    if analysis.result is not None:
+        parts += render_plan(analysis.result)
         if analysis.shares:
             parts.append(render_shares(analysis.shares))
     return parts

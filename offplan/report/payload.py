@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from offplan.checkpoint.model import Model
-from offplan.costs.crossovers import Crossovers
 from offplan.errors import InfeasibleError
 from offplan.held.held import hold
 from offplan.library.analysis import Analysis
@@ -50,7 +49,7 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
         "sooner": None if analysis.sooner is None else analysis.sooner.model_dump(mode="json"),
         "alternatives": [vars(each) for each in analysis.alternatives],
         **shortage_payload(analysis),
-        "why": None if result is None else why_payload(result, analysis.crossovers),
+        "why": None if result is None else why_payload(result),
         "infeasible": None if infeasible is None else _infeasible_payload(infeasible),
         "unmeasured": analysis.unmeasured and name_options(analysis.unmeasured),
     }
@@ -121,14 +120,13 @@ def model_payload(model: Model) -> dict[str, Any]:
     }
 
 
-def why_payload(result: PlanResult, crossovers: Crossovers | None) -> dict[str, Any]:
+def why_payload(result: PlanResult) -> dict[str, Any]:
     """Return why it is this plan, and what no plan of its budget can beat."""
     return {
         "basis": result.plan.prediction.basis,
         "reasons": explain_plan(result),
         **dump(result, exclude={"plan"}),
         "gap": result.gap,
-        "crossovers": dump(crossovers),
     }
 
 

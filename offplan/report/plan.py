@@ -7,7 +7,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from offplan.costs.crossovers import Crossovers
 from offplan.costs.floor import Floor
 from offplan.plan import Packing, Plan, Rule
 from offplan.planner.find import PlanResult
@@ -23,12 +22,12 @@ from offplan.units import (
 )
 
 
-def render_plan(result: PlanResult, crossovers: Crossovers) -> list[RenderableType]:
+def render_plan(result: PlanResult) -> list[RenderableType]:
     """Show the rules, why they were chosen, the memory terms and the prediction."""
     plan = result.plan
     why = f"Why ({plan.prediction.basis})"
     decision = _render_list("Plan", describe_offload(plan))
-    reasons = _render_list(why, [*explain_plan(result), *describe_crossovers(crossovers)])
+    reasons = _render_list(why, explain_plan(result))
     tables = [_render_memory(plan), _render_prediction(plan, result.floor)]
     speed = Text(describe_request(plan))
     return [Group(*decision, *reasons), *tables, Group(speed, Text(describe_gap(result)))]
@@ -100,20 +99,6 @@ def describe_gap(result: PlanResult) -> str:
         f"floor of any plan {format_seconds(floor_s)} (x{result.gap:.3f})"
         f"{'; all estimated' * (prediction.basis == 'estimated')}."
     )
-
-
-def describe_crossovers(crossovers: Crossovers) -> list[str]:
-    """Say where the bottleneck changes; nothing where it does not."""
-    batch, streaming = crossovers.compute_bound_batch, crossovers.streaming_batch
-    prompt, cores = crossovers.hiding_prompt, crossovers.cores_batch
-    tokens = "prompt token" if prompt == 1 else "prompt tokens"
-    changes = [
-        (batch, f"decode is compute-bound from batch {batch} on"),
-        (streaming, f"streaming experts beats reading them in place from batch {streaming} on"),
-        (cores, f"streaming experts beats the host's cores from batch {cores} on"),
-        (prompt, f"prefill hides its copies from {prompt} {tokens} on"),
-    ]
-    return [sentence for least, sentence in changes if least is not None]
 
 
 STORES = {"host": "host", "peer": "second GPU"}

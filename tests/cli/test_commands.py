@@ -166,7 +166,7 @@ def test_analyze_json(cli: CLI) -> None:
     assert data["infeasible"] is None
     assert data["why"]["reasons"]
     searched = {"best_s", "num_candidates", "num_priced", "second_rule_gain", "max_rules"}
-    assert data["why"].keys() == searched | {"basis", "reasons", "floor", "gap", "crossovers"}
+    assert data["why"].keys() == searched | {"basis", "reasons", "floor", "gap"}
 
 
 def test_segments_partition_bytes(cli: CLI) -> None:

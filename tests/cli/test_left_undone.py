@@ -31,15 +31,6 @@ def test_the_list_of_machines_imports_nothing_that_prices() -> None:
     assert not modules & {"numpy", "torch"}
 
 
-def test_the_short_answer_prices_no_crossovers(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("crossovers were priced")
-
-    monkeypatch.setattr("offplan.library.analysis.find_crossovers", refuse)
-    asked = (TINY_MOE, "--machine", "cpu", "--gpu-memory", "1MiB", "--context", 1024)
-    assert cli("analyze", *asked).code == 0
-
-
 @pytest.mark.slow
 def test_other_checkpoints_are_planned_once(
     cli: CLI, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -11,7 +11,6 @@ from offplan.backends import Backend
 from offplan.checkpoint.open import open_model
 from offplan.costs.at_use import AtUse
 from offplan.costs.cores import ROWS_AT_RATE, find_use
-from offplan.costs.crossovers import find_crossovers
 from offplan.costs.predict import derive_prediction
 from offplan.errors import OffplanError
 from offplan.held.unit import group_units
@@ -23,7 +22,7 @@ from offplan.plan import Goal, Offload, Workload, dump_plan, load_plan
 from offplan.planner.make import make_plan
 from offplan.planner.neighbours import find_neighbours
 from offplan.report.answer import describe_cores
-from offplan.report.plan import describe_crossovers, describe_offload
+from offplan.report.plan import describe_offload
 from offplan.report.run import note_cores
 from offplan.runtime.generate import generate
 from tests.costs.builders import make_machine, moe_model
@@ -69,15 +68,11 @@ def test_what_they_read_does_not_cross_the_link() -> None:
     assert inputs["host's cores"] == pytest.approx(waited, rel=1e-6)
 
 
-def test_neighbours_and_crossovers_name_them() -> None:
+def test_neighbours_name_them() -> None:
     question = ask(MODELS["moe"], MACHINE, 0.5, goal=WITH_CORES)
     plan = make_plan(question).plan
     changes = [each.change for each in find_neighbours(question, plan)]
     assert any("decode host -> uva" in change for change in changes)
-    found = find_crossovers(hold_by(MODELS["moe"]), MACHINE, plan)
-    assert found.cores_batch is not None
-    told = describe_crossovers(found)
-    assert f"streaming experts beats the host's cores from batch {found.cores_batch} on" in told
 
 
 def test_rates_beside_copies() -> None:

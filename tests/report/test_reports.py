@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 import pytest
 
-from offplan.costs.crossovers import Crossovers
 from offplan.costs.floor import Floor
 from offplan.plan import Goal, Plan, parse_plan
 from offplan.planner.find import PlanResult
@@ -120,8 +119,6 @@ Why (estimated):
   decode is link-bound: 5 ms of compute, 29 ms of link, 34 ms in all
   a prompt needs all of experts and copies it; a decode step reads its part in
   place
-  decode is compute-bound from batch 40 on
-  streaming experts beats reading them in place from batch 32 on
 
 Memory
 term                 bytes
@@ -155,7 +152,7 @@ def test_plan() -> None:
     floor = Floor(15 * GIB, GIB, 15 * GIB, decode_s=0.027, prefill_s=0.28, objective_s=3.7)
     plan = make_plan(SPLIT)
     result = PlanResult(plan, plan.prediction.objective_s, 9, 2, 1.0, 2, floor)
-    assert show(*render_plan(result, Crossovers(40, 32, None))) == PLAN
+    assert show(*render_plan(result)) == PLAN
 
 
 MEASURED = Measured(0.341, [0.0343] * 127, 15 * GIB, round(1.4 * GIB), num_decodes=1)
