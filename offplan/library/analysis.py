@@ -17,7 +17,6 @@ from offplan.planner.find import PlanResult
 from offplan.planner.make import make_plan
 from offplan.planner.question import Question
 from offplan.planner.rereads import Rereads, find_rereads
-from offplan.planner.sooner import find_sooner
 from offplan.planner.unused import Unused, find_unused
 
 
@@ -33,8 +32,6 @@ class Analysis:
     """The machine's figures; None where there was nothing to measure."""
     result: PlanResult | None = None
     """The plan and its reasons; None where there is none."""
-    sooner: Plan | None = None
-    """A plan whose first token comes much sooner, for hardly more time in all; None without."""
     rereads: Rereads | None = None
     """A prompt that reads weights again and again; None where it does not."""
     unused: Unused | None = None
@@ -92,7 +89,6 @@ def analyze_result(question: Question, result: PlanResult) -> Analysis:
         why_not_plan(question.model, plan),
         question.machine,
         result,
-        find_sooner(question, result),
         find_rereads(question, plan),
         find_unused(question, plan),
         find_alternatives(question, plan),

@@ -1,4 +1,4 @@
-"""What the answer adds to a plan's figures: a sooner first token, and where memory is too small."""
+"""What the answer adds to a plan's figures: other checkpoints, and where memory is too small."""
 
 from offplan.held.stage import Stage
 from offplan.library.alternatives import Alternative
@@ -6,7 +6,7 @@ from offplan.library.analysis import Analysis
 from offplan.plan import Plan
 from offplan.planner.rereads import Rereads
 from offplan.planner.unused import Unused
-from offplan.units import format_bytes, format_bytes_enough, format_frequency, format_seconds
+from offplan.units import format_bytes, format_bytes_enough, format_frequency
 
 _REPOSITORIES = {8: "FP8", 4: "GPTQ, AWQ, W4A16, MXFP4 or NVFP4"}
 """What repositories on the Hub that store so many bits a weight have in their names."""
@@ -58,8 +58,6 @@ def describe_type(analysis: Analysis) -> list[str]:
 def describe_advice(analysis: Analysis, plan: Plan) -> list[str]:
     """Name what a plan's figures leave out, a line for each; often nothing."""
     lines = [*describe_type(analysis), *describe_alternatives(analysis)]
-    if analysis.sooner is not None:
-        lines.append(_describe_sooner(plan, analysis.sooner))
     if analysis.rereads is not None:
         rereads, budget = analysis.rereads, plan.budget.gpu_memory
         needed = budget + (rereads.more_gpu_bytes or 0)
@@ -93,14 +91,6 @@ def reads_experts(plan: Plan, stage: Stage) -> bool:
         if not rule.decode.streams
         for layer, name in experts
     )
-
-
-def _describe_sooner(plan: Plan, sooner: Plan) -> str:
-    """Say what a first token that comes sooner costs, and how to ask for it."""
-    more = sooner.prediction.objective_s / plan.prediction.objective_s - 1
-    target = sooner.goal.targets.replace(" s", "s").replace(" ms", "ms").replace(" us", "us")
-    first = format_seconds(sooner.prediction.prefill.step_s)
-    return f"A plan with its first token after {first} takes {more:.1%} longer in all: {target}"
 
 
 def _describe_rereads(rereads: Rereads, where: str) -> str:

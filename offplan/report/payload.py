@@ -33,9 +33,8 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
     """Return what ``analyze --json`` prints; ``plan`` is null if nothing fits or was measured.
 
     ``model`` and ``layers`` are whole, ``ranks`` what each of several GPUs holds. ``unpackable``
-    names weights that a sample shows not to pack, as ``--leave-unpacked`` takes them. ``sooner`` is
-    a plan that has its first token much sooner for hardly more time, or null; ``rereads`` and
-    ``unused`` are as ``shortage_payload`` has them.
+    names weights that a sample shows not to pack, as ``--leave-unpacked`` takes them. ``rereads``
+    and ``unused`` are as ``shortage_payload`` has them.
     """
     machine, result, infeasible = analysis.machine, analysis.result, analysis.infeasible
     plan = None if result is None else result.plan
@@ -46,7 +45,6 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
         "machine": None if machine is None else machine_payload(machine),
         "plan": None if plan is None else plan.model_dump(mode="json"),
         "unpackable": [*analysis.unpackable],
-        "sooner": None if analysis.sooner is None else analysis.sooner.model_dump(mode="json"),
         "alternatives": [vars(each) for each in analysis.alternatives],
         **shortage_payload(analysis),
         "why": None if result is None else why_payload(result),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from offplan.library import alternatives
-from tests.cli import CLI, ROOT, TINY_MOE
+from tests.cli import CLI, ROOT
 
 QWEN = ROOT / "tests" / "models" / "qwen3-8b" / "config.json"
 LISTING = """\

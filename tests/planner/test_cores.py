@@ -26,7 +26,7 @@ from offplan.report.plan import describe_offload
 from offplan.report.run import note_cores
 from offplan.runtime.generate import generate
 from tests.costs.builders import make_machine, moe_model
-from tests.held import hold, hold_by
+from tests.held import hold
 from tests.planner.cases import MODELS, ask, budget_for, with_cores
 from tests.runtime.quantise import save_stored
 
