@@ -16,7 +16,6 @@ from offplan.plan import Plan
 from offplan.planner.find import PlanResult
 from offplan.planner.make import make_plan
 from offplan.planner.question import Question
-from offplan.planner.rereads import Rereads, find_rereads
 from offplan.planner.unused import Unused, find_unused
 
 
@@ -32,8 +31,6 @@ class Analysis:
     """The machine's figures; None where there was nothing to measure."""
     result: PlanResult | None = None
     """The plan and its reasons; None where there is none."""
-    rereads: Rereads | None = None
-    """A prompt that reads weights again and again; None where it does not."""
     unused: Unused | None = None
     """Memory that stays unused though the plan offloads; None for a few per cent of the budget."""
     alternatives: tuple[Alternative, ...] = ()
@@ -89,7 +86,6 @@ def analyze_result(question: Question, result: PlanResult) -> Analysis:
         why_not_plan(question.model, plan),
         question.machine,
         result,
-        find_rereads(question, plan),
         find_unused(question, plan),
         find_alternatives(question, plan),
     )

@@ -4,9 +4,8 @@ from offplan.held.stage import Stage
 from offplan.library.alternatives import Alternative
 from offplan.library.analysis import Analysis
 from offplan.plan import Plan
-from offplan.planner.rereads import Rereads
 from offplan.planner.unused import Unused
-from offplan.units import format_bytes, format_bytes_enough, format_frequency
+from offplan.units import format_bytes, format_frequency
 
 _REPOSITORIES = {8: "FP8", 4: "GPTQ, AWQ, W4A16, MXFP4 or NVFP4"}
 """What repositories on the Hub that store so many bits a weight have in their names."""
@@ -58,11 +57,6 @@ def describe_type(analysis: Analysis) -> list[str]:
 def describe_advice(analysis: Analysis, plan: Plan) -> list[str]:
     """Name what a plan's figures leave out, a line for each; often nothing."""
     lines = [*describe_type(analysis), *describe_alternatives(analysis)]
-    if analysis.rereads is not None:
-        rereads, budget = analysis.rereads, plan.budget.gpu_memory
-        needed = budget + (rereads.more_gpu_bytes or 0)
-        has_more = analysis.machine is None or needed <= analysis.machine.gpu_memory.value
-        lines.append(_describe_rereads(rereads, "" if has_more else " (on a larger GPU)"))
     if analysis.unused is not None:
         lines.append(_describe_unused(analysis.unused, plan))
     if reads_experts(plan, analysis.held.stage) and plan.routing is None:
@@ -91,28 +85,6 @@ def reads_experts(plan: Plan, stage: Stage) -> bool:
         if not rule.decode.streams
         for layer, name in experts
     )
-
-
-def _describe_rereads(rereads: Rereads, where: str) -> str:
-    """Say how often a prompt reads weights, and what would have it read them once.
-
-    ``where`` is what to add about more GPU memory.
-    """
-    count = f"{rereads.num_reads:.{0 if rereads.num_reads >= 10 else 1}f}"
-    told = f"The prompt reads weights {count} times over the link"
-    remedies = []
-    if rereads.batch is not None:
-        remedies.append(f"a batch of {rereads.batch}")
-    if rereads.context is not None:
-        remedies.append(f"a context of {rereads.context} tokens")
-    if rereads.more_gpu_bytes is not None:
-        more = format_bytes_enough(rereads.more_gpu_bytes)
-        remedies.append(f"{more} more of GPU memory{where}")
-    if not remedies:
-        return f"{told}."
-    *others, last = remedies
-    either = f"{', '.join(others)} or {last}" if others else last
-    return f"{told}; with {either} it would read them once."
 
 
 def _describe_unused(unused: Unused, plan: Plan) -> str:

@@ -33,8 +33,8 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
     """Return what ``analyze --json`` prints; ``plan`` is null if nothing fits or was measured.
 
     ``model`` and ``layers`` are whole, ``ranks`` what each of several GPUs holds. ``unpackable``
-    names weights that a sample shows not to pack, as ``--leave-unpacked`` takes them. ``rereads``
-    and ``unused`` are as ``shortage_payload`` has them.
+    names weights that a sample shows not to pack, as ``--leave-unpacked`` takes them. ``unused``
+    is as ``shortage_payload`` has it.
     """
     machine, result, infeasible = analysis.machine, analysis.result, analysis.infeasible
     plan = None if result is None else result.plan
@@ -63,12 +63,8 @@ def plan_payload(plan: Plan, why_not_run: str | None) -> dict[str, Any]:
 
 
 def shortage_payload(analysis: Analysis) -> dict[str, Any]:
-    """Return the keys that say where a plan's memory is too small: ``rereads`` and ``unused``.
-
-    ``rereads`` is how often the prompt reads weights, and what would have it read them once;
-    ``unused`` is the memory that the plan leaves though it offloads. Both are null as a rule.
-    """
-    return {"rereads": dump(analysis.rereads), "unused": dump(analysis.unused)}
+    """Return the key ``unused``: the memory that a plan leaves though it offloads, or null."""
+    return {"unused": dump(analysis.unused)}
 
 
 def running_payload(why_not: str | None, *, stock: bool) -> dict[str, Any]:

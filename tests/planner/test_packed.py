@@ -12,7 +12,6 @@ from offplan.planner.find import PlanResult
 from offplan.planner.make import make_plan
 from offplan.planner.neighbours import find_neighbours
 from offplan.planner.patterns import list_patterns
-from offplan.planner.rereads import _reads_once
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space
 from tests.costs.builders import DENSE, HIDDEN, dense_model, make_machine, make_model, moe_model
@@ -136,10 +135,8 @@ def test_a_scratch_that_takes_more_than_packing_saves_raises_no_floor() -> None:
 
 
 def test_a_plan_of_few_packed_layers_is_held_so_wherever_it_is_found() -> None:
-    """A prompt's remedy may be such a plan: it was priced as if nothing were packed."""
     question = ask(dense_model(9), MACHINE, 0.99, goal=Goal())
     offload = make_plan(question).plan.offload
     searcher = Searcher(Space(question))
     assert offload.packing not in (None, *(space.packing for space in searcher.spaces))
     assert searcher.hold(offload).stage.packing == offload.packing
-    assert _reads_once(searcher, question.budget)
