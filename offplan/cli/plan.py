@@ -19,7 +19,7 @@ def plan(query: Query) -> None:
     from offplan.planner.make import make_plan
     from offplan.report.analysis import render_analysis
     from offplan.report.answer import describe_answer, render_answer
-    from offplan.report.payload import plan_payload, shortage_payload
+    from offplan.report.payload import plan_payload
 
     query.check()
     if query.svg == STANDARD and (query.json or query.plan_file is None):
@@ -46,6 +46,6 @@ def plan(query: Query) -> None:
         report = [*render_answer(analysis, command, query.plan_file), *render_analysis(analysis)]
         print_result({}, *report, json=False, file=sys.stderr)
     if query.json:
-        print_json({**plan_payload(made, analysis.why_not_run), **shortage_payload(analysis)})
+        print_json(plan_payload(made, analysis.why_not_run))
     elif query.plan_file is None:
         sys.stdout.write(dump_plan(made))

@@ -16,7 +16,6 @@ from offplan.plan import Plan
 from offplan.planner.find import PlanResult
 from offplan.planner.make import make_plan
 from offplan.planner.question import Question
-from offplan.planner.unused import Unused, find_unused
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,6 @@ class Analysis:
     """The machine's figures; None where there was nothing to measure."""
     result: PlanResult | None = None
     """The plan and its reasons; None where there is none."""
-    unused: Unused | None = None
-    """Memory that stays unused though the plan offloads; None for a few per cent of the budget."""
     alternatives: tuple[Alternative, ...] = ()
     """What other checkpoints of the model, of fewer bits, would give here."""
     infeasible: InfeasibleError | None = None
@@ -86,7 +83,6 @@ def analyze_result(question: Question, result: PlanResult) -> Analysis:
         why_not_plan(question.model, plan),
         question.machine,
         result,
-        find_unused(question, plan),
         find_alternatives(question, plan),
     )
 

@@ -1,10 +1,9 @@
-"""What the answer adds to a plan's figures: other checkpoints, and where memory is too small."""
+"""What the answer adds to a plan's figures: other types and checkpoints, and what it assumes."""
 
 from offplan.held.stage import Stage
 from offplan.library.alternatives import Alternative
 from offplan.library.analysis import Analysis
 from offplan.plan import Plan
-from offplan.planner.unused import Unused
 from offplan.units import format_bytes, format_frequency
 
 _REPOSITORIES = {8: "FP8", 4: "GPTQ, AWQ, W4A16, MXFP4 or NVFP4"}
@@ -57,8 +56,6 @@ def describe_type(analysis: Analysis) -> list[str]:
 def describe_advice(analysis: Analysis, plan: Plan) -> list[str]:
     """Name what a plan's figures leave out, a line for each; often nothing."""
     lines = [*describe_type(analysis), *describe_alternatives(analysis)]
-    if analysis.unused is not None:
-        lines.append(_describe_unused(analysis.unused, plan))
     if reads_experts(plan, analysis.held.stage) and plan.routing is None:
         lines.append(
             "The prediction assumes that tokens choose all experts equally often, which is the "
@@ -85,19 +82,3 @@ def reads_experts(plan: Plan, stage: Stage) -> bool:
         if not rule.decode.streams
         for layer, name in experts
     )
-
-
-def _describe_unused(unused: Unused, plan: Plan) -> str:
-    """Say how much of the budget stays unused, and why."""
-    share = unused.unused_bytes / plan.budget.gpu_memory
-    told = f"{format_bytes(unused.unused_bytes)} of the budget ({share:.1%}) stay unused"
-    if unused.smallest_bytes > unused.unused_bytes:
-        return (
-            f"{told}: the smallest part that is offloaded, {unused.smallest_part} of a layer, "
-            f"takes {format_bytes(unused.smallest_bytes)}."
-        )
-    told += ": no plan that was searched takes more of it and is faster"
-    if unused.slot_bytes > unused.unused_bytes:
-        slot = format_bytes(unused.slot_bytes)
-        told += f"; one more slot, for all that a layer streams, takes {slot}"
-    return f"{told}."

@@ -33,8 +33,7 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
     """Return what ``analyze --json`` prints; ``plan`` is null if nothing fits or was measured.
 
     ``model`` and ``layers`` are whole, ``ranks`` what each of several GPUs holds. ``unpackable``
-    names weights that a sample shows not to pack, as ``--leave-unpacked`` takes them. ``unused``
-    is as ``shortage_payload`` has it.
+    names weights that a sample shows not to pack, as ``--leave-unpacked`` takes them.
     """
     machine, result, infeasible = analysis.machine, analysis.result, analysis.infeasible
     plan = None if result is None else result.plan
@@ -46,7 +45,6 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
         "plan": None if plan is None else plan.model_dump(mode="json"),
         "unpackable": [*analysis.unpackable],
         "alternatives": [vars(each) for each in analysis.alternatives],
-        **shortage_payload(analysis),
         "why": None if result is None else why_payload(result),
         "infeasible": None if infeasible is None else _infeasible_payload(infeasible),
         "unmeasured": analysis.unmeasured and name_options(analysis.unmeasured),
@@ -54,17 +52,9 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
 
 
 def plan_payload(plan: Plan, why_not_run: str | None) -> dict[str, Any]:
-    """Return what ``replan --json`` prints: the plan file's own keys, and ``run``.
-
-    ``plan --json`` adds those of ``shortage_payload``.
-    """
+    """Return what ``plan --json`` and ``replan --json`` print: the file's keys, and ``run``."""
     way = running_payload(why_not_run, stock=plan.goal.stock)
     return {**plan.model_dump(mode="json"), **way}
-
-
-def shortage_payload(analysis: Analysis) -> dict[str, Any]:
-    """Return the key ``unused``: the memory that a plan leaves though it offloads, or null."""
-    return {"unused": dump(analysis.unused)}
 
 
 def running_payload(why_not: str | None, *, stock: bool) -> dict[str, Any]:
