@@ -1,17 +1,20 @@
 """A model as another checkpoint of it would be stored: the same weights, in fewer bits."""
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
-from offplan.checkpoint.architecture import read_architecture
-from offplan.checkpoint.assemble import assemble
+from offplan.checkpoint.architecture import Architecture, read_architecture
 from offplan.checkpoint.config_only import with_dtype
+from offplan.checkpoint.experts import describe_experts
+from offplan.checkpoint.group import group_parameters, resize
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.quantise import Use, quantise
 from offplan.checkpoint.roles import Role, role_of
-from offplan.checkpoint.tensors import Stored, TensorInfo
+from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import CheckpointError
 from offplan.forms.form import Kind
 
@@ -66,18 +69,42 @@ def requantise(model: Model, bits: int) -> Model | None:
     # state another one, in whose place the caller named a type
     config = with_dtype(config, model.dtype)
     config["quantization_config"] = _SCHEMES[bits]
-    built = [
-        *(each for layer in model.layers for p in layer.parameters for each in _restore(p)),
-        *((tensor, Use.OTHER) for tensor in model.outside),
-    ]
     try:
         architecture = read_architecture(config)
         assert architecture.quantisation is not None
         left = replace(architecture.quantisation, leaves_misfits=True)
-        tensors = quantise(built, replace(architecture, quantisation=left), model.source)
-        return assemble(model.source, Stored(config, tensors, generation=model.generation))
+        architecture = replace(architecture, quantisation=left)
+        return _restate(model, config, architecture)
     except CheckpointError:
         return None
+
+
+def _restate(model: Model, config: Mapping[str, Any], architecture: Architecture) -> Model:
+    """Return a model whose layers are stored as an architecture says, each kind of them once.
+
+    Layers of one kind have the tensors of the first of them, names and all, and fingerprints stay
+    those of ``model``. Raises CheckpointError where what is stored is not determined.
+    """
+    first = {layer.key: layer for layer in reversed(model.layers)}
+    built = [each for layer in first.values() for p in layer.parameters for each in _restore(p)]
+    stored: defaultdict[str, list[TensorInfo]] = defaultdict(list)
+    prefixes = tuple(layer.prefix for layer in first.values())
+    for tensor in quantise(built, architecture, model.source):
+        prefix = next(each for each in prefixes if tensor.name.startswith(f"{each}."))
+        stored[prefix].append(tensor)
+    parameters = {
+        key: tuple(
+            resize(parameter, architecture, model.dtype)
+            for parameter in group_parameters(layer.prefix, stored[layer.prefix], architecture)
+        )
+        for key, layer in first.items()
+    }
+    # copies: a packing tells parameters apart by what they are, not by what they are like
+    layers = tuple(
+        replace(each, parameters=tuple(map(copy, parameters[each.key]))) for each in model.layers
+    )
+    experts, _ = describe_experts(architecture.routing, layers)
+    return replace(model, config=config, layers=layers, experts=experts)
 
 
 def _restore(parameter: Parameter) -> Iterator[tuple[TensorInfo, Use]]:

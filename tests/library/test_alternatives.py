@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from offplan.checkpoint.group import group_parameters
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.requantise import requantise
 from tests.cli import CLI, ROOT, TINY_MOE
@@ -120,3 +122,23 @@ def test_fewer_bits_are_computed_in_the_type_that_was_asked_for(tmp_path: Path) 
     made = [requantise(model, 4) for model in (asked, stated)]
     assert [model.dtype for model in made if model is not None] == ["bfloat16"] * 2
     assert asked.key == stated.key, "its config now states what was asked for"
+
+
+def test_layers_alike_are_sized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = open_model(TINY_MOE)
+    grouped: list[str] = []
+
+    def note(prefix: str, *asked: Any) -> Any:
+        grouped.append(prefix)
+        return group_parameters(prefix, *asked)
+
+    monkeypatch.setattr("offplan.checkpoint.requantise.group_parameters", note)
+    made = requantise(model, 8)
+    assert made is not None
+    assert sorted(grouped) == ["model.layers.0", "model.layers.1"]
+    assert [len(layer.parameters) for layer in made.layers] == [
+        len(layer.parameters) for layer in model.layers
+    ]
+    assert len({id(p) for layer in made.layers for p in layer.parameters}) == sum(
+        len(layer.parameters) for layer in made.layers
+    )
