@@ -14,11 +14,14 @@ MAX_COUNT = 2**40
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part that describes the language model: a nested one where there is one."""
-    for key in _TEXT_KEYS:
-        nested = config.get(key)
-        if isinstance(nested, Mapping) and nested:
-            return text_config(nested)
-    return config
+    return _text_parts(config)[-1]
+
+
+def _text_parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """List the whole config, the part of it that the language model is in, and so on."""
+    nested = (config.get(key) for key in _TEXT_KEYS)
+    inner = next((each for each in nested if isinstance(each, Mapping) and each), None)
+    return [config] if inner is None else [config, *_text_parts(inner)]
 
 
 def states_quantisation(config: Mapping[str, Any]) -> bool:
@@ -56,8 +59,7 @@ def read_count(config: Mapping[str, Any], *keys: str) -> int | None:
 
 def read_dtype(config: Mapping[str, Any]) -> str | None:
     """Return the dtype that the config names, such as ``bfloat16``, or None."""
-    parts = (config, text_config(config))
-    values = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
+    values = (part.get(key) for part in _text_parts(config) for key in ("dtype", "torch_dtype"))
     return next((v.removeprefix("torch.") for v in values if isinstance(v, str)), None)
 
 

@@ -158,3 +158,10 @@ def test_the_context_that_a_model_was_trained_for(
 )
 def test_the_context_that_engines_serve(config: dict[str, object], tokens: int | None) -> None:
     assert read_architecture(config).engine_context == tokens
+
+
+def test_the_type_of_a_part_within_a_part():
+    """As of Qwen2.5-Omni: the thinker states it, neither the whole nor the thinker's text."""
+    thinker = {"torch_dtype": "bfloat16", "text_config": {"model_type": "qwen2_5_omni_text"}}
+    config = {"model_type": "qwen2_5_omni", "thinker_config": thinker}
+    assert read_architecture(config).dtype == "bfloat16"
