@@ -42,6 +42,15 @@ def test_what_runs_and_what_does_not(both_ways: Path) -> None:
     assert "tokens behind its own" in (find_obstacle(open_stage(both_ways)) or "")
 
 
+def test_a_config_without_a_padding_token(tmp_path: Path) -> None:
+    """As CodeGen's: a class of transformers need not have the attribute."""
+    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 1, "n_positions": 64, "rotary_dim": 8}
+    config = {"model_type": "codegen", "vocab_size": 8, "tie_word_embeddings": False, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    stage = hold(open_model(str(tmp_path / "config.json")))
+    assert find_obstacle(stage) is None
+
+
 def test_headers_that_no_parameter_takes(both_ways: Path) -> None:
     config = json.loads((TINY_MOE / "config.json").read_text())
     (both_ways / "config.json").write_text(json.dumps(config | {"n_shared_experts": 2}))

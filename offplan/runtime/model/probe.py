@@ -106,7 +106,7 @@ def _call(
     tokens = torch.zeros(1, NUM_NEW, dtype=torch.int64, device="meta")
     linear = find_linear(layers)
     cache = Cache(layers=[LinearAttentionLayer() if each else _Kept(start) for each in linear])
-    unpadded = _Unpadded(model.config.get_text_config().pad_token_id)
+    unpadded = _Unpadded(getattr(model.config.get_text_config(), "pad_token_id", None))
     with _checked(layers, cache, found), torch.inference_mode(), unpadded:
         try:
             model(
