@@ -150,6 +150,9 @@ class Architecture:
     linear: LinearAttention | None
     """Linear attention, in the models that have it in some layers."""
     routing: Routing
+    fused_experts: bool
+    """Whether the transformers that wrote the config has all experts of a layer in one parameter,
+    though it saves them one by one."""
     matrices_in_out: bool
     """Whether the layers' matrices are stored as [in, out], not [out, in] (Conv1D)."""
     fuses_gates: bool
@@ -264,12 +267,15 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
         index_topk=_read_index_topk(text, model_type),
         linear=_read_linear(text),
         routing=Routing(
-            num_experts=_read_nested(text, "ffn_config", *_NUM_EXPERTS.split()),
+            num_experts=None
+            if model_type in model_types.TABLE_EXPERTS
+            else _read_nested(text, "ffn_config", *_NUM_EXPERTS.split()),
             num_per_token=model_types.ROUTED_TO.get(model_type)
             or _read_nested(text, "ffn_config", *_NUM_PER_TOKEN.split()),
             has_idle=read_count(text, "zero_expert_num") is not None,
             in_out=model_type in model_types.EXPERTS_IN_OUT,
         ),
+        fused_experts=_read_version(config) >= 5,
         matrices_in_out=model_type in model_types.CONV1D_TYPES,
         fuses_gates=model_type in model_types.FUSED_GATES,
         float32_parts=model_types.FLOAT32_PARTS.get(model_type, ())
@@ -400,6 +406,12 @@ def _read_tie(config: Mapping[str, Any], text: Mapping[str, Any]) -> bool | None
     """Return what the config says; the outer one decides where it speaks, as in transformers."""
     stated = (part.get("tie_word_embeddings") for part in (config, text))
     return next((value for value in stated if isinstance(value, bool)), None)
+
+
+def _read_version(config: Mapping[str, Any]) -> int:
+    """Return the first number of the version of transformers that wrote a config; 0 without one."""
+    number, _, _ = str(config.get("transformers_version")).partition(".")
+    return int(number) if number.isdecimal() else 0
 
 
 def _read_names(value: Any) -> tuple[str, ...]:

@@ -164,14 +164,17 @@ def _mark_uses(model: Any) -> "dict[torch.dtype, tuple[torch.dtype, Use]]":
     from offplan.transformers_private import Conv1D
 
     present = {tensor.dtype for tensor in model.state_dict().values()}
-    spare = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.bool, torch.complex64]
+    spare = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.bool]
+    spare += [torch.complex32, torch.complex64, torch.complex128]
     spare = [dtype for dtype in spare if dtype not in present]
     marks: dict[tuple[torch.dtype, Use], torch.dtype] = {}
     for name, module in model.named_modules():
         linear = isinstance(module, (nn.Linear, Conv1D))
         for part, parameter in module.named_parameters(recurse=False):
             is_routed = name.endswith("experts") and parameter.ndim == 3
-            if is_routed or (linear and part == "weight"):
+            if is_routed:
+                use = Use.EXPERTS
+            elif linear and part == "weight":
                 use = Use.PRODUCT
             elif isinstance(module, nn.Embedding):
                 use = Use.LOOKUP
@@ -196,10 +199,14 @@ def _model_class(built: Any, where: str) -> Any:
         stated = getattr(transformers, str(name), None)
         if getattr(stated, "config_class", None) is type(built):
             return stated
-    for kind in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
-        mapping = getattr(transformers, f"MODEL_FOR_{kind}_MAPPING", {})
-        if type(built) in mapping:
-            return mapping[type(built)]
+    mappings = (
+        getattr(transformers, f"MODEL_FOR_{kind}_MAPPING", {})
+        for kind in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
+    )
+    known = [each[type(built)] for each in mappings if each.get(type(built), None) is not None]
+    if known:
+        # of a whole model the first may be the class of its text part (Qwen3.5, Llama 4)
+        return next((each for each in known if each.config_class is type(built)), known[0])
     raise CheckpointError(
         f"{where}: found model_type {quote(built.model_type)}, of which transformers "
         f"{transformers.__version__} has no causal language model, expected one; offplan plans "

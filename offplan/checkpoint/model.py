@@ -259,7 +259,9 @@ class Model:
         return sum(p.num_weights for p in (*in_layers, *self.outside_parameters))
 
 
-OUTPUT_HEADS = frozenset(("lm_head", "embed_out", "output", "output_layer", "head"))
+OUTPUT_HEADS = frozenset(
+    ("lm_head", "embed_out", "output", "output_layer", "output_projection", "head", "decoder")
+)
 """Names that models give to the module that turns hidden states into logits."""
 
 

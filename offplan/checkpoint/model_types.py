@@ -16,6 +16,8 @@ CONV1D_TYPES = frozenset(_FACTS["conv1d"])
 """Model types whose layers store their matrices as [in, out]."""
 EXPERTS_IN_OUT = frozenset(_FACTS["experts_in_out"])
 """Model types whose fused experts are stored as [experts, in, out], not [experts, out, in]."""
+TABLE_EXPERTS = frozenset(_FACTS["table_experts"])
+"""Model types whose experts are rows of embeddings, which no router sends tokens to."""
 SHARED_BEHIND = frozenset(_FACTS["shared_behind"])
 """Model types that multiply shared experts behind the routed ones, and return the sum of both."""
 FUSED_GATES = frozenset(_FACTS["fused_gates"])
@@ -79,6 +81,10 @@ TEXT_TYPES: dict[str, str] = _FACTS["text_types"]
 """Transformers' model types of text parts, by those that configs on the Hub give them."""
 NOT_CAUSAL: dict[str, str] = _FACTS["not_causal"]
 """What models of a type are that do not write text token by token."""
+SINCE: dict[str, str] = {
+    name: version for version, names in _FACTS["since"].items() for name in names
+}
+"""The version of transformers that first has a model type, where 5.17 has not."""
 TEXT_SIZES: dict[str, dict[str, int]] = _FACTS["text_sizes"]
 """Sizes of text parts, by their model type, where a multimodal config leaves them out."""
 

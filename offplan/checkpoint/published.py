@@ -54,7 +54,7 @@ def _with_published_routers(architecture: Architecture, built: BuiltTensors) -> 
 
     Source: DeepSeek-V2-Lite and DeepSeek-V3. The classes of transformers 5.24 have float32 there.
     """
-    types = Counter(tensor.dtype for tensor, use in built if use is Use.PRODUCT)
+    types = Counter(tensor.dtype for tensor, use in built if use.is_product)
     if not types:
         return built
     ((main, _),) = types.most_common(1)
@@ -76,7 +76,7 @@ def _with_turned_experts(built: BuiltTensors) -> BuiltTensors:
         return tensor._replace(shape=(count, columns, rows))
 
     return [
-        (turn(tensor) if use is Use.PRODUCT and len(tensor.shape) == 3 else tensor, use)
+        (turn(tensor) if use.is_product and len(tensor.shape) == 3 else tensor, use)
         for tensor, use in built
     ]
 

@@ -17,10 +17,17 @@ class Use(Enum):
     """What a model does with a tensor, as far as quantisers ask."""
 
     PRODUCT = "product"
-    """It is the matrix of a linear layer, or of routed experts."""
+    """It is the matrix of a linear layer."""
+    EXPERTS = "experts"
+    """It holds a matrix of each routed expert, or is one of those that such a one is saved as."""
     LOOKUP = "lookup"
     """It is an embedding."""
     OTHER = "other"
+
+    @property
+    def is_product(self) -> bool:
+        """Whether inputs are multiplied by it."""
+        return self in (Use.PRODUCT, Use.EXPERTS)
 
 
 def quantise(
@@ -49,6 +56,9 @@ def quantise(
     return tuple(stored)
 
 
+_NO_CONV1D = ("fp8", "compressed-tensors", "torchao")
+"""Methods whose tools take the class Linear and not Conv1D. Source: what each makes of a GPT-2, in
+tests/checkpoint/quantising.py."""
 Memo = dict[tuple[int, int, int], list[StoredPart]]
 """What a scheme, by its identity, stores of a matrix of so many rows and columns."""
 
@@ -62,7 +72,7 @@ def _quantise_one(
     memo: Memo,
 ) -> list[TensorInfo] | None:
     """Return what is stored for a tensor; None where it is stored as it is."""
-    takes = use is Use.PRODUCT or (use is Use.LOOKUP and quantisation.takes_embeddings)
+    takes = use.is_product or (use is Use.LOOKUP and quantisation.takes_embeddings)
     if not takes or (quantisation.skips_head and owner(tensor.name) in OUTPUT_HEADS):
         return None
     assert quantisation.find is not None
@@ -70,13 +80,18 @@ def _quantise_one(
     is_stack = len(tensor.shape) == 3
     if quantisation.takes_experts_alone and not is_stack:
         return None
+    is_fused = use is Use.EXPERTS and (is_stack or architecture.fused_experts)
+    if quantisation.takes_linear_alone and is_fused:
+        return None
     scheme = quantisation.find(module)
     if scheme is None:
         return None
     if is_stack and quantisation.takes_experts_alone:
         return _store_mxfp4_experts(tensor, architecture, quantisation, where)
+    is_transposed = architecture.matrices_in_out and use.is_product
+    if is_transposed and quantisation.method in _NO_CONV1D:
+        return None
     is_mlx_expert = quantisation.takes_embeddings and split_expert(tensor.name) is not None
-    is_transposed = architecture.matrices_in_out and use is Use.PRODUCT
     rows, columns = tensor.shape[-2:][::-1] if is_transposed else tensor.shape[-2:]
     if is_stack or last != "weight" or is_mlx_expert or not scheme.fits(rows, columns):
         # what is of a tower is not loaded, and stops nothing

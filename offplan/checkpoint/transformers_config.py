@@ -8,6 +8,7 @@ import transformers
 from offplan.checkpoint.config import class_type, read_model_type
 from offplan.checkpoint.jsontext import describe, quote
 from offplan.checkpoint.model import Model
+from offplan.checkpoint.model_types import SINCE
 from offplan.checkpoint.own_code import CONFIG_CLASS, load_own_class, names_code, refuse_code
 from offplan.errors import CheckpointError
 
@@ -29,9 +30,11 @@ def build_config(config: Mapping[str, Any], where: str) -> transformers.PreTrain
         )
         if names_code(config):
             raise CheckpointError(f"{lacking}; {refuse_code(where, config)}")
+        since = SINCE.get(model_type)
+        newer = f"to {since} or newer, which has it" if since else "if a newer one has it"
         raise CheckpointError(
-            f"{lacking}; update transformers, or, to plan, name the folder or the Hub id of the "
-            "checkpoint"
+            f"{lacking}; update transformers {newer}, or, to plan, name the folder or the Hub id "
+            "of the checkpoint"
         )
     built_type = transformers.CONFIG_MAPPING[class_type(model_type, config)]
     try:
@@ -61,11 +64,13 @@ def build_config_of(model: Model) -> transformers.PreTrainedConfig:
 
 
 def cannot_build(where: str, error: Exception) -> CheckpointError:
-    """Say what stopped transformers: it is about a value in the config, and it has many kinds."""
+    """Say what stopped transformers: a value in the config, its own code or a missing package."""
+    why = f"it finds no {error}" if isinstance(error, KeyError) else describe(error, 300)
+    is_lacking = isinstance(error, ImportError)
+    help_ = "install what it names" if is_lacking else "compare its config with the published one"
     return CheckpointError(
-        f"{where}: transformers {transformers.__version__} cannot build this model "
-        f"({describe(error, 300)}); correct its config, or, to plan, name the folder or the Hub id "
-        "of the checkpoint"
+        f"{where}: transformers {transformers.__version__} cannot build this model ({why}); "
+        f"{help_}, or, to plan, name the folder or the Hub id of the checkpoint"
     )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from offplan.checkpoint import config_only
+from offplan.checkpoint import config_only, model_types
 from offplan.checkpoint.model import Experts, KVCache
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError
@@ -174,6 +174,36 @@ def test_experts_that_compute_nothing_are_not_in_the_checkpoint(tmp_path):
     assert {layer.kv_cache for layer in model.layers} == {KVCache(2 * (16 + 8) * 2)}
 
 
+def test_experts_that_are_rows_of_tables_are_no_routed_ones(tmp_path):
+    from transformers import DogeConfig
+
+    DogeConfig(**TINY, num_experts=40_000).save_pretrained(tmp_path)
+    assert open_model(str(tmp_path / "config.json")).experts is None
+
+
+def test_a_type_that_a_newer_transformers_has(tmp_path, monkeypatch):
+    monkeypatch.setitem(model_types.SINCE, "newest", "6.1")
+    (tmp_path / "config.json").write_text('{"model_type": "newest"}')
+    with pytest.raises(CheckpointError, match=r"update transformers to 6\.1 or newer"):
+        open_model(str(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("error", "why", "help_"),
+    [
+        (KeyError("full_attention"), "it finds no 'full_attention'", "compare its config with"),
+        (ImportError("it requires timm"), "requires timm", "install what it names"),
+    ],
+)
+def test_what_transformers_cannot_build_is_no_fault_of_the_config(error, why, help_):
+    from offplan.checkpoint.transformers_config import cannot_build
+
+    found = str(cannot_build("here", error))
+    assert why in found
+    assert help_ in found
+    assert "KeyError" not in found
+
+
 def test_index_beside_the_config_is_compared(saved, tmp_path):
     folder, _ = saved("qwen3-sharded")
     shutil.copy(folder / "config.json", tmp_path)
@@ -198,7 +228,7 @@ def test_index_beside_the_config_is_compared(saved, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "newest"}, "does not have"),
+        ({"model_type": "newest"}, "does not have; update transformers if a newer one has it"),
         ({"model_type": "vit"}, "has no causal language model"),
         ({"hidden_size": "wide"}, "as hidden_size, expected a whole number"),
         ({"hidden_size": -4}, "cannot build"),

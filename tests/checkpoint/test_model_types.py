@@ -17,6 +17,7 @@ from tests.tiers import first_quick
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
 
+from transformers.models.auto import modeling_auto  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 from transformers.models.auto.modeling_auto import (  # noqa: E402
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -29,6 +30,7 @@ OLDER_NAMES = {"moe_statics"}
 """Parts that older versions, and the checkpoints that they load, name so."""
 PARTS_OF = {"hy_v4": ["HYV4PreTrainedModel"]}
 """Classes whose parts stay in float32 beside those that the causal model's class lists."""
+KINDS_OF_MODELS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
 NUM_LAYERS = 13
 KINDS_IN_TURN = ("sliding_attention", "full_attention") * (NUM_LAYERS // 2)
 KINDS = {"sliding_attention", "hybrid_sliding", "chunked_attention"}
@@ -71,6 +73,15 @@ def test_ties():
     table = model_types.TIED_BY_DEFAULT
     found = {name: CONFIG_MAPPING[name].tie_word_embeddings for name in known(table)}
     assert found == {name: table[name] for name in found}
+
+
+def test_since():
+    """Each version in turn has what the table says, in this environment or in another."""
+    version = transformers.__version__
+    mappings = (vars(modeling_auto)[f"MODEL_FOR_{kind}_MAPPING_NAMES"] for kind in KINDS_OF_MODELS)
+    found = {name for mapping in mappings for name in mapping}
+    here = {name for name, since in model_types.SINCE.items() if since <= version}
+    assert here == found & model_types.SINCE.keys()
 
 
 def slides_everywhere(name):
