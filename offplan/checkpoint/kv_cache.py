@@ -50,7 +50,7 @@ def _layer_cache(
         return architecture.linear and _linear_attention(architecture.linear, element_bytes)
     if mixer is Mixer.NONE:
         return KVCache()
-    attends = any("attn" in name or "attention" in name for name in names)
+    attends = any(part in name for name in names for part in ("attn", "attention", "k_proj"))
     if mixer is Mixer.UNKNOWN or not attends:
         return None
     elements = _elements_per_token(architecture, parameters)
