@@ -1,36 +1,49 @@
-"""Makes ``docs/families.md``: what `offplan run` does with each family that transformers has.
+"""Makes ``docs/families.md``: what offplan does with each family that transformers has.
 
-    python docs/make_families.py > docs/families.md
+    python docs/make_families.py [judge] > docs/families.md
 
-Needs the tests' helpers, so it runs from a clone's root; ten minutes on two cores.
+The page is made of ``docs/families.yaml``, which ``judge`` writes anew: it builds and runs a tiny
+model of each family, ten minutes on two cores. Needs the tests' helpers, so it runs from a clone's
+root.
 """
 
 import os
 import re
+import sys
+import tempfile
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
 
+import pytest
 import transformers
+import yaml
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from offplan.checkpoint.model_types import STOCK_CHUNKS, STOCK_CHUNKS_WITHOUT_WINDOW
+from offplan.checkpoint.model_types import SINCE, STOCK_CHUNKS, STOCK_CHUNKS_WITHOUT_WINDOW
+from offplan.errors import CheckpointError
+from tests.checkpoint.test_every_type import judge, truth
 from tests.runtime.families import TEXT_PARTS, Outcome, compare, compare_stock
 
+FOUND = Path(__file__).with_name("families.yaml")
+HEAD = "# What `make_families.py judge` found of each family. docs/families.md is made of it.\n"
 VARIANTS = ("plain", "windows")
 WHOLE = "FAMILIES WHOSE PROMPTS RUN WHOLE"
 """What stands in the introduction for their list."""
-INTRODUCTION = f"""\
+INTRODUCTION = """\
 # Families
 
-This page lists what `offplan run` does with each family of causal language models that transformers
-has. `python docs/make_families.py` made this page with transformers {transformers.__version__}. It
-builds tiny models of random float32 weights on the CPU, with every second layer offloaded and
-copies at the latest legal moment.
+This page lists what offplan does with each family of causal language models that transformers has.
+`python docs/make_families.py judge` tried them with transformers VERSION. It builds tiny models
+of random float32 weights on the CPU, with every second layer offloaded and copies at the latest
+legal moment. A number behind a family is the first version of transformers that has it, where 5.17
+does not.
 
 offplan runs a model in one of two ways. The plan, the answer and `--json` name the way
-(`goal: {{stock: true}}` is the second one):
+(`goal: {stock: true}` is the second one):
 
 - **offplan's own passes**: its caches and attention, captured as CUDA graphs. The page compares
   them with stock transformers token by token: whole prompts, prompts in chunks, and texts past a
@@ -82,7 +95,13 @@ in the text. Where the head is tied to the embedding, they also differ for that 
 position: stock's are 0. This page's comparison leaves `pad_token_id` out.
 """
 
+TABLE_INTRODUCTION = """\
+## Families
 
+**Planned**: `analyze` gives a config the size of transformers' module. **Passes**: exact is equal
+to stock. **Stored forms** that come out exact: all that [run](stored-forms.md), or all but weights
+packed without loss. Not built: transformers makes or runs no tiny one of it here.
+"""
 TEXT_PARTS_INTRODUCTION = """\
 The text part alone runs, for the types in a list that tests check. `run` loads no tower that reads
 images or sound, and refuses a prompt with a token that stands for an image. Each model is compared
@@ -94,8 +113,21 @@ part. `run` refuses other families of several modalities. ERNIE-VL's experts sta
 def _judge(family: str, text: str | None = None) -> Outcome:
     """Return the worst outcome of a family's variants; ``text`` is as in ``compare``."""
     outcomes = [compare(family, variant, text=text) for variant in VARIANTS]
-    order = ("wrong", "refused", "not built", "exact")
-    return min(outcomes, key=lambda outcome: order.index(outcome.kind))
+    return min(outcomes, key=lambda outcome: ORDER.index(outcome.kind))
+
+
+def _judge_plan(family: str) -> Outcome:
+    """Compare the size of a family's config with that of transformers' module of it."""
+    try:
+        config, *expected = truth(family)
+    except pytest.skip.Exception as skipped:
+        return Outcome("not built", str(skipped))
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            is_right = judge(Path(folder), config) == pytest.approx(expected, rel=0.01)
+    except CheckpointError as error:
+        return Outcome("refused", str(error))
+    return Outcome("exact" if is_right else "wrong")
 
 
 def _shorten(family: str, why: str) -> str:
@@ -105,23 +137,6 @@ def _shorten(family: str, why: str) -> str:
     return why.removeprefix(family).strip(" :")[:120]
 
 
-_WAYS = {True: "offplan's own passes alone", False: "transformers' own passes alone"}
-
-
-def _print_text_parts(judged: Iterable[tuple[tuple[str, str], Outcome, Outcome]]) -> None:
-    """Print the section on the text parts of multimodal families."""
-    kinds: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for (family, text), own, stock in judged:
-        is_own, is_stock = own.kind == "exact", stock.kind == "exact"
-        way = "both ways" if is_own and is_stock else _WAYS[is_own]
-        outcome = own if is_own else stock
-        kinds[f"{outcome.kind.capitalize()} by {way}"][family].append(text)
-    print(f"## Vision-language models, the text part\n\n{TEXT_PARTS_INTRODUCTION}")
-    for kind in sorted(kinds):  # exact first
-        named = (f"{family} ({', '.join(texts)})" for family, texts in kinds[kind].items())
-        print(f"{kind}: {', '.join(named)}\n")
-
-
 def _judge_stock(family: str, text: str | None = None) -> Outcome:
     """Return the worst outcome of transformers' own passes, with one slot and with two."""
     outcomes = [
@@ -129,58 +144,115 @@ def _judge_stock(family: str, text: str | None = None) -> Outcome:
         for each in VARIANTS
         for n in (1, 2)
     ]
-    order = ("wrong", "refused", "not built", "exact")
-    return min(outcomes, key=lambda outcome: order.index(outcome.kind))
+    return min(outcomes, key=lambda outcome: ORDER.index(outcome.kind))
 
 
-Found = dict[tuple[str, str], list[str]]
-"""Families by the kind of their outcome, and by why they are refused."""
+ORDER = ("wrong", "refused", "not built", "exact")
+"""Kinds of outcomes, the worst first."""
+Found = dict[str, Any]
+"""Families by the kind of their outcome; of refused ones, by why they are."""
 
 
 def _sort(families: list[str], outcomes: Iterable[Outcome]) -> Found:
-    found: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    found: defaultdict[str, Any] = defaultdict(list)
+    refused: defaultdict[str, list[str]] = defaultdict(list)
     for family, outcome in zip(families, outcomes, strict=True):
-        why = _shorten(family, outcome.why) if outcome.kind == "refused" else ""
-        found[outcome.kind, why].append(family)
-    return found
+        if outcome.kind == "refused":
+            refused[_shorten(family, outcome.why)].append(family)
+        else:
+            found[outcome.kind].append(family)
+    return {**found, "refused": dict(refused)} if refused else dict(found)
+
+
+def _judge_all() -> None:
+    """Try each family, and write what was found."""
+    families = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    names = [f"{family} {text}" for family, text in TEXT_PARTS]
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+        found = {
+            "transformers": transformers.__version__,
+            "planned": _sort(families, pool.map(_judge_plan, families)),
+            "own": _sort(families, pool.map(_judge, families)),
+            "stock": _sort(families, pool.map(_judge_stock, families)),
+            "text_parts": {
+                "own": _sort(names, pool.map(_judge, *zip(*TEXT_PARTS, strict=True))),
+                "stock": _sort(names, pool.map(_judge_stock, *zip(*TEXT_PARTS, strict=True))),
+            },
+        }
+    FOUND.write_text(HEAD + yaml.safe_dump(found, sort_keys=False, width=100))
+
+
+def _kinds(found: Found) -> Mapping[str, str]:
+    """Return the kind of each family's outcome."""
+    refused = (family for families in found.get("refused", {}).values() for family in families)
+    return {
+        **{family: kind for kind in found if kind != "refused" for family in found[kind]},
+        **dict.fromkeys(refused, "refused"),
+    }
+
+
+def _name(families: Iterable[str]) -> str:
+    return ", ".join(f"{each} {SINCE[each]}" if each in SINCE else each for each in families)
+
+
+def _print_families(found: Found) -> None:
+    """Print the table of all families that do anything, alike ones in one row."""
+    planned, own, stock = (_kinds(found[way]) for way in ("planned", "own", "stock"))
+    rows: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    for family in sorted(own):
+        sized = planned.get(family, "not built").replace("exact", "right")
+        rows[sized, own[family], stock.get(family, "not built")].append(family)
+    print("| number | planned | own passes | transformers' | stored forms | families |")
+    print("|---|---|---|---|---|---|")
+    ranks = {kind: rank for rank, kind in enumerate(("exact", "right", "wrong", "refused"))}
+    for kinds, families in sorted(
+        rows.items(), key=lambda row: [ranks.get(kind, 9) for kind in (*row[0][1:], row[0][0])]
+    ):
+        forms = "all" if kinds[1] == "exact" else "not packed" if "exact" in kinds else "none"
+        print(f"| {len(families)} | {' | '.join(kinds)} | {forms} | {_name(families)} |")
+
+
+_WAYS = {True: "offplan's own passes alone", False: "transformers' own passes alone"}
+
+
+def _print_text_parts(found: Found) -> None:
+    """Print the section on the text parts of multimodal families."""
+    print(f"## Vision-language models, the text part\n\n{TEXT_PARTS_INTRODUCTION}")
+    own, stock = _kinds(found["own"]), _kinds(found["stock"])
+    texts: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name in own:
+        family, text = name.split()
+        is_own, is_stock = own[name] == "exact", stock[name] == "exact"
+        way = "both ways" if is_own and is_stock else _WAYS[is_own]
+        texts[f"{(own if is_own else stock)[name].capitalize()} by {way}"][family].append(text)
+    for kind in sorted(texts):  # exact first
+        named = (f"{_name([each])} ({', '.join(texts[kind][each])})" for each in texts[kind])
+        print(f"{kind}: {', '.join(named)}\n")
 
 
 def _print_refused(found: Found) -> None:
     print("| families | why |\n|---|---|")
-    for (kind, why), families in sorted(found.items()):
-        if kind == "refused":
-            print(f"| {', '.join(families)} | {why.replace('|', '/')} |")
+    for why, families in sorted(found.get("refused", {}).items()):
+        print(f"| {', '.join(families)} | {why.replace('|', '/')} |")
 
 
 def main() -> None:
     """Print the page."""
-    families = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-        own = _sort(families, pool.map(_judge, families))
-        stock = _sort(families, pool.map(_judge_stock, families))
-        own_texts = pool.map(_judge, *zip(*TEXT_PARTS, strict=True))
-        stock_texts = pool.map(_judge_stock, *zip(*TEXT_PARTS, strict=True))
-        judged = [*zip(TEXT_PARTS, own_texts, stock_texts, strict=True)]
-    by_own, by_stock = own.get(("exact", ""), []), stock.get(("exact", ""), [])
-    added = [family for family in by_stock if family not in by_own]
+    if "judge" in sys.argv:
+        _judge_all()
+    found = yaml.safe_load(FOUND.read_text())
+    by_stock = found["stock"]["exact"]
     whole = [each for each in by_stock if each not in STOCK_CHUNKS | STOCK_CHUNKS_WITHOUT_WINDOW]
-    print(INTRODUCTION.replace(WHOLE, ", ".join(whole)))
-    print(f"## Exact: {len(by_own) + len(added)} families\n")
-    print(f"By offplan's own passes, {len(by_own)}:\n{', '.join(by_own)}\n")
-    print(f"By transformers' own passes alone, {len(added)} more:\n{', '.join(added)}\n")
-    others = [family for family in by_own if family not in by_stock]
-    both = len(by_stock) - len(added)
-    print(f"By both, {both}: all of the first list but {', '.join(others) or 'none'}.\n")
-    _print_text_parts(judged)
-    print("## Refused by offplan's own passes\n")
-    _print_refused(own)
-    print("\n## Refused by transformers' own passes\n")
-    _print_refused(stock)
-    print("\n## Not tried\n\nTransformers itself builds or runs no tiny one of these here:")
-    print(f"{', '.join(own.get(('not built', ''), []))}")
-    for way, found in (("offplan's own", own), ("transformers' own", stock)):
-        if wrong := found.get(("wrong", "")):
-            print(f"\n## Wrong by {way} passes\n\n{', '.join(wrong)}")
+    named = INTRODUCTION.replace(WHOLE, ", ".join(whole))
+    print(named.replace("VERSION", found["transformers"]))
+    print(TABLE_INTRODUCTION)
+    _print_families(found)
+    print()
+    _print_text_parts(found["text_parts"])
+    for way, title in (("own", "offplan's own"), ("stock", "transformers' own")):
+        print(f"## Refused by {title} passes\n")
+        _print_refused(found[way])
+        print()
 
 
 if __name__ == "__main__":
