@@ -56,8 +56,10 @@ LEFT = {
         ("aria_text", "granitemoe", "granitemoeshared"),
         ("fp8", "compressed-tensors"),
     ),
-    # a head that transformers calls lm_head, and saves by another name
-    "gpt_neox": ("compressed-tensors",),
+    # a head that transformers calls lm_head, as these configs do, and saves by another name
+    **dict.fromkeys(("fuyu", "gpt_neox"), ("fp8", "compressed-tensors")),
+    # a list of its own says which layers it has, and contradicts the number of a tiny model's
+    "nemotron_h": ("fp8", "bitsandbytes", "torchao", "compressed-tensors"),
     # more or other layers are left as they are, for being named so in transformers' classes
     "deepseek_v4": ("fp8", "bitsandbytes", "torchao", "compressed-tensors"),
     "hrm_text": ("bitsandbytes", "torchao"),
