@@ -237,6 +237,8 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
         text = {**model_types.TEXT_SIZES.get(model_type, {}), **text}
     else:
         model_type = class_type(model_type, config)
+    if model_type == "dory":
+        text = _without_mlps(text)
     stated_layers = _read_num_layers(text)
     mixers, windows, notes = read_windows(text, model_type, stated_layers or num_layers)
     tie = _read_tie(config, text)
@@ -286,6 +288,17 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
         head_is_tied=model_types.TIED_BY_DEFAULT.get(model_type) if tie is None else tie,
         notes=notes if quantisation is None else (*notes, *quantisation.dropped),
     )
+
+
+def _without_mlps(text: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config of Dory's as its class reads it: each MLP is a part of the layer before it.
+
+    Source: transformers 5.24, ``DoryConfig``, which saves both as layers.
+    """
+    kinds = text.get("layer_types")
+    if not isinstance(kinds, list) or "mlp" not in kinds:
+        return text
+    return {**text, "layer_types": kinds[::2], "num_hidden_layers": len(kinds) // 2}
 
 
 def _read_num_layers(text: Mapping[str, Any]) -> int | None:

@@ -165,3 +165,11 @@ def test_the_type_of_a_part_within_a_part():
     thinker = {"torch_dtype": "bfloat16", "text_config": {"model_type": "qwen2_5_omni_text"}}
     config = {"model_type": "qwen2_5_omni", "thinker_config": thinker}
     assert read_architecture(config).dtype == "bfloat16"
+
+
+def test_mlps_that_are_saved_as_layers():
+    """As Dory's; ``test_every_type`` holds the class of transformers 5.24 to it."""
+    kinds = ["sliding_attention", "mlp", "full_attention", "mlp"]
+    config = {"model_type": "dory", "num_hidden_layers": 4, "layer_types": kinds}
+    found = read_architecture(config | {"sliding_window": 7})
+    assert (found.num_layers, len(found.mixers), len(found.windows)) == (2, 2, 2)
