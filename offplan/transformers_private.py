@@ -269,6 +269,8 @@ def find_response_template(tokenizer: Any, model_type: str) -> Any:
 
 def asks_for_decoders(auto_class: Any, config: Any) -> bool:
     """Whether the class of a config sees both sides of a token unless ``is_decoder`` is true."""
+    if type(config) not in auto_class._model_mapping:
+        return False
     modeling = sys.modules[auto_class._model_mapping[type(config)].__module__]
     found = re.search(
         r"(self|if config|not config|self\.config)\.is_decoder", inspect.getsource(modeling)
