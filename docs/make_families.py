@@ -74,8 +74,9 @@ transformers' own passes.
 
 **Prompts** in transformers' own passes: a plan's chunk is at least its prompt. A longer prompt runs
 in chunks where a test has shown the same result, and the weights cross the link once for each
-chunk. `run` refuses a longer prompt of these families: {WHOLE}. Some families attend to
-all tokens whatever `sliding_window` says; where the config names one, `run` refuses theirs, too.
+chunk. `run` refuses a longer prompt of these families: FAMILIES WHOSE PROMPTS RUN WHOLE.
+Some families attend to all tokens whatever `sliding_window` says; where the config names one,
+`run` refuses theirs, too.
 
 **Code of a checkpoint** (`auto_map`) runs by transformers' own passes, only with
 `--trust-remote-code` on the command line of `plan`, `analyze`, `measure`, `replan`, `run`, `bench`,

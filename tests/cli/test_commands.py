@@ -147,6 +147,7 @@ def test_analyze_json(cli: CLI) -> None:
         "revision": None,
         "model_type": "deepseek_v2",
         "dtype": "bfloat16",
+        "gguf": None,
         "num_layers": 6,
         "num_tensors": 188,
         "num_parameters": 438_912,
