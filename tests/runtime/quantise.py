@@ -462,12 +462,12 @@ def save_stored(
     """Save a tiny model in a stored form, and the same model's values; returns both folders."""
     torch.manual_seed(0)
     store, said = (FORMS | ALONE).get(form, (store_mxfp4, {"quant_method": "mxfp4"}))
+    if form in ALONE:
+        store = partial(store, dtype=dtype)
     store_expert, more = store, dict[str, Any](quantization_config=said)
     if form in OF_EXPERTS:
         store, store_expert, of_both = OF_EXPERTS[form]
         more = dict(of_both)
-    if form in ALONE:
-        store = partial(store, dtype=dtype)
     config = CONFIG_MAPPING[family](**SIZES | OWN_SIZES.get(family, {}) | sizes, dtype=dtype)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
