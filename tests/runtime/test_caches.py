@@ -10,7 +10,7 @@ CONTEXT = 7
 
 def test_layers_know_the_position_and_the_model_does_not() -> None:
     position = Position(torch.device("cpu"))
-    cache = LayerCaches(2, 2, CONTEXT, position)
+    cache = LayerCaches([1, 1], CONTEXT, position)
     position.new = torch.arange(3, 6)
     assert [layer.get_seq_length(0) for layer in cache.layers] == [3, 3]
     assert cache.get_seq_length() == 0
@@ -18,8 +18,8 @@ def test_layers_know_the_position_and_the_model_does_not() -> None:
 
 def test_layers_of_any_shape_share_allocations_and_no_memory() -> None:
     position = Position(torch.device("cpu"))
-    cache = LayerCaches(6, 6, CONTEXT, position)
     heads = [3, 3, 1, 3, 1, 3]
+    cache = LayerCaches(heads, CONTEXT, position)
     states = [torch.randn(2, count, 1, 5, dtype=torch.bfloat16) for count in heads]
     for index, new in enumerate(states):
         cache.layers[index].update(new, new[..., :3])
@@ -40,3 +40,16 @@ def test_layers_of_any_shape_share_allocations_and_no_memory() -> None:
         for kept in (layer.keys, layer.values):
             assert kept[:, :, :2].all()
             assert not kept[:, :, 2:].any()
+
+
+def test_layers_of_unlike_shapes_take_what_they_need() -> None:
+    heads = [8, 8, 2, 8]
+    cache = LayerCaches([*heads, 0], CONTEXT, Position(torch.device("cpu")))
+    for layer, count in zip(cache.layers, heads, strict=False):
+        layer.update(*[torch.ones(1, count, 1, 64)] * 2)
+    blocks = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for layer in cache.layers[:4]
+        for tensor in (layer.keys, layer.values)
+    }
+    assert sum(blocks.values()) == 2 * sum(heads) * CONTEXT * 64 * 4

@@ -376,7 +376,7 @@ def test_what_layers_return_as_a_tuple_is_returned_as_one(beside: tuple[None, ..
     vars(layer).pop("forward")
     vars(layer)["beside"] = beside
     layers = DecoderLayers(torch.nn.ModuleList([layer]), compiled=False)
-    layers.cache = LayerCaches(1, 1, 1, Position(torch.device("cpu")))
+    layers.cache = LayerCaches([1], 1, Position(torch.device("cpu")))
     made = layer(torch.ones(3))
     assert made[1:] == beside
     assert torch.equal(made[0], torch.full((3,), 2.0))

@@ -1,5 +1,6 @@
 """The layers' caches: addresses are fixed for captured graphs, and no position is on the host."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from math import prod
@@ -12,8 +13,7 @@ from offplan.placement import align
 
 BLOCK_BYTES = 64 * 2**20
 """Bytes of one allocation, unless one tensor is larger. torch gives allocations of 1 to 10 MiB a
-part of 20 MiB and rounds larger ones up to 2 MiB, little beside this. So much may be left over if
-layers differ in shape."""
+part of 20 MiB and rounds larger ones up to 2 MiB, little beside this."""
 
 
 ALL = slice(None)
@@ -47,27 +47,32 @@ class Position:
 class _Blocks:
     """The keys of all layers, or the values, cut from few allocations."""
 
-    def __init__(self, num_layers: int, context: int) -> None:
-        self._left = num_layers
+    def __init__(self, context: int) -> None:
         self._context = context
         self._spare: dict[tuple[object, ...], list[torch.Tensor]] = {}
+        self._taken = Counter[tuple[object, ...]]()
         self.whole: list[torch.Tensor] = []
         """Allocations, each [layers, batch, heads, context, dim]."""
 
-    def take(self, states: torch.Tensor) -> torch.Tensor:
-        """Return zeros, [batch, heads, context, dim], for ``states``, [batch, heads, new, dim]."""
+    def take(self, states: torch.Tensor, num_alike: int) -> torch.Tensor:
+        """Return zeros, [batch, heads, context, dim], for ``states``, [batch, heads, new, dim].
+
+        ``num_alike`` is the number of layers that take as much, this one included.
+        """
         batch, heads, _, dim = states.shape
         shape = (batch, heads, self._context, dim)
-        spare = self._spare.setdefault((shape, states.dtype, states.device), [])
+        key = shape, states.dtype, states.device
+        spare = self._spare.setdefault(key, [])
         if not spare:
             num_elements = prod(shape)
             # kernels are compiled for aligned addresses
             stride = align(num_elements * states.itemsize) // states.itemsize
-            count = max(1, min(self._left, BLOCK_BYTES // (stride * states.itemsize)))
+            left = num_alike - self._taken[key]
+            count = max(1, min(left, BLOCK_BYTES // (stride * states.itemsize)))
             block = states.new_zeros(count, stride)[:, :num_elements].unflatten(1, shape)
             self.whole.append(block)
             spare += block
-        self._left -= 1
+        self._taken[key] += 1
         return spare.pop()
 
 
@@ -80,8 +85,11 @@ class _Layer(CacheLayerMixin):
     is_compileable = False
     is_sliding = False
 
-    def __init__(self, position: Position, context: int, keys: _Blocks, values: _Blocks) -> None:
+    def __init__(
+        self, position: Position, context: int, keys: _Blocks, values: _Blocks, num_alike: int
+    ) -> None:
         super().__init__()
+        self._num_alike = num_alike
         self._position = position
         self._context = context
         self._blocks = keys, values
@@ -92,7 +100,8 @@ class _Layer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take [batch, heads, context, dim] like the first states seen."""
         keys, values = self._blocks
-        self.keys, self.values = keys.take(key_states), values.take(value_states)
+        self.keys = keys.take(key_states, self._num_alike)
+        self.values = values.take(value_states, self._num_alike)
         self._whole = self.keys, self.values
         self.is_initialized = True
 
@@ -233,22 +242,23 @@ class LayerCaches(Cache):
 
     def __init__(
         self,
-        num_layers: int,
-        num_keeping: int,
+        token_bytes: Sequence[int],
         context: int,
         position: Position,
         linear: Collection[int] = (),
     ) -> None:
         """Make room once the layers are first called.
 
-        It is for keys and values of ``context`` tokens, by blocks for the ``num_keeping`` layers
-        that have their own. It is also for states of the layers ``linear``.
+        It is for keys and values of ``context`` tokens, in blocks that layers of as many
+        ``token_bytes`` share. Those are the bytes that each layer keeps of a token, 0 if it reads
+        an earlier layer's. It is also for states of the layers ``linear``.
         """
         self._states = {index: _State() for index in linear}
-        self._blocks = _Blocks(num_keeping, context), _Blocks(num_keeping, context)
+        self._blocks = _Blocks(context), _Blocks(context)
+        num_alike = Counter(token_bytes)
         self._parts = [
-            self._states.get(index) or _Layer(position, context, *self._blocks)
-            for index in range(num_layers)
+            self._states.get(index) or _Layer(position, context, *self._blocks, num_alike[each])
+            for index, each in enumerate(token_bytes)
         ]
         # linear attention asks its cache for a layer of it
         super().__init__(

@@ -395,11 +395,8 @@ class ModelRunner:
         if self.layers.cache is not None:
             # blocks of the old cache do not fit the new one and would be kept beside it
             self._give_back(self._forget_cache)
-        # others read an earlier layer's, or have linear attention
-        num_keeping = sum(layer.kv_cache.bytes_per_token > 0 for layer in self._loaded.model.layers)
-        self.layers.cache = LayerCaches(
-            len(self.layers), num_keeping, self._context, self._position, self.linear
-        )
+        token_bytes = [layer.kv_cache.bytes_per_token for layer in self._loaded.model.layers]
+        self.layers.cache = LayerCaches(token_bytes, self._context, self._position, self.linear)
         self._cached.ignore()
         with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
             # that it would hold whole scores uncompiled, which here are those of one token
