@@ -289,3 +289,9 @@ def test_a_plain_read_reads(team: Team) -> None:
     memory = torch.ones(1 << 20, dtype=torch.uint8)
     team.read(memory.data_ptr(), memory.nbytes)
     assert Part.WEIGHT in make_weight("bf16", 1, 2)[1]
+
+
+def test_scales_of_scales_that_rows_do_not_share_evenly_are_refused() -> None:
+    form, parts = make_weight("nvfp4", 65, 64)  # two scales of scales: the last row has none
+    with pytest.raises(OffplanError, match=r"65 rows .* 2 scales of scales"):
+        cores.describe(form, parts)

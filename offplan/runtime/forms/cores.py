@@ -111,7 +111,12 @@ def _describe_scales(matrix: Matrix, form: Form, parts: Parts) -> None:
         whole = parts.get(Part.GLOBAL_SCALE, parts.get(Part.GLOBAL_DIVISOR))
         assert whole is not None
         matrix.scale_type = ScaleType.E4M3
-        matrix.whole_rows = matrix.num_out // whole.shape[-2]
+        matrix.whole_rows, rest = divmod(matrix.num_out, whole.shape[-2])
+        if rest:  # the last rows would read scales of scales that are not there
+            raise refuse(
+                f"has no kernel for {matrix.num_out} rows of {form.label} by {whole.shape[-2]} "
+                "scales of scales, which do not share them evenly"
+            )
         matrix.whole_divides = Part.GLOBAL_DIVISOR in parts
     else:
         matrix.scale_type = _SCALES[scales.dtype]
