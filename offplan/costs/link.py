@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import erfc, exp, log, prod, sqrt
 
-from offplan.backends import Backend
 from offplan.checkpoint.model import Experts
 from offplan.checkpoint.tables import Table
 from offplan.costs.work import PassShape, gathers_codes
@@ -128,19 +127,6 @@ class UnitUse:
         if is_coded and not is_gathered and not _has_aligned_rows(unit):
             factor = UNALIGNED_ROWS * (factor or 1.0)
         return factor or reread_factor(machine, self.num_tokens)
-
-
-def use_bytes(
-    backend: Backend,
-    machine: MachineProfile,
-    units: Iterable[Unit],
-    experts: Experts | None,
-    num_tokens: int,
-    reuse: BatchReuse | None = None,
-) -> int:
-    """Bytes that cross when a pass of so many tokens gets at units of one layer by a backend."""
-    uses = (UnitUse(unit, num_tokens, experts, machine, reuse) for unit in units)
-    return round(sum(map(backend.link_bytes, uses)))
 
 
 def coded_reads(mean_rows: float) -> float:

@@ -12,6 +12,6 @@ where a number or a name is doubted.
 and times of many plans at once. Both ask ``numbers`` for what a rule's own numbers take, and
 ``costs.at_use`` for what layers read in place. ``firsts`` lists rules that a budget leaves room
 for, ``in_place`` the plans that copy nothing, ``stages`` a pipeline's other stages, ``packed`` what
-may be packed. The rest are questions of their own: ``frontier``, ``throughput``, ``sooner``,
-``context``, ``rereads``, ``neighbours``, ``unused``, ``infeasible``.
+may be packed. The rest are questions of their own: ``frontier``, ``throughput``, ``context``,
+``neighbours``, ``infeasible``.
 """
