@@ -225,14 +225,14 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
             "expected a decoder-only one; offplan plans causal language models"
         )
     text = text_config(config)
-    model_type = str(text.get("model_type") or family)
+    stated_type = str(text.get("model_type") or family)
+    model_type = model_types.HUB_TYPES.get(stated_type, stated_type)
     is_nested = text is not config
     # a config of several parts that names none is transformers' own default, or is read so
     of_whole = family in model_types.TEXT_CLASSES and family not in model_types.TIED_BY_DEFAULT
     is_multimodal = is_nested or of_whole or any(key in config for key in _OTHER_PARTS)
     if is_multimodal:
-        known = model_types.TEXT_TYPES.get(model_type, model_type)
-        model_type = model_types.TEXT_CLASSES.get(family, known)
+        model_type = model_types.TEXT_CLASSES.get(family, model_type)
     if is_nested:
         text = {**model_types.TEXT_SIZES.get(model_type, {}), **text}
     else:

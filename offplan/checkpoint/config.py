@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from offplan.checkpoint.jsontext import quote
+from offplan.checkpoint.model_types import HUB_TYPES
 from offplan.checkpoint.tensors import CONFIG_NAME
 from offplan.errors import CheckpointError
 
@@ -64,14 +65,17 @@ def read_dtype(config: Mapping[str, Any]) -> str | None:
 
 
 def read_model_type(config: Mapping[str, Any]) -> str:
-    """Return ``model_type``; raises CheckpointError when the config has none fit to be shown."""
+    """Return transformers' name of ``model_type``, which some configs on the Hub give another.
+
+    Raises CheckpointError if the config has none fit to be shown.
+    """
     value = config.get("model_type")
     if not isinstance(value, str) or not value or not value.isprintable() or len(value) > 100:
         raise CheckpointError(
             f"{CONFIG_NAME}: found {quote(value)} as model_type, expected a name such as 'qwen3'; "
             "correct the file or fetch it again"
         )
-    return value
+    return HUB_TYPES.get(value, value)
 
 
 def class_type(model_type: str, config: Mapping[str, Any]) -> str:

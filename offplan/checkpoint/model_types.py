@@ -77,8 +77,8 @@ TEXT_PARTS: dict[str, list[str]] = _FACTS["text_parts"] | {
     family: [text] for family, text in TEXT_CLASSES.items()
 }
 """Multimodal model types whose text part runs alone, and the model types it may have there."""
-TEXT_TYPES: dict[str, str] = _FACTS["text_types"]
-"""Transformers' model types of text parts, by those that configs on the Hub give them."""
+HUB_TYPES: dict[str, str] = _FACTS["hub_types"]
+"""Transformers' model types, by those that configs on the Hub give them."""
 NOT_CAUSAL: dict[str, str] = _FACTS["not_causal"]
 """What models of a type are that do not write text token by token."""
 SINCE: dict[str, str] = {

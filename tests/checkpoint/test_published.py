@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from offplan.checkpoint.config import read_model_type
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError
 from offplan.held.held import hold
@@ -80,7 +81,7 @@ def test_transformers_module_has_as_many_parameters(tmp_path, name):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     config = json.loads(write_published(tmp_path, name).read_text())
     config.pop("quantization_config", None)
-    built = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    built = transformers.CONFIG_MAPPING[read_model_type(config)].from_dict(config)
     auto_class = transformers.AutoModelForCausalLM
     if built.get_text_config() is not built:
         auto_class = transformers.AutoModelForImageTextToText
