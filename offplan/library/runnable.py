@@ -14,6 +14,7 @@ from offplan.checkpoint.model import Model
 from offplan.errors import CheckpointError, OffplanError, PlanError
 from offplan.held.held import hold
 from offplan.held.stage import Stage
+from offplan.held.stock import find_passes
 from offplan.kept import KeptAnswers, installed_packages, installed_versions
 from offplan.placement import Placement, place
 from offplan.plan import Offload
@@ -144,6 +145,10 @@ def needs_stock(model: Model, context: int) -> bool:
     if why_not_run(hold(model), context) is None:
         return False
     if why_not_run(hold(model, stock=True), context) is not None:
+        return False
+    try:
+        find_passes(model)
+    except CheckpointError:  # they fail on a config that their class does not take as it is written
         return False
     _NEEDS_STOCK.keep(key, _RUNS)
     return True

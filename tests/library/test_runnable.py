@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.cli.output import JSON_VERSION
 from offplan.errors import CheckpointError, MemoryLimitError, OffplanError
@@ -49,6 +50,25 @@ def test_a_config_without_a_padding_token(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     stage = hold(open_model(str(tmp_path / "config.json")))
     assert find_obstacle(stage) is None
+
+
+def test_passes_that_fail_are_not_planned_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers' class of Step-3.7 leaves out what its published config has beside parts."""
+    asked = []
+
+    def fail(model: Model) -> None:
+        asked.append(model)
+        raise CheckpointError("fails without weights")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(
+        runnable, "why_not_run", lambda stage, _: None if stage.runner.is_stock else "no"
+    )
+    monkeypatch.setattr(runnable, "find_passes", fail)
+    assert not runnable.needs_stock(open_model(str(TINY_MOE)), 64)
+    assert asked
 
 
 def test_headers_that_no_parameter_takes(both_ways: Path) -> None:
