@@ -43,4 +43,4 @@ def test_each_room_has_a_quick_test(room: str) -> None:
 
 def test_each_folder_of_tests_is_a_room() -> None:
     folders = {path.parent.name for path in (ROOT / "tests").glob("*/__init__.py")}
-    assert folders == set(ROOMS)
+    assert folders - {"golden"} == set(ROOMS)

@@ -1,15 +1,18 @@
 """Small models and machines, written out by hand."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from offplan.checkpoint.model import Experts, KVCache, Layer, Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
+from offplan.costs.link import UnitUse
 from offplan.costs.work import PassShape
+from offplan.held.unit import Unit
 from offplan.machine.profile import LayerTime, MachineProfile
 from offplan.placement import Placement
 from offplan.plan import Backend, Offload, Rule
+from offplan.routing.profile import BatchReuse
 from tests.held import place
 
 HIDDEN = 64
@@ -163,3 +166,16 @@ def place_rules(model: Model, rules: Sequence[Rule], prefetch_step: int) -> Plac
     """Place by rules alone."""
     offload = Offload(prefetch_step=prefetch_step, prefill_chunk=1, rules=tuple(rules))
     return place(model, offload)
+
+
+def use_bytes(
+    backend: Backend,
+    machine: MachineProfile,
+    units: Iterable[Unit],
+    experts: Experts | None,
+    num_tokens: int,
+    reuse: BatchReuse | None = None,
+) -> int:
+    """Bytes that cross when a pass of so many tokens gets at units of one layer by a backend."""
+    uses = (UnitUse(unit, num_tokens, experts, machine, reuse) for unit in units)
+    return round(sum(map(backend.link_bytes, uses)))

@@ -10,7 +10,7 @@ from offplan.checkpoint.model import Experts, Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs.compute import ModelCompute
-from offplan.costs.link import REREADS, TILE_ROWS, reread_factor, use_bytes
+from offplan.costs.link import REREADS, TILE_ROWS, reread_factor
 from offplan.costs.pass_times import pass_times
 from offplan.costs.timeline import PassTimes
 from offplan.costs.work import PassShape
@@ -20,7 +20,7 @@ from offplan.machine.curve import Reread, Rereads
 from offplan.machine.profile import Figure, InPlaceRead, MachineProfile
 from offplan.placement import Phase, Placement
 from offplan.plan import Backend
-from tests.costs.builders import make_machine, moe_model, place_rules, rule
+from tests.costs.builders import make_machine, moe_model, place_rules, rule, use_bytes
 
 uva_bytes = partial(use_bytes, Backend.UVA)
 

@@ -19,7 +19,7 @@ from offplan.costs.activations import (
     scratch_bytes,
 )
 from offplan.costs.compute import outside_time
-from offplan.costs.link import UNALIGNED_ROWS, coded_reads, use_bytes
+from offplan.costs.link import UNALIGNED_ROWS, coded_reads
 from offplan.costs.work import PassShape, layer_work
 from offplan.forms.form import RAW, Kind, Part
 from offplan.held.held import hold
@@ -31,6 +31,7 @@ from offplan.machine.profile import load_profile
 from offplan.placement import Phase
 from offplan.plan import Workload
 from tests.checkpoint.quantised import FORMATS, HIDDEN, INNER, Format, write_quantised
+from tests.costs.builders import use_bytes
 from tests.held import open_stage
 
 uva_bytes = partial(use_bytes, Backend.UVA)
