@@ -57,7 +57,8 @@ def answer(model: str, question: str, folder: Path) -> dict[str, Any]:
         found["explained"] = _digest(_call("explain", plan.name)[1])
         if "--for" in asked:
             engine = asked[asked.index("--for") + 1]
-            found["exported"] = _digest(*map(str, _call("export", plan.name, "--engine", engine)))
+            said = map(str, _call("export", plan.name, "--engine", engine))
+            found["exported"] = _digest(*(each.replace(str(folder), "") for each in said))
     return found
 
 

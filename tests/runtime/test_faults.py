@@ -186,10 +186,14 @@ def test_out_of_memory_says_what_to_do(error: Exception, told: str) -> None:
 
 
 def test_out_of_memory_behind_another_error() -> None:
-    error = RuntimeError("operation failed due to a previous error during capture")
-    error.__context__ = OUT_OF_MEMORY
+    def fail_behind() -> None:
+        try:
+            raise OUT_OF_MEMORY
+        except torch.OutOfMemoryError:  # no cause is named, as where a capture fails
+            raise RuntimeError("operation failed due to an error during capture")  # noqa: B904
+
     with pytest.raises(MemoryLimitError), memory_limits("testing"):
-        raise error
+        fail_behind()
 
 
 def test_other_errors_pass() -> None:
