@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -66,6 +67,7 @@ def _call(*arguments: str) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
     with (
         patch.object(sys, "argv", ["offplan", *arguments]),
+        patch.dict(os.environ, COLUMNS="80"),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
