@@ -49,7 +49,7 @@ def answer(model: str, question: str, folder: Path) -> dict[str, Any]:
     config.write_text(json.dumps(MODELS[model]))
     plan = folder / "plan.yaml"
     asked = shlex.split(question)
-    with contextlib.chdir(folder):
+    with _in_folder(folder):
         code, out, err = _call("analyze", f"{model}/config.json", *asked, "--json", "-o", plan.name)
         found: dict[str, Any] = {"exit": code}
         if not plan.exists():
@@ -61,6 +61,16 @@ def answer(model: str, question: str, folder: Path) -> dict[str, Any]:
             said = map(str, _call("export", plan.name, "--engine", engine))
             found["exported"] = _digest(*(each.replace(str(folder), "") for each in said))
     return found
+
+
+@contextlib.contextmanager
+def _in_folder(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 def _call(*arguments: str) -> tuple[int, str, str]:
