@@ -2,7 +2,6 @@
 
 import re
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +10,15 @@ from huggingface_hub import HfApi, constants, hf_hub_url
 from huggingface_hub.utils import logging
 
 from offplan.checkpoint.answers import AGENT, checked_session
-from offplan.checkpoint.gguf.places import QUANTISATION, SUFFIX, Found, HubName, leave_beside
+from offplan.checkpoint.gguf.places import (
+    QUANTISATION,
+    SHARD,
+    SUFFIX,
+    Found,
+    HubName,
+    leave_beside,
+    list_shards,
+)
 from offplan.checkpoint.gguf.read import Header, import_reader, read_header, size_header
 from offplan.checkpoint.hub_errors import explaining
 from offplan.checkpoint.jsontext import quote
@@ -25,7 +32,6 @@ _FIRST_READ_BYTES = 8 * 2**20
 """Bytes asked for at first: enough for most vocabularies."""
 _MORE = 4
 """Times as many bytes are asked for while they end within the header."""
-_SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 _USUAL = "Q4_K_M"
 """The quantisation taken where none is named, as by Ollama."""
 _NAMED = re.compile(rf"(?<![A-Za-z0-9])({QUANTISATION})\.gguf$", re.IGNORECASE)
@@ -81,7 +87,7 @@ def read_repository(
     shards = choose(repository, wanted)
     where = f"{repository.name}/{shards[0]}"
     import_reader(where)
-    named = _NAMED.search(_SHARD.sub(SUFFIX, shards[0]))
+    named = _NAMED.search(SHARD.sub(SUFFIX, shards[0]))
     tag = f":{named[1]}" if named else ""
     found = Found((Path(where),), (f"llama-cli -hf {repository.name}{tag}",))
     headers = []
@@ -107,16 +113,8 @@ def choose(repository: Repository, wanted: str | None) -> list[str]:
             )
     else:
         chosen = [name for name in files if _USUAL.lower() in name.lower()] or files
-    first = min(chosen, key=lambda name: (len(_SHARD.sub(SUFFIX, name)), name))
-    return [*_list_shards(first)]
-
-
-def _list_shards(name: str) -> Iterator[str]:
-    if (shard := _SHARD.search(name)) is None:
-        yield name
-        return
-    for number in range(1, int(shard[2]) + 1):
-        yield f"{name[: shard.start()]}-{number:05}-of-{shard[2]}{name[-len(SUFFIX) :]}"
+    first = min(chosen, key=lambda name: (len(SHARD.sub(SUFFIX, name)), name))
+    return list_shards(first)
 
 
 def _read_header(repository: Repository, name: str) -> Header:

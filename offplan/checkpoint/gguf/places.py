@@ -13,7 +13,8 @@ from offplan.errors import CheckpointError
 
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
-_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
+SHARD = re.compile(r"-\d{5}-of-(\d{5})\.gguf\Z", re.IGNORECASE)
+"""Matches the end of a shard's name, which counts all shards."""
 _BESIDE = ("mmproj", "imatrix")
 """Parts of the names of files beside a model: what reads images and sound, and statistics."""
 _OLLAMA_MODELS = ("~/.ollama/models", "/usr/share/ollama/.ollama/models")
@@ -80,22 +81,23 @@ def is_gguf(path: Path) -> bool:
         return False
 
 
+def list_shards(name: str) -> list[str]:
+    """Name all shards of the model that a file is of, the first one first."""
+    if (shard := SHARD.search(name)) is None:
+        return [name]
+    start, end = name[: shard.start()], name[-len(SUFFIX) :]
+    return [f"{start}-{number:05}-of-{shard[1]}{end}" for number in range(1, int(shard[1]) + 1)]
+
+
 def find_file(path: Path) -> Found:
     """Find all shards of a GGUF file; raises CheckpointError where some are missing."""
-    files: tuple[Path, ...] = (path,)
-    if (shard := _SHARD.fullmatch(path.name)) is not None:
-        stem, _, count = shard.groups()
-        num_shards = int(count)
-        names = [
-            f"{stem}-{number:05}-of-{count}{path.suffix}" for number in range(1, num_shards + 1)
-        ]
-        files = tuple(path.with_name(name) for name in names)
-        missing = [file.name for file in files if not is_file(file)]
-        if missing:
-            raise CheckpointError(
-                f"{path}: {len(missing)} of {num_shards} shards are missing, the first is "
-                f"{quote(missing[0])}; finish the download"
-            )
+    files = tuple(path.with_name(name) for name in list_shards(path.name))
+    missing = [file.name for file in files if not is_file(file)]
+    if missing:
+        raise CheckpointError(
+            f"{path}: {len(missing)} of {len(files)} shards are missing, the first is "
+            f"{quote(missing[0])}; finish the download"
+        )
     return Found(files, (f"llama-cli -m {shlex.quote(str(files[0]))}",))
 
 
@@ -108,7 +110,7 @@ def find_in_folder(folder: Path) -> Found | None:
         return None
     files = sorted(folder.glob("*.gguf")) or sorted(folder.glob("*/*.gguf"))
     names = leave_beside([str(file.relative_to(folder)) for file in files])
-    models = {_SHARD.sub(r"\1", name): name for name in reversed(names)}
+    models = {SHARD.sub("", name): name for name in reversed(names)}
     if len(models) > 1:
         few = ", ".join(map(quote, sorted(models.values())[:4]))
         raise CheckpointError(

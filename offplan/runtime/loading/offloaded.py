@@ -28,7 +28,7 @@ def find_offloaded(
     ``wanted`` are the model's tensors by parameter name, on the meta device. Raises PlanError where
     a plan places part of what is loaded as one, or a table that is not only read by row.
     """
-    owners = {piece.tensor: name for name, target in targets.items() for piece in target.pieces}
+    owners = _list_owners(targets)
     found: dict[str, tuple[int, int]] = {}
     for slab in placement.slabs:
         for entry in slab.entries:
@@ -72,7 +72,7 @@ def check_experts_whole(
     stage: Stage, targets: Mapping[str, Target], wanted: Mapping[str, torch.Tensor]
 ) -> None:
     """Raise CheckpointError for experts that no plan could move, since loading splits them."""
-    owners = {piece.tensor: name for name, target in targets.items() for piece in target.pieces}
+    owners = _list_owners(targets)
     for unit in (unit for units in stage.units for unit in units if unit.is_expert):
         if wanted[owners[unit.tensors[0]]].nbytes < unit.nbytes:
             raise refuse(
@@ -91,7 +91,7 @@ def pin_split(
 
     Nor does any take ``shared`` parameters, which several layers read: they stay on the GPU.
     """
-    owners = {piece.tensor: name for name, target in targets.items() for piece in target.pieces}
+    owners = _list_owners(targets)
     pinned = {piece.tensor.name for name in shared for piece in targets[name].pieces}
     for units in stage.units:
         for unit in units:
@@ -100,6 +100,11 @@ def pin_split(
             except PlanError:
                 pinned.update(tensor.name for tensor in unit.tensors)
     return stage.pin(pinned)
+
+
+def _list_owners(targets: Mapping[str, Target]) -> dict[TensorInfo, str]:
+    """List the parameter that each stored tensor is loaded into."""
+    return {piece.tensor: name for name, target in targets.items() for piece in target.pieces}
 
 
 def _parameter_of(
