@@ -186,6 +186,11 @@ def test_metadata_of_another_size_than_the_weights_are_refused(tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_a_name_that_counts_no_shards_is_a_file_of_its_own(tmp_path: Path) -> None:
+    write_llama(path := tmp_path / "model-00001-of-00000.gguf")
+    assert open_model(str(path)).num_parameters == 1443072
+
+
 def test_a_folder_has_one_model_with_its_shards_and_what_lies_beside(tmp_path: Path) -> None:
     write_llama(tmp_path / "model.gguf", num_shards=3)
     write(tmp_path / "mmproj-F16.gguf", "clip", {}, {})

@@ -13,7 +13,7 @@ from offplan.errors import CheckpointError
 
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
-SHARD = re.compile(r"-\d{5}-of-(\d{5})\.gguf\Z", re.IGNORECASE)
+SHARD = re.compile(r"-\d{5}-of-(?!0{5})(\d{5})\.gguf\Z", re.IGNORECASE)
 """Matches the end of a shard's name, which counts all shards."""
 _BESIDE = ("mmproj", "imatrix")
 """Parts of the names of files beside a model: what reads images and sound, and statistics."""
