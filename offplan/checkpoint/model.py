@@ -14,7 +14,7 @@ from offplan.checkpoint.group import group_outside, resize
 from offplan.checkpoint.identity import fingerprint
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tables import INPUT_EMBEDDINGS, Table, group_rows
-from offplan.checkpoint.tensors import TensorInfo, Tensors
+from offplan.checkpoint.tensors import Tensors
 
 FLOAT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 """Bytes of an element of each type that models compute in, as torch names them."""
@@ -230,11 +230,6 @@ class Model:
         """Whether a loaded matrix has the rows that the checkpoint stores."""
         is_matrix = parameter.form.is_raw and len(parameter.shape) == 2
         return is_matrix and resize(parameter, self.architecture, self.dtype).resized is None
-
-    @cached_property
-    def input_embedding(self) -> TensorInfo | None:
-        """The input embedding, where it is one of ``tables``."""
-        return next((each.tensors[0] for each in self.tables if each.is_input), None)
 
     @cached_property
     def stores_head(self) -> bool:

@@ -24,6 +24,7 @@ from tests.checkpoint.quantised import (
     shapes_of,
     write_quantised,
 )
+from tests.held import input_embedding
 
 
 def block_of(form, columns):
@@ -109,7 +110,7 @@ def test_figures_of_the_model_are_those_of_what_it_stands_for(tmp_path, name):
     assert model.dtype == "bfloat16"
     assert {layer.kv_cache for layer in model.layers} == {KVCache(2 * 2 * 64 * 2)}
     assert model.head.shape == (64, 256)
-    assert (model.input_embedding is None) == format.takes_all
+    assert (input_embedding(model) is None) == format.takes_all
 
 
 FUSED: dict[str, Any] = {

@@ -5,6 +5,7 @@ from pathlib import Path
 from offplan import placement
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
+from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs import predict as costs
 from offplan.engines.runner import find_runner
 from offplan.held.held import Held, hold, hold_whole
@@ -17,6 +18,11 @@ from offplan.plan import Budget, Offload, Packing, Prediction, Workload
 def hold_by(model: Model, engine: str | None = None, packing: Packing | None = None) -> Held:
     """What the only GPU of an engine holds; None is offplan's own runtime."""
     return Held((hold_whole(model, find_runner(engine)),)).pack(packing)
+
+
+def input_embedding(model: Model) -> TensorInfo | None:
+    """Return the input embedding, if it is one of the tables that may lie on the host."""
+    return next((each.tensors[0] for each in model.tables if each.is_input), None)
 
 
 def place(model: Model, offload: Offload) -> Placement:

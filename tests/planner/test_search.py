@@ -21,6 +21,7 @@ from tests.costs.builders import (
     make_model,
     moe_model,
 )
+from tests.held import input_embedding
 from tests.planner.brute_force import BruteForce
 from tests.planner.cases import (
     FEW_DENSE,
@@ -130,12 +131,13 @@ def test_nothing_on_a_second_gpu_is_read_in_place(name: str, share: float) -> No
 
 def test_an_embedding_on_the_host_takes_none_of_a_second_gpu() -> None:
     model, machine = MODELS["dense"], make_machine(peer=20e9)
-    assert model.input_embedding is not None
-    missing = model.input_embedding.nbytes // 2
+    table = input_embedding(model)
+    assert table is not None
+    missing = table.nbytes // 2
     budget = Budget(gpu_memory=budget_for(model, machine, 1.0).gpu_memory - missing, host_memory=0)
     plan = plan_for(model, machine, budget, store="peer")
     assert (plan.offload.rules, plan.offload.embeddings) == ((), "host")
-    assert plan.prediction.host_memory_bytes == model.input_embedding.nbytes
+    assert plan.prediction.host_memory_bytes == table.nbytes
     assert plan.prediction.peer_memory_bytes == 0
 
 
@@ -180,23 +182,24 @@ def test_one_byte_too_few_offloads_something() -> None:
 def test_an_embedding_on_the_host_spares_a_rule() -> None:
     """What is missing is less than the embedding: reading its rows beats moving any layer."""
     model, machine = MODELS["dense"], make_machine()
-    assert model.input_embedding is not None
+    table = input_embedding(model)
+    assert table is not None
     chunked = Workload(prompt_tokens=512, output_tokens=20, context=700)
     budget = budget_for(model, machine, 1.0, chunked)
-    tight = Budget(gpu_memory=budget.gpu_memory - model.input_embedding.nbytes // 2)
+    tight = Budget(gpu_memory=budget.gpu_memory - table.nbytes // 2)
     result = make_plan(pose(model, machine, chunked, tight, Goal(packing=False)))
-    plan, row = result.plan, model.input_embedding.nbytes // model.input_embedding.shape[0]
+    plan, row = result.plan, table.nbytes // table.shape[0]
     assert (plan.offload.rules, plan.offload.embeddings) == ((), "host")
     assert plan.prediction.decode.link_bytes == row
     assert plan.prediction.prefill.link_bytes == 512 * row
-    assert plan.prediction.host_memory_bytes == model.input_embedding.nbytes
+    assert plan.prediction.host_memory_bytes == table.nbytes
     assert any("input embedding" in reason for reason in explain_plan(result))
 
 
 def test_a_tied_embedding_stays_on_the_gpu() -> None:
     model = MODELS["dense"]
     tied = replace(model, outside=model.outside[1:])
-    assert tied.input_embedding is None
+    assert input_embedding(tied) is None
     plan = make_plan(ask(tied, make_machine(), 0.5)).plan
     assert plan.offload.embeddings == "device"
 

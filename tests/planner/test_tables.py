@@ -17,6 +17,7 @@ from offplan.machine.profile import load_profile
 from offplan.plan import Budget, Goal, Workload
 from offplan.planner.make import make_plan
 from tests.costs.builders import HIDDEN, VOCABULARY, dense_model, make_machine
+from tests.held import input_embedding
 from tests.planner.cases import budget_for, plan_for
 
 WORKLOAD = Workload(prompt_tokens=512, output_tokens=20, context=700)
@@ -35,7 +36,7 @@ def with_table(module: str = "model.embed_tokens_per_layer", **config: Any) -> M
 def test_a_table_leaves_the_gpu_before_any_layer() -> None:
     model, machine = with_table(), make_machine()
     (table,) = model.tables
-    assert model.input_embedding is None
+    assert input_embedding(model) is None
     whole = budget_for(model, machine, 1.0, WORKLOAD)
     budget = Budget(gpu_memory=whole.gpu_memory - table.nbytes // 2)
     plan = plan_for(model, machine, budget, WORKLOAD)

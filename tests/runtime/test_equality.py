@@ -12,6 +12,7 @@ from offplan.errors import PlanError
 from offplan.placement import Phase
 from offplan.plan import Rule
 from offplan.runtime.generate import Measured, generate
+from tests.held import input_embedding
 from tests.runtime.conftest import CONFIGS, NUM_LAYERS, save_tiny
 from tests.runtime.plans import group, offload, open_session, run_greedily
 from tests.tiers import each_value_once
@@ -127,7 +128,7 @@ def test_max_bytes(checkpoint: Path) -> None:
 
 
 def test_embeddings_on_the_host(checkpoint: Path) -> None:
-    if open_model(str(checkpoint)).input_embedding is None:
+    if input_embedding(open_model(str(checkpoint))) is None:
         with pytest.raises(PlanError, match="tied"):
             run_greedily(checkpoint, offload(embeddings="host"), PROMPT)
         return

@@ -9,6 +9,7 @@ from offplan.checkpoint.open import open_model
 from offplan.errors import MemoryLimitError
 from offplan.hostmem.block import HostBlock
 from offplan.plan import Rule
+from tests.held import input_embedding
 from tests.runtime.conftest import auto_class, save_tiny
 from tests.runtime.families import load_stock, run_stock
 from tests.runtime.plans import group, offload, open_session
@@ -50,7 +51,7 @@ def test_logits_equal_resident(
     checkpoint: Path, name: str, prefetch_step: int, capture: bool
 ) -> None:
     rules, chunk = RULES[name], 4 if name == "in chunks" else 10
-    untied = open_model(str(checkpoint)).input_embedding is not None
+    untied = input_embedding(open_model(str(checkpoint))) is not None
     decision = offload(
         *rules,
         prefetch_step=prefetch_step,

@@ -16,7 +16,7 @@ from offplan.runtime.loading import prepared
 from offplan.runtime.memory.peer import find_peer
 from offplan.runtime.memory.store import allocate
 from offplan.runtime.session import Session
-from tests.held import place
+from tests.held import input_embedding, place
 from tests.runtime.conftest import CONFIGS
 from tests.runtime.plans import CONTEXT, group, offload, open_session
 from tests.tiers import each_value_once
@@ -167,7 +167,7 @@ def test_a_peer_takes_no_host_memory(checkpoint: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(prepared, "_find_store", lambda *_: CPU)
     with open_session(checkpoint, offload(group(2, 1), store="peer")) as session:
         assert session.loaded.placement.offloaded_bytes > 0
-    if open_model(str(checkpoint)).input_embedding is not None:
+    if input_embedding(open_model(str(checkpoint))) is not None:
         decision = offload(group(2, 1), store="peer", embeddings="host")
         with pytest.raises(MemoryLimitError, match="the weights take 8 KiB of host memory"):
             open_session(checkpoint, decision)

@@ -11,7 +11,7 @@ from offplan.placement import Phase
 from offplan.plan import Rule
 from offplan.runtime.measuring.versus import measure_plan, measure_serial
 from offplan.runtime.session import Session
-from tests.held import place
+from tests.held import input_embedding, place
 from tests.runtime.plans import CONTEXT, group, make_bench, offload, open_session
 from tests.runtime.resident import NUM_TOKENS, PROMPT, check_against_resident
 
@@ -38,7 +38,7 @@ def test_logits_equal_resident(
     checkpoint: Path, name: str, prefetch_step: int, capture: bool
 ) -> None:
     chunk = 4 if name == "in chunks" else 10
-    untied = open_model(str(checkpoint)).input_embedding is not None
+    untied = input_embedding(open_model(str(checkpoint))) is not None
     decision = offload(
         *RULES[name],
         prefetch_step=prefetch_step,

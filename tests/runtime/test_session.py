@@ -31,6 +31,7 @@ from offplan.runtime.model.latent import Expansion
 from offplan.runtime.model.layers import MAX_VARIANTS, Call, DecoderLayers
 from offplan.runtime.session import Session
 from offplan.schedule import Copy
+from tests.held import input_embedding
 from tests.runtime.conftest import CONFIGS, NUM_LAYERS, SIZES, save_tiny
 from tests.runtime.interpreted import need_triton
 from tests.runtime.plans import CONTEXT, group, offload, open_session
@@ -123,7 +124,7 @@ def test_closing_gives_everything_back(checkpoint: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(mmap, "mmap", Pages)
     monkeypatch.setattr(store, "allocate", allocate)
-    untied = open_model(str(checkpoint)).input_embedding is not None
+    untied = input_embedding(open_model(str(checkpoint))) is not None
     embeddings: dict[str, Any] = {"embeddings": "host"} if untied else {}
     session = open_session(checkpoint, offload(group(2, 1), group(1, 1, "mlp"), **embeddings))
     tokens_of(session)
