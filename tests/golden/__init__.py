@@ -1,4 +1,4 @@
-"""Questions whose answers a change of the code alone leaves byte for byte: ``write`` renews them.
+"""Questions whose answers a change of the code alone leaves byte for byte. This renews them:
 
     python -m tests.golden
 
