@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -405,3 +406,14 @@ def test_caches_of_a_stage_are_those_that_were_counted(falcon: Path) -> None:
         assert text.cache_bytes * workload.context // tokens == stage.cache_bytes(workload)
     assert replace(stage, passes=None).cache_bytes(workload) > 0
     assert hold(model, stock=True).passes is None
+
+
+def test_what_passes_take_is_the_same_on_a_busy_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save("falcon", tmp_path)
+    model = open_model(str(tmp_path))
+    idle = count_passes(model)
+    clock = count(step=100)
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    assert count_passes(model) == idle

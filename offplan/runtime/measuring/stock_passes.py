@@ -11,7 +11,6 @@ import json
 import logging
 import pickle
 import sys
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -51,8 +50,9 @@ holds as many tokens as it ever does that fill no block yet.
 """
 FEW_TOKENS = (8, 16, 32, 64)
 """Tokens of those that are run on zeros."""
-LEAST_SIZES, LONG_S = 3, 1.5
-"""Sizes that a fit needs, and seconds of a prompt after which no longer one is run."""
+LEAST_SIZES, MOST_GROWTH = 3, 4
+"""Sizes that a fit needs, and the multiple of the first prompt's operators beyond which no longer
+one is run: the model reads a prompt token by token, which would take minutes."""
 BLOCK_BYTES = 512
 """What the CUDA allocator rounds sizes up to. Source: c10/cuda/CUDACachingAllocator.cpp."""
 
@@ -152,10 +152,10 @@ def _count(model: Model, sizes: Sequence[int], *, is_fake: bool) -> StockPasses:
     kinds = list_kinds(model.layers, skeleton.config.get_text_config())
     counted: list[_Counted] = []
     for num_tokens in sizes:
-        began = time.perf_counter()
         counted.append(_run(skeleton, layers, kinds, num_tokens))
-        if len(counted) >= LEAST_SIZES and time.perf_counter() - began > LONG_S:
-            break  # some read a prompt token by token
+        first_run, last_run = (sum(each.operators["prefill"]) for each in (counted[0], counted[-1]))
+        if len(counted) >= LEAST_SIZES and last_run > MOST_GROWTH * first_run:
+            break
     first, sizes = counted[0], sizes[: len(counted)]
     kept = [num_tokens + 1 for num_tokens in sizes]  # the step's token is kept, too
     return StockPasses(
