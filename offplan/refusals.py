@@ -8,8 +8,7 @@ One list: a decision that is priced, checked, offered as a neighbour or run has 
 from collections.abc import Iterable, Iterator
 
 from offplan.backends import Backend
-from offplan.checkpoint.model import Layer, Model
-from offplan.checkpoint.model_types import EXPERTS_IN_OUT
+from offplan.capabilities.cached_experts import find_unread
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.roles import Role, role_of
 from offplan.errors import PlanError
@@ -18,7 +17,6 @@ from offplan.forms.form import RAW, Part
 from offplan.forms.host_kernels import why_no_kernel
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit
-from offplan.kernel_sizes import EXPERT_MULTIPLE, KERNEL_TYPES
 from offplan.placement import Placement
 from offplan.plan import Offload
 
@@ -52,7 +50,7 @@ def _list_refusals(
             "take one chunk after the other: make a plan with `stock=True`"
         )
     keeping = [layer for layer in stage.layers if layer.index in placement.expert_slots]
-    if on_gpu and (what := find_unread(stage, keeping)) is not None:
+    if on_gpu and (what := find_unread(stage.model, stage.dtype, keeping)) is not None:
         yield (
             f"a rule has cached_experts, and {stage.model.source} has experts {what}, which no "
             "kernel on a GPU keeps: leave cached_experts out"
@@ -105,25 +103,3 @@ def _is_multiplied(unit: Unit) -> bool:
 def _is_wide(parameter: Parameter) -> bool:
     """Return True if values are float32, which steps read in place whatever the decision says."""
     return parameter.form is RAW and all(tensor.dtype == "F32" for tensor in parameter.tensors)
-
-
-def find_unread(held: Model | Stage, layers: Iterable[Layer]) -> str | None:
-    """Name what of these layers' experts no kernel reads from slots on a GPU; None for nothing."""
-    experts = [each for layer in layers for each in layer.parameters if each.is_expert]
-    if not experts:
-        return None
-    if held.dtype not in KERNEL_TYPES:
-        return f"computed in {held.dtype}"
-    if any(each.is_shuffled for each in experts):
-        return "with inputs in an order of each expert's own (g_idx)"
-    by_value = [e for e in experts if e.form is RAW and not e.name.endswith("bias")]
-    if not by_value:
-        return None
-    model = held if isinstance(held, Model) else held.model
-    if model.model_type in EXPERTS_IN_OUT:
-        return "held by transposed values"
-    if any(each.name.endswith("bias") for each in experts):
-        return "with biases, held by their values"
-    if any(size % EXPERT_MULTIPLE for each in by_value for size in each.shape[-2:]):
-        return f"held by their values, of sizes that {EXPERT_MULTIPLE} does not divide"
-    return None

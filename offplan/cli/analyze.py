@@ -31,7 +31,7 @@ def analyze(query: Query) -> None:
         return
     with waiting("planning"):
         if question is None:
-            held = hold(model, stock=query.stock or needs_stock(model, 1))
+            held = hold(model, stock=query.goal.stock or needs_stock(model, 1))
             why_not = why_not_run(held) if model.gguf is None else model.gguf.remedy
             analysis = Analysis(Held((held,)), why_not, None, unmeasured=why_unmeasured())
         else:

@@ -40,7 +40,7 @@ def check(
     ] = False,
     engine: Annotated[
         str | None,
-        options.engine(
+        options.take_engine(
             help="Check that this engine does what was exported to it: vllm, vllm-worker, sglang."
         ),
     ] = None,

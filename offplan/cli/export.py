@@ -16,7 +16,7 @@ def export(
     plan: options.Plan,
     engine: Annotated[
         str | None,
-        options.engine(
+        options.take_engine(
             "--engine",
             help="Whose command: vllm, vllm-worker, sglang, or a version of it, vllm==0.31. "
             "[default: the plan's]",
@@ -32,9 +32,9 @@ def export(
         bool,
         typer.Option("--replan", help="Export the fastest plan that the engine can run."),
     ] = False,
-    tensor_parallel: Annotated[int, options.ranks("--tp", "--replan")] = 1,
-    pipeline_parallel: Annotated[int, options.ranks("--pp", "--replan")] = 1,
-    expert_parallel: Annotated[int, options.ranks("--ep", "--replan")] = 1,
+    tensor_parallel: Annotated[int, options.take_ranks("--tp", "--replan")] = 1,
+    pipeline_parallel: Annotated[int, options.take_ranks("--pp", "--replan")] = 1,
+    expert_parallel: Annotated[int, options.take_ranks("--ep", "--replan")] = 1,
     model: options.LocalModel = None,
     json: options.Json = False,
 ) -> None:

@@ -2,14 +2,16 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
 
-from offplan.choices import DEFAULT_CACHED_EXPERTS, DEFAULT_PARTS, PartsChoice
+from offplan.choices import DEFAULT_CACHED_EXPERTS, DEFAULT_PARTS, ObjectiveName, PartsChoice
 from offplan.errors import InputError
+from offplan.units import parse_seconds
 
 
 def read_text(argument: str) -> str:
@@ -68,7 +70,9 @@ def complete_engine(start: str) -> list[str]:
 api_key = partial(typer.Option, envvar="OFFPLAN_API_KEY", show_envvar=False)
 """An option that takes a server's key."""
 
-engine = partial(typer.Option, metavar="ENGINE", parser=str.lower, autocompletion=complete_engine)
+take_engine = partial(
+    typer.Option, metavar="ENGINE", parser=str.lower, autocompletion=complete_engine
+)
 """An option that takes an engine."""
 
 
@@ -149,7 +153,7 @@ _RANKS = {
 }
 
 
-def ranks(name: str, beside: str) -> Any:
+def take_ranks(name: str, beside: str) -> Any:
     """Return an option for a number of ranks, which is for use ``beside`` another option."""
     return typer.Option(name, min=1, help=f"{_RANKS[name]}, with {beside}.")
 
@@ -172,27 +176,6 @@ def read_cached_experts(argument: str | int) -> str | int:
     return int(text)
 
 
-CachedExperts = Annotated[
-    Any,
-    typer.Option(
-        "--cached-experts",
-        parser=read_cached_experts,
-        metavar="N, auto or off",
-        help="Keep the N experts of a layer that were used last on the GPU. "
-        f"[default: {DEFAULT_CACHED_EXPERTS}]",
-    ),
-]
-Parts = Annotated[
-    PartsChoice | None,
-    typer.Option(
-        "--parts",
-        help=f"Let prompts stream a layer's experts in parts. [default: {DEFAULT_PARTS}]",
-    ),
-]
-HostCores = Annotated[
-    bool,
-    typer.Option("--host-cores", help="Let the host's cores multiply weights in decode."),
-]
 HostThreads = Annotated[
     int | None,
     typer.Option(
@@ -226,3 +209,61 @@ Packing = Annotated[
         help="Hold bf16 weights packed without loss where that is faster, or as they are stored.",
     ),
 ]
+
+
+_time = partial(typer.Option, parser=parse_seconds, metavar="TEXT")
+
+
+@dataclass(frozen=True)
+class GoalOptions:
+    """The options of a plan's goal, by the names of its fields."""
+
+    objective: Annotated[
+        ObjectiveName,
+        typer.Option(
+            **choice(ObjectiveName),
+            help="Time of a request, or tokens a second (which chooses the batch).",
+        ),
+    ] = "latency"
+    max_ttft_s: Annotated[
+        float | None, _time("--max-ttft", help="Longest time to the first token (800ms).")
+    ] = None
+    max_tpot_s: Annotated[
+        float | None, _time("--max-tpot", help="Longest time of each further token (50ms).")
+    ] = None
+    engine: Annotated[
+        str | None,
+        take_engine(
+            "--for",
+            help="Search only plans that this engine can run: "
+            "vllm, vllm-worker, sglang, vllm==0.31.",
+        ),
+    ] = None
+    stock: Stock = False
+    tensor_parallel: Annotated[int, take_ranks("--tp", "--for")] = 1
+    pipeline_parallel: Annotated[int, take_ranks("--pp", "--for")] = 1
+    expert_parallel: Annotated[int, take_ranks("--ep", "--for")] = 1
+    packing: Packing = True
+    leave_unpacked: LeaveUnpacked = None
+    cached_experts: Annotated[
+        Any,
+        typer.Option(
+            "--cached-experts",
+            parser=read_cached_experts,
+            metavar="N, auto or off",
+            help="Keep the N experts of a layer that were used last on the GPU. "
+            f"[default: {DEFAULT_CACHED_EXPERTS}]",
+        ),
+    ] = None
+    parts: Annotated[
+        PartsChoice | None,
+        typer.Option(
+            "--parts",
+            help=f"Let prompts stream a layer's experts in parts. [default: {DEFAULT_PARTS}]",
+        ),
+    ] = None
+    host_cores: Annotated[
+        bool,
+        typer.Option("--host-cores", help="Let the host's cores multiply weights in decode."),
+    ] = False
+    host_threads: HostThreads = None

@@ -1,6 +1,6 @@
 """What ``analyze`` and ``plan`` are asked: their options, declared once."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,17 +19,15 @@ from offplan.cli.output import (
 )
 from offplan.cli.printable import printable
 from offplan.errors import InputError
-from offplan.units import parse_bytes, parse_seconds
+from offplan.units import parse_bytes
 
 if TYPE_CHECKING:
     from offplan.checkpoint.model import Model
     from offplan.plan import Plan
     from offplan.planner.question import Question
-    from offplan.ranks import Ranks
 
 
 _size = partial(typer.Option, parser=parse_bytes, metavar="TEXT")
-_time = partial(typer.Option, parser=parse_seconds, metavar="TEXT")
 
 
 @dataclass(frozen=True)
@@ -77,39 +75,9 @@ class Query:
             help="Tokens a sequence may reach; max: all that fit.",
         ),
     ] = 4096
-    objective: Annotated[
-        choices.ObjectiveName,
-        typer.Option(
-            **options.choice(choices.ObjectiveName),
-            help="Time of a request, or tokens a second (which chooses the batch).",
-        ),
-    ] = "latency"
-    max_ttft: Annotated[
-        float | None, _time("--max-ttft", help="Longest time to the first token (800ms).")
-    ] = None
-    max_tpot: Annotated[
-        float | None, _time("--max-tpot", help="Longest time of each further token (50ms).")
-    ] = None
-    engine: Annotated[
-        str | None,
-        options.engine(
-            "--for",
-            help="Search only plans that this engine can run: "
-            "vllm, vllm-worker, sglang, vllm==0.31.",
-        ),
-    ] = None
-    stock: options.Stock = False
+    goal: options.GoalOptions = field(default_factory=options.GoalOptions)
     trust_remote_code: options.TrustRemoteCode = False
-    tensor_parallel: Annotated[int, options.ranks("--tp", "--for")] = 1
-    pipeline_parallel: Annotated[int, options.ranks("--pp", "--for")] = 1
-    expert_parallel: Annotated[int, options.ranks("--ep", "--for")] = 1
-    packing: options.Packing = True
-    leave_unpacked: options.LeaveUnpacked = None
-    cached_experts: options.CachedExperts = None
     routing: options.Routing = None
-    parts: options.Parts = None
-    host_cores: options.HostCores = False
-    host_threads: options.HostThreads = None
     frontier: Annotated[
         bool, typer.Option("--frontier", help="Show GPU memory against speed instead of one plan.")
     ] = False
@@ -139,11 +107,12 @@ class Query:
 
     def check(self) -> None:
         """Raise InputError for what contradicts itself, and for files that cannot be written."""
+        goal = self.goal
         if self.frontier:
             for used, why in (
                 (self.output or self.svg, "many plans and writes none: leave --output and --svg"),
-                (self.max_ttft or self.max_tpot, "all times: leave --max-ttft and --max-tpot"),
-                (self.objective != "latency", "the plans of one batch: leave --objective"),
+                (goal.max_ttft_s or goal.max_tpot_s, "all times: leave --max-ttft and --max-tpot"),
+                (goal.objective != "latency", "the plans of one batch: leave --objective"),
             ):
                 if used:
                     raise InputError(f"--frontier shows {why} out")
@@ -161,6 +130,9 @@ class Query:
         from offplan.library.asking import ask, read_routing
         from offplan.library.machines import check_threads, find_machine
 
+        goal = asdict(self.goal)
+        if self.batch is not None:  # a named batch leaves none to be chosen
+            goal["objective"] = "latency"
         tokens = self.prompt_tokens, self.output_tokens, self.context
         workload = read_workload(self.batch or 1, *tokens)
         model = open_model(
@@ -174,17 +146,17 @@ class Query:
         if writes:
             require_checkpoint(model)
         if self.routing is not None:  # before anything is measured
-            read_routing(str(self.routing), model, self.engine)
-        if self.host_cores and self.host_threads is not None and self.machine is None:
-            check_threads(self.host_threads)
+            read_routing(str(self.routing), model, goal["engine"])
+        if goal["host_threads"] is not None and self.machine is None:
+            check_threads(goal["host_threads"])
         machine = find_machine(
             self.machine,
             model,
             workload,
             store=self.store,
-            num_gpus=self.ranks.tensor,
-            packing=self.packing and find_runner(self.engine).holds_packed,
-            stock=self.stock,
+            num_gpus=goal["tensor_parallel"],
+            packing=goal["packing"] and find_runner(goal["engine"]).holds_packed,
+            stock=goal["stock"],
             on_stage=ProgressBar,
         )
         if machine is None:
@@ -196,20 +168,8 @@ class Query:
             gpu_memory=self.gpu_memory,
             host_memory=self.host_memory,
             store=self.store,
-            # a named batch leaves none to be chosen
-            objective="latency" if self.batch is not None else self.objective,
-            max_ttft_s=self.max_ttft,
-            max_tpot_s=self.max_tpot,
-            engine=self.engine,
-            stock=self.stock,
-            packing=self.packing,
-            leave_unpacked=self.leave_unpacked or (),
-            cached_experts=self.cached_experts,
-            parts=self.parts,
-            host_cores=self.host_cores,
-            host_threads=self.host_threads,
             routing=None if self.routing is None else str(self.routing),
-            ranks=self.ranks,
+            **goal,
         )
         note_budget(question, self.gpu_memory)
         with waiting("planning"):
@@ -237,13 +197,6 @@ class Query:
                 portray(plan, question.held.pack(plan.offload.packing), question.machine)
             )
             save_file(self.svg, printable(picture), force=self.force)
-
-    @property
-    def ranks(self) -> "Ranks":
-        """The GPUs that the plan is for."""
-        from offplan.ranks import Ranks
-
-        return Ranks(self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)
 
     @property
     def plan_file(self) -> Path | None:

@@ -199,15 +199,9 @@ def require_stored_weights(offload: Offload, engine: Engine) -> None:
             "store, whose faster link would be lost: plan again with `store: host`"
         )
     for number, rule in enumerate(offload.rules, 1):
-        if rule.cached_experts is not None:
+        for what in rule.list_unsaid():
             raise ExportError(
-                f"rule {number} keeps {rule.cached_experts} experts of a layer on the GPU "
-                f"(cached_experts), which {title} does not do: plan again with `engine`"
-            )
-        if rule.parts is not None:
-            raise ExportError(
-                f"rule {number} streams a layer's experts in {rule.parts} parts (parts), which "
-                f"{title} does not do: plan again with `engine`"
+                f"rule {number} {what}, which {title} does not do: plan again with `engine`"
             )
         for backend in (rule.prefill, rule.decode):
             if backend not in BACKENDS:

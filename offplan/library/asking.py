@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from pydantic import ValidationError
 
+from offplan.capabilities.goal import Asked
 from offplan.checkpoint.model import Model
-from offplan.choices import DEFAULT_CACHED_EXPERTS, DEFAULT_PARTS, ObjectiveName, PartsChoice, Store
+from offplan.choices import Store
 from offplan.engines.runner import find_runner, lower
 from offplan.errors import ExportError, InputError
 from offplan.files import StrPath
@@ -17,9 +18,8 @@ from offplan.library.planned import open_planned_model, open_planned_profile, re
 from offplan.library.runnable import needs_stock
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Goal, Plan, Workload, take_plan
-from offplan.planner.question import Question, why_not_keep, why_not_part
+from offplan.planner.question import Question
 from offplan.progress import Progress
-from offplan.ranks import ONE_RANK, Ranks
 from offplan.records import explain
 from offplan.routing.profile import RoutingProfile, check_routing, load_routing
 
@@ -32,19 +32,8 @@ def ask(
     gpu_memory: int | None = None,
     host_memory: int | None = None,
     store: Store = "host",
-    objective: ObjectiveName = "latency",
-    max_ttft_s: float | None = None,
-    max_tpot_s: float | None = None,
-    engine: str | None = None,
-    stock: bool = False,
-    packing: bool = True,
-    leave_unpacked: Sequence[str] = (),
-    cached_experts: int | Literal["off", "auto"] | None = None,
     routing: str | None = None,
-    parts: PartsChoice | None = None,
-    host_cores: bool = False,
-    host_threads: int | None = None,
-    ranks: Ranks = ONE_RANK,
+    **goal: Any,
 ) -> Question:
     """Ask which plan is the best one; ``make_plan`` and ``find_frontier`` answer.
 
@@ -52,21 +41,10 @@ def ask(
     ``host_memory`` are bytes. ``gpu_memory`` is all that the process may take on the card, context
     included; left out, it is what is free. ``host_memory`` is what weights may take of the store;
     left out, it is what the store has. No more than the machine has is planned with. ``store`` is
-    ``host``, or ``peer`` for the memory of a second GPU. The objective ``throughput`` chooses the
-    batch, whatever the workload's. ``max_ttft_s`` and ``max_tpot_s`` are seconds, of the first
-    token and of each further one, at most. ``engine`` (``vllm``, ``vllm==0.31``) limits the search
-    to plans that its flags can say. ``ranks`` are the GPUs that it divides the model among:
-    ``gpu_memory`` is then each one's, ``host_memory`` that of all together. ``stock`` asks for
-    transformers' own passes, which are planned for anyway where offplan's own cannot run a model
-    and they can. With ``packing`` bfloat16 weights are packed without loss where that is faster;
-    ``leave_unpacked`` names weights that stay as they are stored: ``7``, ``7.mlp.down_proj``,
-    ``mlp.down_proj``, ``output_head``. With ``cached_experts`` rules may cache routed experts on
-    the GPU one by one: as many of each layer, or as many as suit (``auto``). Left out, it is
-    DEFAULT_CACHED_EXPERTS if experts can be cached. ``routing`` is the file of a routing profile,
-    which says how soon experts are chosen again. With ``parts`` ``auto`` rules may have prompts
-    stream a layer's routed experts in parts; left out, as DEFAULT_PARTS says where they can. With
-    ``host_cores`` rules may have the host's cores multiply what they take, by ``host_threads``
-    threads, or as many as the machine's figures are of.
+    ``host``, or ``peer`` for the memory of a second GPU. ``routing`` is the file of a routing
+    profile, which says how soon experts are chosen again. ``goal`` are the fields of ``Goal``: its
+    objective, its targets (``max_ttft_s``), its ``engine``, and what each capability has there.
+    Those left out or None are as ``Goal`` has them, or what suits the model best.
 
     Raises InputError for a routing profile that cannot be read or is of another model or batch, and
     for experts that cannot be cached. Raises InputError for a limit below zero, a name that no
@@ -74,37 +52,17 @@ def ask(
     GPU is not known.
     """
     workload = workload or Workload()
-    if cached_experts is None or parts is None:
-        by_others = engine is not None or stock or needs_stock(model, workload.context)
-        if cached_experts is None:
-            keeps = not by_others and why_not_keep(model, workload.batch, store) is None
-            cached_experts = DEFAULT_CACHED_EXPERTS if keeps else "off"
-        if parts is None:
-            streams = not by_others and why_not_part(model, store) is None
-            parts = DEFAULT_PARTS if streams else "off"
     free = machine.free_gpu_bytes if gpu_memory is None else gpu_memory
     try:
         budget = Budget(gpu_memory=free, host_memory=host_memory)
-        goal = Goal(
-            objective=objective,
-            max_ttft=max_ttft_s,
-            max_tpot=max_tpot_s,
-            engine=engine,
-            stock=stock,
-            packing=packing,
-            leave_unpacked=tuple(leave_unpacked),
-            cached_experts=cached_experts,
-            parts=parts,
-            host_cores=host_cores,
-            host_threads=host_threads,
-            tensor_parallel=ranks.tensor,
-            pipeline_parallel=ranks.pipeline,
-            expert_parallel=ranks.expert,
-        )
+        wanted = Goal(**{key: value for key, value in goal.items() if value is not None})
     except ValidationError as error:
         wrong = (f"{where}: {why}" if where else why for where, why in explain(error))
         raise InputError("; ".join(wrong)) from None
-    asked = workload, budget, goal, store, machine.profile_name
+    by_others = wanted.engine is not None or wanted.stock or needs_stock(model, workload.context)
+    chosen = wanted.choose(Asked(model, workload.batch, store), by_others=by_others)
+    wanted = wanted.model_copy(update=chosen)
+    asked = workload, budget, wanted, store, machine.profile_name
     return pose(model, machine.profile, *asked, routing_file=routing)
 
 
@@ -155,7 +113,7 @@ def ask_again(
     if leave_unpacked is not None:
         goal = goal.model_copy(update={"leave_unpacked": tuple(leave_unpacked)})
     if without_cores:
-        goal = goal.model_copy(update={"host_cores": False, "host_threads": None})
+        goal = goal.without_cores()
     asked = plan.workload, plan.budget, goal, plan.offload.store
     file = routing
     if file is None and plan.routing is not None:

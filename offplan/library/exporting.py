@@ -57,21 +57,14 @@ def plan_for(plan: Plan, model: Model, engine: str, ranks: Ranks | None = None) 
     """
     ranks = plan.goal.ranks if ranks is None else ranks
     question = ask_again(plan, model=model)
-    # a plan for throughput has chosen its batch
     changes = {
-        "engine": engine,
-        "cached_experts": "off",  # which no engine does
-        "parts": "off",
-        "stock": False,
-        "host_cores": False,
-        "host_threads": None,
-        "objective": "latency",
+        "objective": "latency",  # a plan for throughput has chosen its batch
         "tensor_parallel": ranks.tensor,
         "pipeline_parallel": ranks.pipeline,
         "expert_parallel": ranks.expert,
     }
     try:
-        goal = Goal.model_validate({**dict(plan.goal), **changes})
+        goal = Goal.model_validate(plan.goal.for_engine(engine, **changes))
     except ValidationError as error:
         raise InputError("; ".join(why for _, why in explain(error))) from None
     asked = pose(

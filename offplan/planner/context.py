@@ -1,7 +1,8 @@
 """The longest context whose plan fits."""
 
+from offplan.capabilities.rule import MOST
 from offplan.costs.threshold import least_that
-from offplan.plan import MOST, MOST_CACHED
+from offplan.plan import MOST_CACHED
 from offplan.planner.packed import reaches
 from offplan.planner.question import Question
 from offplan.planner.search import Searcher

@@ -5,12 +5,12 @@ from functools import cached_property
 from typing import Any
 
 from offplan.backends import Backend
+from offplan.capabilities.goal import Asked
 from offplan.checkpoint.model import Model
 from offplan.choices import Store
 from offplan.errors import InputError
 from offplan.held.held import Held
 from offplan.held.packing import check_unpacked
-from offplan.kernel_sizes import MAX_PAIRS
 from offplan.machine.profile import MachineProfile
 from offplan.plan import (
     Budget,
@@ -23,7 +23,6 @@ from offplan.plan import (
     RoutingRef,
     Workload,
 )
-from offplan.refusals import find_unread
 from offplan.unpacked import Unpacked
 
 
@@ -64,10 +63,10 @@ class Question:
         routing = self.held.stage.routing
         if routing is not None and self.goal.objective == "latency":
             routing.of_batch(self.workload.batch)
-        if self.goal.cached_experts != "off":
-            require_keeping(self)
-        if self.goal.parts != "off":
-            require_parts(self)
+        # a plan for throughput chooses its batch
+        batch = self.workload.batch if self.goal.objective == "latency" else 1
+        for why in self.goal.list_refusals(Asked(self.model, batch, self.store)):
+            raise InputError(why)
         _ = self.planned_machine  # which refuses a link that is not known
 
     @property
@@ -93,8 +92,7 @@ class Question:
     @property
     def backends(self) -> tuple[Backend, ...]:
         """The backends that plans may have: the runner's, and the host's cores where asked for."""
-        asked = (Backend.HOST,) if self.goal.host_cores else ()
-        return (*self.held.runner.backends, *asked)
+        return (*self.held.runner.backends, *self.goal.more_backends)
 
     @property
     def model(self) -> Model:
@@ -149,62 +147,3 @@ class Question:
             offload=offload,
             prediction=prediction,
         )
-
-
-def require_keeping(question: Question) -> None:
-    """Raise InputError for a question none of whose plans can keep experts, or not as many."""
-    kept, experts = question.goal.cached_experts, question.model.experts
-    asked = f"`cached_experts={kept}`"
-    if question.goal.stock:
-        raise InputError(
-            f"{asked}: transformers' own passes are to run {question.model.source}, and kept "
-            "experts need offplan's: leave `cached_experts` out"
-        )
-    # a plan for throughput chooses its batch
-    batch = question.workload.batch if question.goal.objective == "latency" else 1
-    if (why := why_not_keep(question.model, batch, question.store)) is not None:
-        raise InputError(f"{asked}: {why}, or leave `cached_experts` out")
-    if isinstance(kept, int) and experts is not None and kept > experts.num_experts:
-        raise InputError(
-            f"{asked}: a layer of {question.model.source} has {experts.num_experts} experts; name "
-            "that many at most, or auto"
-        )
-
-
-def require_parts(question: Question) -> None:
-    """Raise InputError for a question none of whose plans can stream experts in parts."""
-    asked, source = f"`parts={question.goal.parts}`", question.model.source
-    why = why_not_part(question.model, question.store)
-    if why is None and question.goal.stock:
-        why = f"transformers' own passes are to run {source}, and layers in parts need offplan's"
-    if why is not None:
-        raise InputError(f"{asked}: {why}: leave `parts` out")
-
-
-def why_not_part(model: Model, store: Store) -> str | None:
-    """Say why no plan can stream a model's experts in parts; None if plans can."""
-    if model.experts is None:
-        return f"{model.source} has no routed experts"
-    if store != "host":
-        return f"steps read the experts in host memory, and the store is {store}"
-    return None
-
-
-def why_not_keep(model: Model, batch: int, store: Store) -> str | None:
-    """Say why plans of a batch cannot keep experts, and what would help; None if they can."""
-    if model.experts is None:
-        return f"{model.source} has no routed experts: take a model that has"
-    if store != "host":
-        return (
-            f"experts that are missed are read out of host memory, and the store is {store}: "
-            "take `store=host`"
-        )
-    most = MAX_PAIRS // model.experts.num_experts_per_token
-    if batch > most:
-        return (
-            f"steps of {MAX_PAIRS} pairs of a token and an expert are served at most, which is a "
-            f"batch of {most}, and not of {batch}: lower `batch`"
-        )
-    if (what := find_unread(model, model.layers)) is not None:
-        return f"{model.source} has experts {what}, which no kernel keeps: take another model"
-    return None

@@ -22,7 +22,6 @@ from offplan.ranks import ONE_RANK
 from offplan.report.advice import describe_advice, describe_fitting, describe_type
 from offplan.report.analysis import describe_running
 from offplan.report.model import render_model
-from offplan.report.plan import describe_at_once
 from offplan.report.strip import MemoryBar, make_layer_strip, memory_parts
 from offplan.report.wording import name_options
 from offplan.units import format_budget, format_bytes, format_frequency, format_rate, format_seconds
@@ -243,15 +242,7 @@ def _describe_rule_plainly(rule: Rule, held: Held, where: str) -> str:
     size = f"up to {format_bytes(rule.max_bytes)} of {what}" if rule.max_bytes is not None else what
     total = len(layers)
     told = f"all {total}" if len(taken) == total else f"{len(taken)} of {total}"
-    kept = ""
-    if rule.cached_experts is not None:
-        number = f"{rule.num_kept}" + f" or {rule.num_kept + 1}" * bool(rule.cached_experts_more)
-        kept = f"; the {number} of a layer that were used last are on the GPU as well"
-    if rule.parts is not None:
-        kept = f"; a prompt brings the experts of a layer in {rule.parts} parts"
-        if rule.tokens_at_once is not None:
-            kept += f", {describe_at_once(rule)}"
-    return f"{size} of {told} layers stay {where}{reads}{kept}"
+    return f"{size} of {told} layers stay {where}{reads}{rule.describe_plainly()}"
 
 
 def _describe_reads(prefill: Backend, decode: Backend, few: str) -> str:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offplan.costs.floor import Floor
-from offplan.plan import Packing, Plan, Rule
+from offplan.plan import Plan, Rule
 from offplan.planner.find import PlanResult
 from offplan.report.strip import memory_parts
 from offplan.report.table import make_table
@@ -55,7 +55,8 @@ def describe_question(plan: Plan) -> list[str]:
         "{context}".format(**plan.workload.model_dump()),
         f"{format_budget(budget.gpu_memory)} of GPU memory, {STORES[plan.offload.store]} memory "
         f"{limit}",
-        *_describe_routing(plan),
+        *goal.describe(),
+        *([f"experts are chosen again as {plan.routing.file} has it"] if plan.routing else []),
         what[goal.objective]
         + (f" with {goal.targets}" if goal.targets else "")
         + (f", as {goal.engine} can run it" if goal.engine else "")
@@ -66,17 +67,6 @@ def describe_question(plan: Plan) -> list[str]:
             else ""
         ),
     ]
-
-
-def _describe_routing(plan: Plan) -> list[str]:
-    kept, told = plan.goal.cached_experts, []
-    if isinstance(kept, int):
-        told.append(f"experts are kept on the GPU one by one, {kept} of each layer")
-    if plan.goal.parts == "off" and kept != "off":  # of a model that has experts
-        told.append("prompts stream a layer's experts whole")
-    if plan.routing is not None:
-        told.append(f"experts are chosen again as {plan.routing.file} has it")
-    return told
 
 
 def describe_request(plan: Plan) -> str:
@@ -114,7 +104,7 @@ def describe_offload(plan: Plan) -> list[str]:
     if not lines:
         lines.append("everything fits the GPU; nothing is offloaded")
     if offload.packing is not None:
-        lines.append(_describe_packing(offload.packing))
+        lines.append(offload.packing.describe())
     if any(any(rule.streams) for rule in offload.rules):
         lines.append(f"slots in the ring (prefetch_step): {offload.prefetch_step}")
     return [*lines, f"prompts are read in chunks of {offload.prefill_chunk} tokens"]
@@ -129,45 +119,9 @@ def _describe_rule(rule: Rule, store: str) -> str:
     if rule.max_bytes is not None:
         where = f"from layer 0 on, up to {format_bytes(rule.max_bytes)}"
     else:
-        where = _describe_pattern(rule)
+        where = rule.where
     how = f"prefill {rule.prefill.name}, decode {rule.decode.name}"
-    return f"on the {store}: {what} {where} ({how}){describe_kept(rule)}"
-
-
-def describe_kept(rule: Rule) -> str:
-    """Say how many experts a rule keeps on the GPU, or in how many parts they stream."""
-    if rule.parts is not None:
-        told = f"; prompts stream the experts of a layer in {rule.parts} parts"
-        return told if rule.tokens_at_once is None else f"{told}, {describe_at_once(rule)}"
-    if rule.cached_experts is None:
-        return ""
-    more = rule.cached_experts_more
-    told = f", and one more of the first {more} of them" if more else ""
-    if share := rule.share_of_cores:
-        told += f"; the host's cores multiply {share:.0%} of those missed, the link brings the rest"
-        told += "; one expert is split between them" * bool(rule.split_expert)
-    return f"; the {rule.num_kept} experts of a layer used last are on the GPU, too{told}"
-
-
-def describe_at_once(rule: Rule) -> str:
-    """Say how much of a prompt meets a part at a time."""
-    return f"again for every {rule.tokens_at_once:,} tokens of a sequence"
-
-
-def _describe_packing(packing: Packing) -> str:
-    what = ", ".join(packing.cpu_offload_params) or "weights"
-    head = ", and the output head" if packing.output_head else ""
-    return f"packed without loss: {what} {_describe_pattern(packing)}{head}"
-
-
-def _describe_pattern(pattern: Rule | Packing) -> str:
-    if pattern.num_in_group == pattern.group_size:
-        return "of every layer"
-    if pattern.num_in_group != 1 or pattern.group_size is None:
-        return f"of the last {pattern.num_in_group} in each {pattern.group_size} layers"
-    tens, ones = divmod(pattern.group_size % 100, 10)
-    end = {1: "st", 2: "nd", 3: "rd"}.get(ones, "th") if tens != 1 else "th"
-    return f"of every {pattern.group_size}{end} layer"
+    return f"on the {store}: {what} {where} ({how}){rule.describe()}"
 
 
 def _render_memory(plan: Plan) -> Table:

@@ -1,0 +1,1 @@
+"""Capabilities of plans: each has one file here, for its keys, words and refusals."""

@@ -1,0 +1,115 @@
+"""Prompts in parts: a prompt streams a layer's routed experts some at a time."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import Field, model_validator
+from typing_extensions import Self
+
+from offplan.capabilities.goal import Asked, GoalBase
+from offplan.capabilities.rule import MOST, Count, RuleBase
+from offplan.choices import DEFAULT_PARTS, PartsChoice
+
+
+class PartsRule(RuleBase):
+    """A rule whose experts prompts may stream in parts."""
+
+    parts: int | None = Field(default=None, ge=2, le=MOST)
+    """Parts in which prompts stream a layer's routed experts: some experts at a time, which meet
+    the tokens of all chunks while the next ones come. Null streams what the rule takes whole."""
+    tokens_at_once: Count | None = None
+    """Tokens of each sequence that meet a part while it is in its slot, rounded up to whole chunks.
+    The parts cross again for the tokens behind them. Null has a part meet the whole prompt, however
+    long, and memory is counted for a prompt as long as the context."""
+
+    @model_validator(mode="after")
+    def _streams_in_parts(self) -> Self:
+        if self.parts is None:
+            if self.tokens_at_once is not None:
+                raise ValueError(
+                    "tokens_at_once says how much of a prompt meets a part of a layer's experts, "
+                    "and parts is missing: add it, or take tokens_at_once out"
+                )
+            return self
+        if self.tokens_at_once is not None and self.parts % 2:
+            raise ValueError(
+                f"found parts: {self.parts} with tokens_at_once, expected an even number: two "
+                "slots take parts in turn, also from one group of chunks to the next"
+            )
+        if self.max_bytes is not None:
+            raise ValueError(
+                "a max_bytes rule takes whole parameters, and parts divides a layer's experts: "
+                "give the rule group_size and num_in_group"
+            )
+        if not self.prefill.streams or self.decode.streams or self.decode.is_served:
+            raise ValueError(
+                f"found parts: {self.parts} with prefill: {self.prefill.name} and decode: "
+                f"{self.decode.name}, expected prefill: prefetch and decode: uva or host: prompts "
+                "stream parts, and steps read the experts where they lie"
+            )
+        return self
+
+    def chunks_at_once(self, prefill_chunk: int) -> int | None:
+        """Count the chunks of so many tokens that meet a part at once; None for all."""
+        at_once = self.tokens_at_once
+        return None if at_once is None else -(-at_once // prefill_chunk)
+
+    def describe(self) -> str:
+        """Say in how many parts experts stream."""
+        if self.parts is None:
+            return super().describe()
+        told = f"; prompts stream the experts of a layer in {self.parts} parts"
+        return super().describe() + told + self._describe_at_once()
+
+    def describe_plainly(self) -> str:
+        """Say the same to people who do not know the keys."""
+        if self.parts is None:
+            return super().describe_plainly()
+        told = f"; a prompt brings the experts of a layer in {self.parts} parts"
+        return super().describe_plainly() + told + self._describe_at_once()
+
+    def _describe_at_once(self) -> str:
+        if self.tokens_at_once is None:
+            return ""
+        return f", again for every {self.tokens_at_once:,} tokens of a sequence"
+
+    def list_unsaid(self) -> Iterator[str]:
+        """Yield that the experts stream in parts."""
+        yield from super().list_unsaid()
+        if self.parts is not None:
+            yield f"streams a layer's experts in {self.parts} parts (parts)"
+
+
+class PartsGoal(GoalBase):
+    """A question whose plans may have prompts in parts."""
+
+    parts: PartsChoice = "off"
+    """Whether rules may have prompts stream a layer's routed experts in parts; ``auto`` chooses."""
+
+    def list_unsaid(self) -> Iterator[tuple[str, str]]:
+        """Yield parts, where they are asked for."""
+        yield from super().list_unsaid()
+        if self.parts != "off":
+            yield "parts", "no engine streams a layer's experts in parts"
+
+    def list_refusals(self, asked: Asked) -> Iterator[str]:
+        """Yield why no plan can stream experts in parts, though that is asked for."""
+        yield from super().list_refusals(asked)
+        if self.parts != "off" and (why := _why_not(asked)) is not None:
+            yield f"`parts={self.parts}`: {why}: leave `parts` out"
+
+    def choose(self, asked: Asked, *, by_others: bool) -> dict[str, Any]:
+        """Choose DEFAULT_PARTS where prompts can stream in parts."""
+        chosen = super().choose(asked, by_others=by_others)
+        if "parts" not in self.model_fields_set:
+            chosen["parts"] = "off" if by_others or _why_not(asked) else DEFAULT_PARTS
+        return chosen
+
+
+def _why_not(asked: Asked) -> str | None:
+    """Say why no plan can stream a model's experts in parts; None if plans can."""
+    if asked.model.experts is None:
+        return f"{asked.model.source} has no routed experts"
+    if asked.store != "host":
+        return f"steps read the experts in host memory, and the store is {asked.store}"
+    return None

@@ -1,0 +1,143 @@
+"""What every rule of a plan has: which weights it takes of which layers, and how they are reached.
+
+Capabilities add keys of their own in subclasses, and their words and refusals by ``super()``.
+"""
+
+import reprlib
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+from typing_extensions import Self
+
+from offplan.backends import BACKENDS, Backend
+from offplan.choices import Store
+from offplan.records import ExactBytes, Record
+from offplan.segments import match_segments
+
+MOST = 2**24
+"""Beyond any workload and any model: sequences, or tokens of one; slots of a ring, or layers."""
+Count = Annotated[int, Field(ge=1, le=MOST)]
+_ALL = "all"
+
+
+def _read_segments(value: Any) -> Any:
+    if isinstance(value, str) and value != _ALL:
+        raise ValueError(f"found {reprlib.repr(value)}: it should be a list of segments, or all")
+    return () if value == _ALL else value
+
+
+Segments = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_read_segments, json_schema_input_type=Literal["all"] | tuple[str, ...]),
+    PlainSerializer(lambda value, info: _ALL if info.context and not value else value),
+]
+"""Segments: dotted runs of name parts relative to the layer. Empty matches everything, and is
+``all`` in a plan's file."""
+
+
+class Pattern(Record):
+    """Weights of some layers, by segments and a group pattern.
+
+    Source: vLLM ``offload_group_size``: of every ``group_size`` layers the last ``num_in_group``.
+    """
+
+    cpu_offload_params: Segments = ()
+    """Segments: dotted runs of name parts relative to the layer. ``all`` takes every parameter."""
+    group_size: Count | None = None
+    num_in_group: Count | None = None
+
+    def selects_layer(self, index: int) -> bool:
+        """Return True if the group pattern takes this layer, or there is none."""
+        if self.group_size is None or self.num_in_group is None:
+            return True
+        return index % self.group_size >= self.group_size - self.num_in_group
+
+    def matches(self, name: str) -> bool:
+        """Return True if its segments match a name, relative to the layer."""
+        return match_segments(self.cpu_offload_params, name)
+
+    @model_validator(mode="after")
+    def _has_group(self) -> Self:
+        if self.group_size and self.num_in_group and self.num_in_group > self.group_size:
+            raise ValueError(
+                f"num_in_group {self.num_in_group} is more than group_size {self.group_size}"
+            )
+        return self
+
+    @property
+    def where(self) -> str:
+        """The layers in words: ``of every 2nd layer``."""
+        if self.num_in_group == self.group_size:
+            return "of every layer"
+        if self.num_in_group != 1 or self.group_size is None:
+            return f"of the last {self.num_in_group} in each {self.group_size} layers"
+        tens, ones = divmod(self.group_size % 100, 10)
+        end = {1: "st", 2: "nd", 3: "rd"}.get(ones, "th") if tens != 1 else "th"
+        return f"of every {self.group_size}{end} layer"
+
+
+class RuleBase(Pattern):
+    """Which parameters of which layers stay on the host, and how each phase gets them.
+
+    Either a group pattern or ``max_bytes`` (whole parameters in layer then name order, overshooting
+    by at most one; Source: vLLM ``cpu_offload_gb``).
+    """
+
+    max_bytes: ExactBytes | None = Field(default=None, gt=0)
+    prefill: Backend
+    decode: Backend
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        if self.max_bytes is not None:
+            if self.group_size is not None or self.num_in_group is not None:
+                raise ValueError("a rule has either max_bytes or group_size and num_in_group")
+            if self.prefill is not self.decode or self.decode.streams:
+                both = (b for b in BACKENDS.values() if not b.streams and len(b.phases) == 2)
+                names = " or ".join(b.name for b in both)
+                raise ValueError(
+                    f"a max_bytes rule is read in place: prefill and decode are {names}"
+                )
+        elif self.group_size is None or self.num_in_group is None:
+            raise ValueError("a rule needs group_size and num_in_group, or max_bytes")
+        for phase, backend in (("prefill", self.prefill), ("decode", self.decode)):
+            if phase not in backend.phases:
+                raise ValueError(
+                    f"{phase}: {backend.name} serves {' and '.join(backend.phases)} alone; choose "
+                    f"{' or '.join(b.name for b in BACKENDS.values() if phase in b.phases)}"
+                )
+        return self
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if it reaches the GPU in one way for a prompt and in another for a decode step."""
+        return self.prefill is not self.decode
+
+    @property
+    def streams(self) -> tuple[bool, bool]:
+        """True for each phase, prefill and decode, in which it goes through the ring."""
+        return self.prefill.streams, self.decode.streams
+
+    def describe(self) -> str:
+        """Say what capabilities add to the rule, for a plan's report: words from ``; `` on."""
+        return ""
+
+    def describe_plainly(self) -> str:
+        """Say the same to people who do not know the keys, for an answer."""
+        return ""
+
+    def list_unsaid(self) -> Iterator[str]:
+        """Yield what no engine's flags can say of it: verb, object and key."""
+        yield from ()
+
+    def why_not_store(self, store: Store) -> str | None:
+        """Say why the rule cannot take from a store; None if it can."""
+        for backend in (self.prefill, self.decode):
+            if store not in backend.stores:
+                known = " or ".join(b.name for b in BACKENDS.values() if store in b.stores)
+                return (
+                    f"is {backend.words.noun} ({backend.name}), which reads no second GPU's "
+                    f"memory: with `store: {store}`, prefill and decode are {known}"
+                )
+        return None

@@ -1,0 +1,81 @@
+"""The table of capabilities, by which a plan's rules and its goal have their keys.
+
+The order of the classes is that of the keys in a file, the last one first. What two capabilities do
+to each other stands here, and nowhere else.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import model_validator
+from typing_extensions import Self
+
+from offplan.capabilities.cached_experts import CachedExpertsGoal, CachedExpertsRule
+from offplan.capabilities.goal import Asked, GoalBase
+from offplan.capabilities.host_cores import HostCoresGoal
+from offplan.capabilities.packing import PackingGoal
+from offplan.capabilities.parts import PartsGoal, PartsRule
+from offplan.capabilities.ranks import RanksGoal
+from offplan.capabilities.stock import StockGoal
+
+APART = (
+    ("parts", "cached_experts", "a prompt in parts leaves no experts on the GPU for steps"),
+    ("stock", "cached_experts", "kept experts need offplan's"),
+    ("stock", "parts", "layers in parts need offplan's"),
+)
+"""Pairs of keys that may not meet, and why: in a rule, or in what runs it."""
+
+
+class Rule(PartsRule, CachedExpertsRule):
+    """Which parameters of which layers stay on the host, and how each phase gets them.
+
+    Either a group pattern (``group_size``, ``num_in_group``: of every ``group_size`` layers the
+    last ``num_in_group``; Source: vLLM ``offload_group_size``) or ``max_bytes`` (whole parameters
+    in layer then name order, overshooting by at most one; Source: vLLM ``cpu_offload_gb``).
+    """
+
+    @model_validator(mode="after")
+    def _has_one_of_each_pair(self) -> Self:
+        for one, other, why in APART:
+            values = [getattr(self, key, None) for key in (one, other)]
+            if None not in values:
+                raise ValueError(
+                    f"found {one}: {values[0]} with {other}: {values[1]}: {why}, so leave one of "
+                    "them out"
+                )
+        return self
+
+
+class Goal(RanksGoal, HostCoresGoal, PartsGoal, CachedExpertsGoal, PackingGoal, StockGoal):
+    """What a plan is asked to be best at, and what it must keep beside the budget."""
+
+    def list_refusals(self, asked: Asked) -> Iterator[str]:
+        """Yield why no plan can answer, each with the key in backquotes."""
+        for one, other, why in APART:
+            if one == "stock" and self.stock and (value := getattr(self, other)) != "off":
+                yield (
+                    f"`{other}={value}`: transformers' own passes are to run {asked.model.source}, "
+                    f"and {why}: leave `{other}` out"
+                )
+        yield from super().list_refusals(asked)
+
+    def describe(self) -> Iterator[str]:
+        """Yield what is asked for, each in a line of a plan's report."""
+        yield from super().describe()
+        if self.parts == "off" and self.cached_experts != "off":  # of a model that has experts
+            yield "prompts stream a layer's experts whole"
+
+    def for_engine(self, engine: str, **changes: Any) -> dict[str, Any]:
+        """Return its values with those that no engine's flags can say left out, and ``changes``."""
+        kept = dict(self)
+        for key, _ in self.list_unsaid():
+            kept.pop(key)
+        return {**kept, "host_threads": None, "engine": engine, **changes}
+
+
+USUAL: dict[str, Any] = {
+    name: field.default
+    for name, field in Goal.model_fields.items()
+    if name not in GoalBase.model_fields
+}
+"""Values of a goal that most plans would say alike, which their files leave out."""
