@@ -16,7 +16,8 @@ SPEAK_OF_OPTIONS = (
     *("vllm", "lm_eval.py"),  # for the command lines of others
     *("hostcores/build.py", "runtime/memory/gpu_memory.py"),  # which start programs
     *("serve/guard.py", "serve/serving.py"),  # how a server is started
-    *("ranks.py", "plan.py", "planner/neighbours.py", "machine/name.py"),  # what was asked
+    *("ranks.py", "capabilities/goal.py", "planner/neighbours.py"),  # what was asked
+    "machine/name.py",
     "library/exporting.py",
 )
 """Rooms and files whose texts may name options; others may in whole commands alone."""

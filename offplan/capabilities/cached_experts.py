@@ -6,8 +6,7 @@ The host's cores may multiply a share of those that a step misses.
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
-from typing_extensions import Self
+from pydantic import Field
 
 from offplan.capabilities.goal import Asked, GoalBase
 from offplan.capabilities.rule import Count, RuleBase
@@ -33,12 +32,12 @@ class CachedExpertsRule(RuleBase):
     """Whether cores and link each multiply some inner columns of one missed expert, so that
     ``host_share`` is met more closely. Null and false have them divide whole experts."""
 
-    @model_validator(mode="after")
-    def _keeps_experts(self) -> Self:
+    def list_faults(self) -> Iterator[str]:
+        """Yield what its cached experts cannot be."""
         is_divided = self.cached_experts is not None and self.decode.is_by_cores
         if self.host_share is not None and not is_divided:
             kept = "no" if self.cached_experts is None else str(self.cached_experts)
-            raise ValueError(
+            yield (
                 f"found host_share: {self.host_share:g} with decode: {self.decode.name} and {kept} "
                 "cached_experts: it divides the experts that a step misses between the host's "
                 "cores and the link, so write decode: host and cached_experts, or take it out"
@@ -46,7 +45,7 @@ class CachedExpertsRule(RuleBase):
         if self.split_expert and not (
             self.host_share and self.host_share < 1 and (self.cached_experts or 0) > 1
         ):
-            raise ValueError(
+            yield (
                 f"found split_expert with host_share: {self.host_share} and cached_experts: "
                 f"{self.cached_experts}: cores and link each multiply a part of an expert, and its "
                 "part from the link takes the last slot, so write a host_share between 0 and 1 and "
@@ -54,23 +53,23 @@ class CachedExpertsRule(RuleBase):
             )
         if self.cached_experts is None:
             if self.cached_experts_more is not None:
-                raise ValueError(
+                yield (
                     "cached_experts_more has layers keep one expert more than cached_experts, "
                     "which is missing: add it, or take cached_experts_more out"
                 )
-            return self
-        if self.max_bytes is not None:
-            raise ValueError(
-                "a max_bytes rule takes whole parameters, and cached_experts keeps single experts "
-                "of layers: give the rule group_size and num_in_group"
-            )
-        if self.decode.streams or self.decode.is_served:
-            raise ValueError(
-                f"found decode: {self.decode.name} with cached_experts, expected decode: uva or "
-                "host: steps read the experts that are not in GPU memory over the link, one by "
-                "one, or have the host's cores multiply them"
-            )
-        return self
+        else:
+            if self.max_bytes is not None:
+                yield (
+                    "a max_bytes rule takes whole parameters, and cached_experts keeps single "
+                    "experts of layers: give the rule group_size and num_in_group"
+                )
+            if self.decode.streams or self.decode.is_served:
+                yield (
+                    f"found decode: {self.decode.name} with cached_experts, expected decode: uva "
+                    "or host: steps read the experts that are not in GPU memory over the link, one "
+                    "by one, or have the host's cores multiply them"
+                )
+        yield from super().list_faults()
 
     @property
     def num_kept(self) -> int:

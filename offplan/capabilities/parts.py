@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import Field, model_validator
-from typing_extensions import Self
+from pydantic import Field
 
 from offplan.capabilities.goal import Asked, GoalBase
 from offplan.capabilities.rule import MOST, Count, RuleBase
@@ -22,32 +21,32 @@ class PartsRule(RuleBase):
     The parts cross again for the tokens behind them. Null has a part meet the whole prompt, however
     long, and memory is counted for a prompt as long as the context."""
 
-    @model_validator(mode="after")
-    def _streams_in_parts(self) -> Self:
+    def list_faults(self) -> Iterator[str]:
+        """Yield what its parts cannot be."""
         if self.parts is None:
             if self.tokens_at_once is not None:
-                raise ValueError(
+                yield (
                     "tokens_at_once says how much of a prompt meets a part of a layer's experts, "
                     "and parts is missing: add it, or take tokens_at_once out"
                 )
-            return self
-        if self.tokens_at_once is not None and self.parts % 2:
-            raise ValueError(
-                f"found parts: {self.parts} with tokens_at_once, expected an even number: two "
-                "slots take parts in turn, also from one group of chunks to the next"
-            )
-        if self.max_bytes is not None:
-            raise ValueError(
-                "a max_bytes rule takes whole parameters, and parts divides a layer's experts: "
-                "give the rule group_size and num_in_group"
-            )
-        if not self.prefill.streams or self.decode.streams or self.decode.is_served:
-            raise ValueError(
-                f"found parts: {self.parts} with prefill: {self.prefill.name} and decode: "
-                f"{self.decode.name}, expected prefill: prefetch and decode: uva or host: prompts "
-                "stream parts, and steps read the experts where they lie"
-            )
-        return self
+        else:
+            if self.tokens_at_once is not None and self.parts % 2:
+                yield (
+                    f"found parts: {self.parts} with tokens_at_once, expected an even number: two "
+                    "slots take parts in turn, also from one group of chunks to the next"
+                )
+            if self.max_bytes is not None:
+                yield (
+                    "a max_bytes rule takes whole parameters, and parts divides a layer's experts: "
+                    "give the rule group_size and num_in_group"
+                )
+            if not self.prefill.streams or self.decode.streams or self.decode.is_served:
+                yield (
+                    f"found parts: {self.parts} with prefill: {self.prefill.name} and decode: "
+                    f"{self.decode.name}, expected prefill: prefetch and decode: uva or host: "
+                    "prompts stream parts, and steps read the experts where they lie"
+                )
+        yield from super().list_faults()
 
     def chunks_at_once(self, prefill_chunk: int) -> int | None:
         """Count the chunks of so many tokens that meet a part at once; None for all."""

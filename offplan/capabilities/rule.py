@@ -89,25 +89,28 @@ class RuleBase(Pattern):
     decode: Backend
 
     @model_validator(mode="after")
-    def _one_form(self) -> Self:
+    def _is_sound(self) -> Self:
+        for why in self.list_faults():
+            raise ValueError(why)
+        return self
+
+    def list_faults(self) -> Iterator[str]:
+        """Yield what contradicts itself: what was found, what was expected, what to do."""
         if self.max_bytes is not None:
             if self.group_size is not None or self.num_in_group is not None:
-                raise ValueError("a rule has either max_bytes or group_size and num_in_group")
+                yield "a rule has either max_bytes or group_size and num_in_group"
             if self.prefill is not self.decode or self.decode.streams:
                 both = (b for b in BACKENDS.values() if not b.streams and len(b.phases) == 2)
                 names = " or ".join(b.name for b in both)
-                raise ValueError(
-                    f"a max_bytes rule is read in place: prefill and decode are {names}"
-                )
+                yield f"a max_bytes rule is read in place: prefill and decode are {names}"
         elif self.group_size is None or self.num_in_group is None:
-            raise ValueError("a rule needs group_size and num_in_group, or max_bytes")
+            yield "a rule needs group_size and num_in_group, or max_bytes"
         for phase, backend in (("prefill", self.prefill), ("decode", self.decode)):
             if phase not in backend.phases:
-                raise ValueError(
+                yield (
                     f"{phase}: {backend.name} serves {' and '.join(backend.phases)} alone; choose "
                     f"{' or '.join(b.name for b in BACKENDS.values() if phase in b.phases)}"
                 )
-        return self
 
     @property
     def is_mixed(self) -> bool:

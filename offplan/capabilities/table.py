@@ -7,9 +7,6 @@ to each other stands here, and nowhere else.
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import model_validator
-from typing_extensions import Self
-
 from offplan.capabilities.cached_experts import CachedExpertsGoal, CachedExpertsRule
 from offplan.capabilities.goal import Asked, GoalBase
 from offplan.capabilities.host_cores import HostCoresGoal
@@ -34,16 +31,16 @@ class Rule(PartsRule, CachedExpertsRule):
     in layer then name order, overshooting by at most one; Source: vLLM ``cpu_offload_gb``).
     """
 
-    @model_validator(mode="after")
-    def _has_one_of_each_pair(self) -> Self:
+    def list_faults(self) -> Iterator[str]:
+        """Yield what two of its capabilities do to each other."""
         for one, other, why in APART:
             values = [getattr(self, key, None) for key in (one, other)]
             if None not in values:
-                raise ValueError(
+                yield (
                     f"found {one}: {values[0]} with {other}: {values[1]}: {why}, so leave one of "
                     "them out"
                 )
-        return self
+        yield from super().list_faults()
 
 
 class Goal(RanksGoal, HostCoresGoal, PartsGoal, CachedExpertsGoal, PackingGoal, StockGoal):

@@ -96,7 +96,9 @@ def test_so_is_what_ranks_and_stages_take(ranks: Ranks) -> None:
         load_machine("h200-pcie5"),
         gpu_memory=12 * 2**30 // ranks.num_gpus + 2**30,
         engine="vllm",
-        ranks=ranks,
+        tensor_parallel=ranks.tensor,
+        pipeline_parallel=ranks.pipeline,
+        expert_parallel=ranks.expert,
     )
     check(question.held, question.planned_machine, make_plan(question).plan)
 

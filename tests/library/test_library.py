@@ -187,7 +187,7 @@ def test_no_more_is_planned_with_than_there_is(model: Model) -> None:
     ("arguments", "message"),
     [
         ({"gpu_memory": -1}, "gpu_memory: -1 is not a size"),
-        ({"max_ttft_s": -0.1}, "max_ttft: -0.1 is not a time"),
+        ({"max_ttft_s": -0.1}, "max_ttft_s: -0.1 is not a time"),
         ({"engine": "vllm", "store": "peer"}, "leave one of them out"),
         ({"engine": "llama.cpp"}, "no engine 'llama.cpp'"),
         ({"store": "peer"}, "has no `peer`"),

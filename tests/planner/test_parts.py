@@ -17,7 +17,6 @@ from offplan.planner.make import make_plan
 from offplan.planner.neighbours import find_neighbours
 from offplan.planner.options import MOST_LONGER
 from offplan.planner.question import Question
-from offplan.report.plan import describe_kept
 from tests.costs.builders import DENSE, dense_model, make_machine, make_model
 from tests.planner.cases import budget_for
 
@@ -83,7 +82,7 @@ def test_chunks_wait_in_groups_where_all_of_them_do_not_fit() -> None:
     assert times[1] < 0.3 * times[0]
     changes = [each.change for each in find_neighbours(question, plans[1])]
     assert any("without tokens_at_once" in change for change in changes)
-    told = describe_kept(rule)
+    told = rule.describe()
     assert f"again for every {rule.tokens_at_once:,} tokens of a sequence" in told
 
 

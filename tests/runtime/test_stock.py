@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from offplan.capabilities import cached_experts
 from offplan.checkpoint.open import open_model
 from offplan.costs.predict import predict
 from offplan.engines.export import export_plan
 from offplan.errors import CheckpointError, ExportError, InputError
 from offplan.forms.form import Form, Kind, Part
 from offplan.held.held import Held, hold, hold_stock
-from offplan.library import asking
 from offplan.library.asking import ask
 from offplan.library.machines import load_machine
 from offplan.library.runnable import why_not_run
@@ -320,7 +320,7 @@ def test_experts_that_could_be_kept_need_not_be_named(
 ) -> None:
     # bfloat16 experts could be kept, and on longer texts the model needs transformers' own passes
     model = open_model(str(save("deepseek_v32", tmp_path)))
-    monkeypatch.setattr(asking, "why_not_keep", lambda *_: None)
+    monkeypatch.setattr(cached_experts, "_why_not", lambda _: None)
     workload, machine = Workload(prompt_tokens=14, context=4096), load_machine("h200-pcie5")
     goal = ask(model, machine, workload).goal
     assert (goal.stock, goal.cached_experts) == (True, "off")
