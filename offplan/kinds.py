@@ -1,4 +1,4 @@
-"""What a path holds of the kinds of file that offplan reads, where another kind was expected."""
+"""The kinds of file that a path may hold where another kind was expected."""
 
 import os
 import re

@@ -63,7 +63,7 @@ class ModelRef(Record):
 
 
 class Workload(Record):
-    """What the plan is optimised for."""
+    """The requests that the plan is optimised for."""
 
     batch: Count = 1
     prompt_tokens: Count = 512
@@ -103,8 +103,8 @@ class Budget(Record):
     gpu_memory: ExactBytes
     """All that the process takes on the card, context included."""
     host_memory: ExactBytes | None = None
-    """Bytes of the store: pinned host memory, or a second GPU's, where an embedding that stays on
-    the host takes none of it; null is unlimited."""
+    """Bytes of the store: pinned host memory, or a second GPU's; null is unlimited. An embedding
+    that stays on the host takes none of a second GPU's."""
 
 
 class MachineRef(Record):
@@ -124,7 +124,7 @@ class MachineRef(Record):
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the CPU stands in for a GPU, as in the profile ``cpu``."""
+        """True if the CPU stands in for a GPU, as in the profile ``cpu``."""
         return self.name == "CPU"
 
 
@@ -145,12 +145,13 @@ class Offload(Record):
     prefill_chunk: Count
     """Prompt tokens of each sequence in one forward pass, at most."""
     embeddings: Literal["device", "host"] = "device"
-    """``host``: what passes read by row stays in pinned host memory, and is read in place: an input
-    embedding that no head is tied to, Gemma's embedding for each layer, and the like."""
+    """``host``: tables that passes read by row stay in pinned host memory, and are read in place.
+    They are an input embedding that no head is tied to, Gemma's embedding for each layer, and the
+    like."""
     store: Store = "host"
-    """Where what the rules take lies: in pinned host memory, or in that of a second GPU."""
+    """The place of what the rules take: pinned host memory, or that of a second GPU."""
     packing: Packing | None = None
-    """What is held packed; null where every weight is as it is stored."""
+    """The weights that are held packed; null if every weight is as it is stored."""
     rules: tuple[Rule, ...] = ()
     """First match wins; empty when everything fits."""
 
@@ -163,7 +164,7 @@ class Offload(Record):
 
 
 class PhasePrediction(Record):
-    """What one phase is predicted to cost (decode: one step; prefill: the whole prompt)."""
+    """The predicted cost of one phase (decode: one step; prefill: the whole prompt)."""
 
     step_s: Seconds = Field(alias="step")
     compute_s: Seconds = Field(alias="compute")
@@ -190,7 +191,7 @@ class GPUMemoryPrediction(Record):
 
 
 class Prediction(Record):
-    """What the plan promises; the runtime compares itself with it."""
+    """The plan's promises; the runtime compares itself with them."""
 
     objective_s: Seconds = Field(alias="objective")
     """One request of the workload: prefill and all its decode steps."""
@@ -263,7 +264,7 @@ class Plan(Record):
 
     @property
     def has_cores(self) -> bool:
-        """Whether a rule has the host's cores multiply."""
+        """True if a rule has the host's cores multiply."""
         return any(rule.decode.is_by_cores for rule in self.offload.rules)
 
     def locate(self, path: str) -> str:
@@ -272,7 +273,7 @@ class Plan(Record):
 
     @property
     def weights_file(self) -> Path | None:
-        """Where the SHA-256 of the weights stand beside the plan; None for a plan of no file."""
+        """The file with the SHA-256 of the weights beside the plan; None for a plan of no file."""
         return None if self._file is None else self._file.with_suffix(".weights.sha256")
 
 
@@ -354,7 +355,7 @@ def leave_out_usual(section: dict[str, Any]) -> dict[str, Any]:
 _USUAL: dict[str, Any] = {"embeddings": "device", "store": "host", "peer_memory": "0 B"} | {
     name: [] if value == () else value for name, value in USUAL.items()
 }
-"""What most plans would say alike, by key: lists as a file has them."""
+"""The values that most plans would say alike, by key: lists as a file has them."""
 
 
 def _dump_section(key: str, section: dict[str, Any]) -> list[str]:

@@ -117,7 +117,7 @@ def _fuse_experts() -> list[WeightConverter]:
 
 
 def _are_concatenated(skeleton: PreTrainedModel, name: str) -> bool:
-    """Whether a parameter is of experts that have gate before up, in rows of outputs."""
+    """Return True if a parameter is of experts that have gate before up, in rows of outputs."""
     experts: Any = skeleton.get_submodule(name.rpartition(".")[0])
     is_usual = is_experts(experts) and experts.has_gate and not experts.is_transposed
     return bool(is_usual and getattr(experts, "is_concatenated", True))
@@ -268,7 +268,8 @@ def find_response_template(tokenizer: Any, model_type: str) -> Any:
 
 
 def asks_for_decoders(auto_class: Any, config: Any) -> bool:
-    """Whether the class of a config sees both sides of a token unless ``is_decoder`` is true."""
+    """Return True if the class of a config sees both sides of a token unless ``is_decoder`` is
+    true."""
     if type(config) not in auto_class._model_mapping:
         return False
     modeling = sys.modules[auto_class._model_mapping[type(config)].__module__]
@@ -317,8 +318,8 @@ def forget_states(model: PreTrainedModel) -> None:
 def choose_attention(model: PreTrainedModel, name: str) -> None:
     """Have all layers call the attention that is registered under ``name``.
 
-    What ``set_attn_implementation`` does, without looking through all modules each time. Compiled
-    layers are guarded by the name.
+    Do what ``set_attn_implementation`` does, without looking through all modules each time.
+    Compiled layers are guarded by the name.
     """
     if model.config._attn_implementation != name:
         model.config._attn_implementation = name
@@ -357,12 +358,13 @@ def list_experts(module: nn.Module) -> list[Any]:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module is routed experts that transformers lets be multiplied in another way."""
+    """Return True if a module is routed experts that transformers lets be multiplied in another
+    way."""
     return hasattr(module, "has_gate")
 
 
 def is_of_transformers(module: nn.Module) -> bool:
-    """Whether transformers wrote a module's class, not a checkpoint's own code."""
+    """Return True if transformers wrote a module's class, not a checkpoint's own code."""
     return type(module).__module__.startswith("transformers.models.")
 
 
@@ -386,7 +388,8 @@ def multiply_groups(experts: Any, name: str, x: torch.Tensor, ends: torch.Tensor
 
 
 def changes_by_positions(rotary: nn.Module) -> bool:
-    """Whether a rotary embedding's forward changes its frequencies by the positions it is given."""
+    """Return True if a rotary embedding's forward changes its frequencies by the positions it is
+    given."""
     decorated = dynamic_rope_update(lambda: None).__code__  # all that it decorates share this
     forward: Any = type(rotary).forward
     while forward is not None and forward.__code__ is not decorated:
@@ -410,8 +413,8 @@ def compute_frequencies(
 def compute_by_torch(linear: nn.Module) -> bool:
     """Have a Gated DeltaNet compute by transformers' own torch code; False where it is not found.
 
-    Where the packages fla and causal_conv1d are installed transformers prefers theirs. All of its
-    class in the process compute so from here on.
+    transformers prefers the packages fla and causal_conv1d if they are installed. All of its class
+    in the process compute so from here on.
     """
     modeling = sys.modules[type(linear).__module__]
     for name in DELTA_RULE:

@@ -62,8 +62,8 @@ class Worker(GPUWorker):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the model as the plan has it.
 
-        Raises PlanError and DriftError for a plan that is not this model's, ExportError for what
-        vLLM cannot do, and DriftError where the model was not loaded as the plan says.
+        Raises PlanError and DriftError for a plan that is not this model's, and ExportError for
+        what vLLM cannot do. Raises DriftError if the model was not loaded as the plan says.
         """
         config = self.vllm_config
         stages = config.parallel_config.pipeline_parallel_size
@@ -102,9 +102,9 @@ class Worker(GPUWorker):
 class PlanOffloader(PrefetchOffloader):
     """Leaves in host memory what a plan takes, and nothing else.
 
-    vLLM's prefetching offloader takes of each layer what the plan does: its ring, its stream and
-    its events, which captured graphs hold, are used as they are. What is read in place vLLM's other
-    offloader moves. Packed weights have parts to take only once vLLM has packed them, each as soon
+    vLLM's prefetching offloader takes of each layer what the plan does. Its ring, its stream and
+    its events, which captured graphs hold, are used as they are. vLLM's other offloader moves what
+    is read in place. Packed weights have parts to take only once vLLM has packed them, each as soon
     as it is loaded.
     """
 

@@ -29,7 +29,7 @@ class CachedExpertsRule(RuleBase):
     """Part of the experts that a layer misses in a step which the host's cores multiply where they
     lie; the link brings the others. Null is all of them, where ``decode: host`` keeps experts."""
     split_expert: bool | None = None
-    """Whether cores and link each multiply some inner columns of one missed expert, so that
+    """True has cores and link each multiply some inner columns of one missed expert, so that
     ``host_share`` is met more closely. Null and false have them divide whole experts."""
 
     def list_faults(self) -> Iterator[str]:
@@ -124,8 +124,8 @@ class CachedExpertsGoal(GoalBase):
     """A question whose plans may keep experts on the GPU one by one."""
 
     cached_experts: Literal["off", "auto"] | Count = "off"
-    """Whether rules may keep experts on the GPU one by one: ``auto`` chooses how many; a number is
-    how many of each layer."""
+    """Experts that rules may keep on the GPU one by one: ``auto`` chooses how many; a number is how
+    many of each layer."""
 
     def list_unsaid(self) -> Iterator[tuple[str, str]]:
         """Yield cached experts, where they are asked for."""

@@ -1,4 +1,4 @@
-"""What every question asks for; capabilities add keys of their own in subclasses.
+"""Every question's goal; capabilities add keys of their own in subclasses.
 
 Each answers for its keys, and asks the others by ``super()``.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Asked(NamedTuple):
-    """What a question is about, beside its goal."""
+    """A question's subject, beside its goal."""
 
     model: "Model"
     batch: int
@@ -27,7 +27,7 @@ class Asked(NamedTuple):
 
 
 class GoalBase(Record):
-    """What a plan is asked to be best at, and what it must keep beside the budget."""
+    """The aim of a plan, and the limits that it must keep beside the budget."""
 
     objective: ObjectiveName = "latency"
     """``latency``: the time of one request at the workload's batch; ``throughput``: tokens a

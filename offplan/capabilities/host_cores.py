@@ -14,7 +14,7 @@ class HostCoresGoal(GoalBase):
     """A question whose plans may have the host's cores multiply."""
 
     host_cores: bool = False
-    """Whether rules may have the host's cores multiply what they take (``decode: host``)."""
+    """True lets rules have the host's cores multiply what they take (``decode: host``)."""
     host_threads: Count | None = None
     """Threads that the host's cores compute with; null for those of the profile's figures."""
 

@@ -18,7 +18,7 @@ class Packing(Pattern):
     num_in_group: Count
     """Of every ``group_size`` layers the last ``num_in_group``."""
     output_head: bool = False
-    """Whether the output head is packed, too."""
+    """True packs the output head, too."""
     leave_unpacked: tuple[UnpackedName, ...] = ()
     """Weights that stay as they are stored all the same; experts of a layer stay together."""
 
@@ -33,7 +33,7 @@ class PackingGoal(GoalBase):
     """A question whose plans may pack weights."""
 
     packing: bool = True
-    """Whether weights may be packed; no engine's flags can say that."""
+    """True lets weights be packed; no engine's flags can say that."""
     leave_unpacked: tuple[UnpackedName, ...] = ()
     """Weights that stay as they are stored, whatever is packed: ``7``, ``7.mlp.down_proj``,
     ``mlp.down_proj``, ``output_head``."""

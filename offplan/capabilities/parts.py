@@ -14,8 +14,8 @@ class PartsRule(RuleBase):
     """A rule whose experts prompts may stream in parts."""
 
     parts: int | None = Field(default=None, ge=2, le=MOST)
-    """Parts in which prompts stream a layer's routed experts: some experts at a time, which meet
-    the tokens of all chunks while the next ones come. Null streams what the rule takes whole."""
+    """Parts in which prompts stream a layer's routed experts. Some experts at a time meet the
+    tokens of all chunks while the next ones come. Null streams what the rule takes whole."""
     tokens_at_once: Count | None = None
     """Tokens of each sequence that meet a part while it is in its slot, rounded up to whole chunks.
     The parts cross again for the tokens behind them. Null has a part meet the whole prompt, however
@@ -83,7 +83,8 @@ class PartsGoal(GoalBase):
     """A question whose plans may have prompts in parts."""
 
     parts: PartsChoice = "off"
-    """Whether rules may have prompts stream a layer's routed experts in parts; ``auto`` chooses."""
+    """Choice of prompts that stream a layer's routed experts in parts; ``auto`` has the planner
+    choose."""
 
     def list_unsaid(self) -> Iterator[tuple[str, str]]:
         """Yield parts, where they are asked for."""

@@ -1,4 +1,4 @@
-"""What every rule of a plan has: which weights it takes of which layers, and how they are reached.
+"""Every rule of a plan: the weights that it takes of some layers, and how passes reach them.
 
 Capabilities add keys of their own in subclasses, and their words and refusals by ``super()``.
 """

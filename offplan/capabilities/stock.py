@@ -9,7 +9,7 @@ class StockGoal(GoalBase):
     """A question whose plans transformers' own passes may be asked to run."""
 
     stock: bool = False
-    """Whether transformers' own passes run the model, not offplan's."""
+    """True has transformers' own passes run the model, not offplan's."""
 
     def list_unsaid(self) -> Iterator[tuple[str, str]]:
         """Yield these passes, where they are asked for."""

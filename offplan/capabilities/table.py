@@ -1,7 +1,7 @@
 """The table of capabilities, by which a plan's rules and its goal have their keys.
 
-The order of the classes is that of the keys in a file, the last one first. What two capabilities do
-to each other stands here, and nowhere else.
+The order of the classes is that of the keys in a file, the last one first. The effects of two
+capabilities on each other stand here, and nowhere else.
 """
 
 from collections.abc import Iterator
@@ -26,9 +26,9 @@ APART = (
 class Rule(PartsRule, CachedExpertsRule):
     """Which parameters of which layers stay on the host, and how each phase gets them.
 
-    Either a group pattern (``group_size``, ``num_in_group``: of every ``group_size`` layers the
-    last ``num_in_group``; Source: vLLM ``offload_group_size``) or ``max_bytes`` (whole parameters
-    in layer then name order, overshooting by at most one; Source: vLLM ``cpu_offload_gb``).
+    A rule has a group pattern: of every ``group_size`` layers the last ``num_in_group``. Source:
+    vLLM ``offload_group_size``. Or it has ``max_bytes``: whole parameters in layer then name order,
+    overshooting by at most one. Source: vLLM ``cpu_offload_gb``.
     """
 
     def list_faults(self) -> Iterator[str]:
@@ -44,7 +44,7 @@ class Rule(PartsRule, CachedExpertsRule):
 
 
 class Goal(RanksGoal, HostCoresGoal, PartsGoal, CachedExpertsGoal, PackingGoal, StockGoal):
-    """What a plan is asked to be best at, and what it must keep beside the budget."""
+    """The aim of a plan, and the limits that it must keep beside the budget."""
 
     def list_refusals(self, asked: Asked) -> Iterator[str]:
         """Yield why no plan can answer, each with the key in backquotes."""

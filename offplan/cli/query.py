@@ -1,4 +1,4 @@
-"""What ``analyze`` and ``plan`` are asked: their options, declared once."""
+"""The options of ``analyze`` and ``plan``, declared once."""
 
 from dataclasses import asdict, dataclass, field
 from functools import partial

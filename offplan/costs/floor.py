@@ -43,12 +43,12 @@ def find_floor(
     """Find the floor of a budget.
 
     ``ways`` are the stage as plans may hold it, each with the bytes of its weights that have no
-    room. What is not on the GPU when a pass starts must cross before it ends, if the pass reads it.
-    The weights that a pass reads least are the first that have no room: embeddings, of which
-    it reads rows, then routed experts, by uniform routing or by what caches of the best sizes
-    miss in a profile. ``resident_ps`` are the fastest prompt and decode step with everything
-    resident; ``elsewhere_ps`` the same of a pipeline's other stages, which come on top.
-    ``with_cores`` has the host's cores read in decode, beside the link.
+    room. Weights that are not on the GPU when a pass starts must cross before it ends, if the pass
+    reads them. The weights that a pass reads least are the first that have no room. They are
+    embeddings, of which it reads rows, then routed experts. Of these it reads as many as uniform
+    routing has, or as caches of the best sizes miss in a profile. ``resident_ps`` are the fastest
+    prompt and decode step with everything resident; ``elsewhere_ps`` the same of a pipeline's other
+    stages, which come on top. ``with_cores`` has the host's cores read in decode, beside the link.
     """
     rate = max(backend.rate(machine).value for backend in BACKENDS.values() if backend.is_usual)
     tokens = workload.batch * workload.prompt_tokens, workload.batch

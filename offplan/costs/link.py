@@ -27,9 +27,9 @@ the weight.
 TILE_ROWS = 128
 """Rows of a product that read a weight together, at least.
 
-Source: cuBLAS on an H200 read a weight of 128 MiB once for 256 rows and twice for 512; with
+Source: cuBLAS on an H200 read a weight of 128 MiB once for 256 rows and twice for 512. With
 ``o_proj`` (32 MiB) of ten layers of Qwen3-8B in place, a prompt of 512 took 15 ms longer than at
-twice, which four times would explain; with the MLP of one layer there too, three would.
+twice. Four times would explain that; with the MLP of one layer there too, three would.
 """
 
 EXPERT_ROWS = 180
@@ -67,7 +67,7 @@ def reread_factor(machine: MachineProfile, num_rows: float) -> float:
     """How often each byte of a weight read in place may cross in a product of ``num_rows`` rows.
 
     Between and beyond the measured points the logarithms are interpolated linearly, beyond them
-    with a slope of 1 at most. They are those of one weight; another shape gets other tiles, so no
+    with a slope of 1 at most. They are those of one weight, and another shape gets other tiles. No
     more is relied on than that tiles of TILE_ROWS read the weight once each.
     """
     points = REREADS if machine.uva_rereads is None else machine.uva_rereads.value
@@ -143,7 +143,7 @@ def coded_reads(mean_rows: float) -> float:
 
 
 def _has_aligned_rows(unit: Unit) -> bool:
-    """Whether every row of a weight's codes begins with a line."""
+    """Return True if every row of a weight's codes begins with a line."""
     weight = unit.parameters[0]
     return weight.tensors[0].nbytes // max(1, prod(weight.shape[:-1])) % LINE_BYTES == 0
 

@@ -1,4 +1,4 @@
-"""What each operation of a pass takes on a machine."""
+"""The times of each operation of a pass on a machine."""
 
 from collections import Counter
 
@@ -22,8 +22,8 @@ def pass_times(
 ) -> PassTimes:
     """Find what each operation of a pass takes.
 
-    Experts that are kept on the GPU one by one cross in decode where they are missed, and once more
-    to be left there by a prompt.
+    Experts that are kept on the GPU one by one cross in decode if they are missed. They cross once
+    more to be left there by a prompt.
     """
 
     def copy_ps(span: Span) -> int:

@@ -38,12 +38,12 @@ class Export:
     engine: Engine
     version: Version
     source: str
-    """What the engine is to load: a Hub id or a folder."""
+    """The model that the engine is to load: a Hub id or a folder."""
     revision: str | None
     demand: EngineDemand
-    """What makes it offload."""
+    """The flags that make it offload."""
     serve: Flags
-    """What holds it to the plan's type, workload and budget."""
+    """The flags that hold it to the plan's type, workload and budget."""
     notes: tuple[str, ...]
 
     @property
@@ -75,9 +75,9 @@ def export_plan(
     """Write the plan as a command of an engine, ``vllm`` or with a version, ``vllm==0.31``.
 
     ``plan`` is the plan or its file. ``file`` is the plan's own, which a worker is to read.
-    ``gpu_bytes`` is the memory of the GPU it is to run on, and ``numa_nodes`` the number of NUMA
-    nodes of its host, where they are known. Raises ExportError, naming what would be lost, and
-    PlanError for a plan that is not this model's.
+    ``gpu_bytes`` is the memory of the GPU it is to run on. ``numa_nodes`` is the number of NUMA
+    nodes of its host. Both are None if they are not known. Raises ExportError, naming what would be
+    lost, and PlanError for a plan that is not this model's.
     """
     if not isinstance(plan, Plan):
         file = plan if file is None else file

@@ -1,4 +1,4 @@
-"""What one rank of an engine holds of a model that is divided among several GPUs.
+"""The weights of one rank of an engine, of a model that is divided among several GPUs.
 
 Source: vLLM 0.33.0, ``layers/linear`` (``QKVParallelLinear``), ``layers/vocab_parallel_embedding``,
 ``fused_moe/config``, ``models/gpt_oss`` (``_load_weights_mxfp4``) and
@@ -221,7 +221,7 @@ class Divider:
 
     @property
     def _divides_blocks(self) -> bool:
-        """Whether ranks may have unlike numbers of an expert's blocks of scales.
+        """Return True if ranks may have unlike numbers of an expert's blocks of scales.
 
         vLLM rounds its buffers up by enough; some of SGLang's are smaller than the first rank's.
         """

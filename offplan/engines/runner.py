@@ -53,13 +53,13 @@ class EngineRunner:
         return self.engine.pass_rules
 
     def places_tables(self, tables: Sequence[Table]) -> bool:
-        """Whether these may lie on the host: no flag says that; the worker moves the input
+        """Return True if these may lie on the host: no flag says that; the worker moves the input
         embedding."""
         return self.engine.is_worker and all(table.is_input for table in tables)
 
     @property
     def holds_packed(self) -> bool:
-        """Whether it holds packed weights: no flag says which, the worker does."""
+        """True if it holds packed weights: no flag says which, the worker does."""
         return self.engine.is_worker
 
     def choose_packed(self, stage: Stage, weights: Sequence[Parameter]) -> set[int]:
@@ -133,7 +133,7 @@ class EngineRunner:
     def checker(self, held: Held) -> Callable[[Offload], EngineDemand | None]:
         """Return what demands, or None for a decision that the engine cannot run.
 
-        What it was asked it remembers.
+        It remembers its answers.
         """
 
         @cache
@@ -174,8 +174,8 @@ def find_runner(engine: str | None) -> Runner:
 def lower(model: Model, goal: Goal, workload: Workload) -> Held:
     """Lower a model to what the ranks hold that a goal names.
 
-    Raises ExportError for a model that the engine cannot divide so, or of which that is not known,
-    and CheckpointError for one that transformers' own passes cannot be counted of.
+    Raises ExportError for a model that the engine cannot divide so, or of which that is not known.
+    Raises CheckpointError for one that transformers' own passes cannot be counted of.
     """
     if goal.stock:
         return Held((hold_stock(model),))

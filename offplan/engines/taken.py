@@ -1,4 +1,5 @@
-"""What a plan of any rules takes of vLLM's own parameters, for a worker that offloads by it."""
+"""The part of vLLM's own parameters that a plan of any rules takes, for a worker that offloads by
+it."""
 
 import hashlib
 import json
@@ -34,11 +35,12 @@ from offplan.units import format_bytes
 WORKER = "offplan.vllm.Worker"
 """The class that vLLM is told to start."""
 IN_FORCE = "offplan: the plan is in force: "
-"""What begins the line of each rank of the worker once it has compared all with the plan."""
+"""The beginning of the line of each rank of the worker once it has compared all with the plan."""
 QUANTIZATION = "offplan_packed"
 """The name by which vLLM holds packed weights."""
 READ_IN_PLACE = "_vllm_is_uva_offloaded"
-"""What vLLM's offloader marks parameters with that it leaves in host memory, to be read there."""
+"""The attribute by which vLLM's offloader marks parameters that it leaves in host memory, to be
+read there."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,13 @@ class TakenParameter:
     nbytes: int
     """Its bytes on each rank."""
     is_expert: bool = False
-    """Whether it holds routed experts."""
+    """True if it holds routed experts."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What a plan takes of what one rank of vLLM builds; all else stays in GPU memory."""
+    """The parameters that a plan takes of those that one rank of vLLM builds; all others stay in
+    GPU memory."""
 
     layers: tuple[dict[str, TakenParameter], ...]
     """Layer by layer of the rank's stage, by names relative to the layer; an empty one is
@@ -70,27 +73,27 @@ class Taken:
     """Layer by layer the bytes of each part of packed weights, wherever it lies; () where the plan
     packs nothing."""
     packs_head: bool = False
-    """Whether the output head is packed."""
+    """True if the output head is packed."""
     first_layer: int = 0
     """The number that vLLM gives the stage's first layer."""
 
     @property
     def streams(self) -> bool:
-        """Whether anything is copied through the ring."""
+        """True if anything is copied through the ring."""
         return any(self.of(Backend.PREFETCH))
 
     @property
     def reads_experts(self) -> bool:
-        """Whether routed experts are read in place."""
+        """True if routed experts are read in place."""
         return any(parameter.is_expert for parameter in self.of(Backend.UVA))
 
     @property
     def packs_any(self) -> bool:
-        """Whether anything is packed."""
+        """True if anything is packed."""
         return bool(self.packed) or self.packs_head
 
     def packs(self, module: str) -> bool:
-        """Whether a module of a layer, by its whole name in vLLM, holds packed weights."""
+        """Return True if a module of a layer, by its whole name in vLLM, holds packed weights."""
         names = module.split(".")
         at = next((number for number, name in enumerate(names) if name.isdecimal()), None)
         if at is None or not self.packed:
@@ -129,8 +132,8 @@ class Taken:
 def demand_of_worker(offload: Offload, held: Held, version: Version) -> EngineDemand:
     """Return what a decision demands of offplan's worker in vLLM, but for the plan's file.
 
-    ``held`` is what ranks of vLLM hold. Raises ExportError, naming it, for what the worker
-    cannot do: phases that read a parameter in different ways, part of what vLLM fuses, and other
+    ``held`` is what ranks of vLLM hold. Raises ExportError, naming it, for what the worker cannot
+    do. That is phases that read a parameter in different ways, part of what vLLM fuses, and other
     stored forms.
     """
     _require_one_backend(offload)
@@ -155,11 +158,11 @@ def demand_of_worker(offload: Offload, held: Held, version: Version) -> EngineDe
 
 @dataclass(frozen=True)
 class StageTaken:
-    """What a plan takes of what a rank of one stage builds."""
+    """Find what a plan takes of the parameters that a rank of one stage builds."""
 
     taken: Taken
     demand: EngineDemand
-    """What moves, and the memory that this takes beyond what offplan's own runtime takes."""
+    """Find what moves, and the memory that this takes beyond what offplan's own runtime takes."""
 
     @classmethod
     def find(cls, offload: Offload, stage: Stage, version: Version) -> "StageTaken":

@@ -1,4 +1,4 @@
-"""What is found out when a question is asked: the plan, what could be better, why not."""
+"""The answers to a question: the plan, what could be better, why not."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,10 +20,10 @@ from offplan.planner.question import Question
 
 @dataclass(frozen=True)
 class Analysis:
-    """What ``analyze`` found: a result, why there is none, or what could not be measured."""
+    """The findings of ``analyze``: a result, why there is none, or what could not be measured."""
 
     held: Held
-    """What the ranks hold of the model, nothing of it packed."""
+    """The ranks' weights, nothing of them packed."""
     why_not_run: str | None
     """Why ``run`` cannot execute the model; None where it can."""
     machine: MachineProfile | None
@@ -31,11 +31,11 @@ class Analysis:
     result: PlanResult | None = None
     """The plan and its reasons; None where there is none."""
     alternatives: tuple[Alternative, ...] = ()
-    """What other checkpoints of the model, of fewer bits, would give here."""
+    """The plans that other checkpoints of the model, of fewer bits, would give here."""
     infeasible: InfeasibleError | None = None
     """Why no plan fits; None where one does."""
     unmeasured: str | None = None
-    """What could not be measured, so that nothing was planned; None where all was."""
+    """The figures that could not be measured, so that nothing was planned; None if all were."""
 
     @cached_property
     def unpackable(self) -> tuple[str, ...]:
@@ -46,7 +46,7 @@ class Analysis:
 
     @cached_property
     def shares(self) -> tuple[StageShare, ...]:
-        """What a rank of each stage holds, and takes by the plan; none for one GPU."""
+        """Each stage's rank: what it holds, and takes by the plan; none for one GPU."""
         plan = None if self.result is None else self.result.plan
         return tuple(list_shares(self.held, self._linked, plan))
 
@@ -90,9 +90,9 @@ def analyze_result(question: Question, result: PlanResult) -> Analysis:
 def why_not_plan(model: Model, plan: Plan, *, edited: bool = False) -> str | None:
     """Return why ``run`` cannot execute a model by a plan, None where it can.
 
-    A decision that was made here has passed the list of refusals, and only what the host's cores
-    are to multiply is asked of transformers' class besides: each answer takes a process of its own.
-    Of a plan that may be ``edited`` the whole decision is asked.
+    A decision that was made here has passed the list of refusals. Only what the host's cores are to
+    multiply is asked of transformers' class besides: each answer takes a process of its own. Of a
+    plan that may be ``edited`` the whole decision is asked.
     """
     if model.gguf is not None:
         return model.gguf.remedy

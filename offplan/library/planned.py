@@ -1,4 +1,4 @@
-"""What a plan was made for, found again: its model, held against the plan, and its machine."""
+"""The model and the machine that a plan was made for, found again."""
 
 import os
 from collections.abc import Iterator
@@ -106,8 +106,8 @@ def open_planned_model(
 ) -> Model:
     """Read the headers of a plan's model, and check that they are those of the plan.
 
-    ``model`` is where it is to be read (a folder, a ``config.json`` or a Hub id) instead of where
-    the plan says, or the model itself where it is open already. ``trust_remote_code`` and
+    ``model`` is where it is to be read, a folder, a ``config.json`` or a Hub id, instead of where
+    the plan says. Or it is the model itself, open already. ``trust_remote_code`` and
     ``on_progress`` are those of ``open_model``.
 
     Raises CheckpointError, HubError, and DriftError if the headers, or the type that the model
@@ -156,7 +156,7 @@ def find_planned_routing(plan: Plan) -> RoutingProfile | None:
 def _locate(plan: Plan) -> str:
     """Return what a plan's source is from here: a path, which starts at the plan's file, or an id.
 
-    What lies at that path from the current folder is never meant: from another one it would not be.
+    A file at that path from the current folder is never meant: from another one it would not be.
     """
     source = plan.model.source
     located = plan.locate(source)

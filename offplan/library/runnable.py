@@ -1,4 +1,4 @@
-"""Whether ``run`` can execute a model, told from its headers and config alone."""
+"""Answers whether ``run`` can execute a model, from its headers and config alone."""
 
 import gc
 import json
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _PATIENCE_S = 120
 """Seconds after which a model that is still being built is given up."""
 _RUNS = "runs"
-"""What is kept of a model that can be run."""
+"""The answer that is kept of a model that can be run."""
 
 
 _MOST_BYTES = 10_000
@@ -65,10 +65,10 @@ def why_not_run(
     ``stage`` is what offplan's own runtime holds of it, by the packing of ``offload``. That is the
     decision to run it by, ``on_gpu`` or on a CPU; None asks for one that offloads nothing.
 
-    No weight is read or fetched: transformers' class is built without them, what its attentions ask
-    for is probed, and the stored tensors are mapped to its parameters. Where torch is not imported
-    yet, which planning does not need, a process of its own does it. The answer is kept on disk,
-    under all that it depends on: an obstacle also under the packages that are installed.
+    No weight is read or fetched. transformers' class is built without them, what its attentions ask
+    for is probed, and the stored tensors are mapped to its parameters. A process of its own does it
+    if torch is not imported yet, which planning does not need. The answer is kept on disk, under
+    all that it depends on: an obstacle also under the packages that are installed.
     """
     model = stage.model
     is_stock = stage.runner.is_stock
@@ -131,7 +131,7 @@ def _describe_places(stage: Stage, placement: Placement) -> list[Any]:
 
 
 def needs_stock(model: Model, context: int) -> bool:
-    """Whether transformers' own passes alone can run a model on texts of so many tokens.
+    """Return True if transformers' own passes alone can run a model on texts of so many tokens.
 
     That they can is kept on disk.
     """
@@ -180,9 +180,9 @@ def check_before_fetching(
 ) -> None:
     """Raise what a session would, where weights may be on the Hub still: what needs none to tell.
 
-    That is CheckpointError for a model that cannot run, or not on texts of ``context`` tokens,
-    PlanError for a plan's decision that does not fit it, MemoryLimitError where the host's memory
-    or a second GPU is lacking, and OffplanError where a GPU's compiler is.
+    That is CheckpointError for a model that cannot run, or not on texts of ``context`` tokens. It
+    is PlanError for a plan's decision that does not fit it. It is MemoryLimitError if the host's
+    memory or a second GPU is lacking, and OffplanError if a GPU's compiler is.
     """
     if model.revision is None and Path(model.source).exists():  # loading says so itself
         return

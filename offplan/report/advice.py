@@ -1,4 +1,4 @@
-"""What the answer adds to a plan's figures: other types and checkpoints, and what it assumes."""
+"""The answer's additions to a plan's figures: other types and checkpoints, and what it assumes."""
 
 from offplan.held.stage import Stage
 from offplan.library.alternatives import Alternative
@@ -7,7 +7,7 @@ from offplan.plan import Plan
 from offplan.units import format_bytes, format_frequency
 
 _REPOSITORIES = {8: "FP8", 4: "GPTQ, AWQ, W4A16, MXFP4 or NVFP4"}
-"""What repositories on the Hub that store so many bits a weight have in their names."""
+"""The words that repositories on the Hub which store so many bits a weight have in their names."""
 
 
 def describe_alternatives(analysis: Analysis) -> list[str]:

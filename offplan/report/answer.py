@@ -1,4 +1,4 @@
-"""What people ask of ``analyze``: does it fit, how fast, where is what, and what comes next."""
+"""The answer to what people ask of ``analyze``: does it fit, how fast, where is what, what next."""
 
 import re
 import shlex

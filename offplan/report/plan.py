@@ -92,7 +92,7 @@ def describe_gap(result: PlanResult) -> str:
 
 
 STORES = {"host": "host", "peer": "second GPU"}
-"""What people call a plan's store."""
+"""The words for a plan's store."""
 
 
 def describe_offload(plan: Plan) -> list[str]:

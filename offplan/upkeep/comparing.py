@@ -1,4 +1,4 @@
-"""What two plans differ in: what was asked, what was decided, what moves, what that costs."""
+"""The differences of two plans: what was asked, what was decided, what moves, what that costs."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ class Change:
     """A value that two plans write differently."""
 
     key: str
-    """Where it stands in the file: ``budget.gpu_memory``."""
+    """Its place in the file: ``budget.gpu_memory``."""
     before: str
     after: str
 
@@ -33,8 +33,8 @@ class Move:
     """A parameter that lies elsewhere, or reaches the GPU in another way, in these layers."""
 
     parameter: str
-    """Its name relative to the layer, or the names of those that the runtime fuses into one; that
-    of the module where it is an embedding."""
+    """Its name relative to the layer, or the names of those that the runtime fuses into one. Of an
+    embedding it is the module's."""
     layers: tuple[int, ...]
     """Empty for an embedding."""
     num_bytes: int
@@ -46,7 +46,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Difference:
-    """What changes from one plan to another."""
+    """The changes from one plan to another."""
 
     before: Plan
     after: Plan
@@ -55,7 +55,7 @@ class Difference:
     decided: tuple[Change, ...]
     """Of the decision, a line for each rule."""
     moves: tuple[Move, ...] | None
-    """None where that was not looked at: the plans are of different models."""
+    """It is None if nobody looked at that: the plans are of different models."""
     repriced: Mapping[str, Plan] = field(default_factory=dict)
     """By ``before`` and ``after``, the plans whose prediction is stale, as they are priced now."""
     stale: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class Difference:
 
     @property
     def is_empty(self) -> bool:
-        """Whether question, decision and prediction of both files are the same."""
+        """True if question, decision and prediction of both files are the same."""
         same = self.before.prediction == self.after.prediction
         return same and not (self.asked or self.decided)
 

@@ -1,4 +1,4 @@
-"""What lies where: a column for each layer, and one for what lies outside of all layers."""
+"""The picture of what lies where: a column for each layer, and one for what lies outside of all."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _NAMES = {
     "read": "read in place",
     "row": "embeddings, read by row",
 }
-"""What each colour stands for, in the order in which a column is piled up."""
+"""The meaning of each colour, in the order in which a column is piled up."""
 
 
 def draw_layers(stage: Stage, offload: Offload) -> Canvas:
