@@ -12,6 +12,7 @@ import pytest
 gguf = pytest.importorskip("gguf")
 
 from offplan.checkpoint.config_only import read_config_only  # noqa: E402
+from offplan.checkpoint.gguf import hub as gguf_hub  # noqa: E402
 from offplan.checkpoint.gguf import reader  # noqa: E402
 from offplan.checkpoint.gguf.hub import Repository, choose  # noqa: E402
 from offplan.checkpoint.gguf.places import (  # noqa: E402
@@ -398,6 +399,33 @@ def test_damaged_and_hostile_files(tmp_path: Path, content: bytes, told: str) ->
     path = tmp_path / "a.gguf"
     path.write_bytes(content)
     assert told in refused(path)
+
+
+def test_arrays_take_no_object_an_item(tmp_path: Path) -> None:
+    arrays = [
+        key(f"of {kind}", 9, struct.pack("<IQ", kind, 1000) + bytes(8000)) for kind in (8, 10)
+    ]
+    (tmp_path / "a.gguf").write_bytes(header(num_keys=2, rest=b"".join(arrays)))
+    read = reader.HeaderReader(tmp_path / "a.gguf")
+    assert [len(read.fields[name].parts) for name in ("of 8", "of 10")] == [5, 6]
+    values = read.list_values()
+    assert ("of 8" in values, values["of 10"]) == (False, [0] * 1000)
+
+
+def test_no_more_is_read_of_the_hub_than_a_header_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, ends = key("a", 9, struct.pack("<IQ", 8, 60) + bytes(480)), list[int]()
+    content = header(num_keys=1, rest=texts)
+
+    def read_start(_: str, first: int, end: int) -> tuple[bytes, int]:
+        ends.append(end)
+        return content[first:end], len(content)
+
+    monkeypatch.setattr(gguf_hub, "read_start", read_start)
+    monkeypatch.setattr(gguf_hub, "_FIRST_READ_BYTES", 50)
+    monkeypatch.setattr(reader, "MAX_HEADER_BYTES", 300)
+    with pytest.raises(CheckpointError, match="it takes more than 300 bytes"):
+        gguf_hub.read_repository(Repository("a/b", COMMIT, ["a.gguf"]), None, lambda *_: None)
+    assert ends == [50, 200, 300]
 
 
 def test_a_file_that_is_shorter_than_it_says(llama: Path, tmp_path: Path) -> None:

@@ -135,4 +135,4 @@ def _read_header(repository: Repository, name: str) -> Header:
             except reader.Cut:
                 if len(data) < size or size >= reader.MAX_HEADER_BYTES:
                     raise
-            size *= _MORE
+            size = min(size * _MORE, reader.MAX_HEADER_BYTES)

@@ -11,10 +11,11 @@ from offplan.errors import CheckpointError
 
 MAX_HEADER_BYTES = 256 * 2**20
 """Most bytes before a file's weights, past any file's: a vocabulary takes some 10 MB."""
-_MOST_KEYS, _MOST_TENSORS = 2**14, 2**17
-"""Past any file's; the reader makes some objects of each."""
+_MOST_KEYS, _MOST_TENSORS = 2**14, 2**14
+"""Past any file's, which has all experts of a layer in one tensor; the reader makes some objects of
+each."""
 _MOST_ITEMS = 1_000
-"""Longest array that is read: one value a layer. The reader steps over vocabularies."""
+"""Longest array of numbers that is read: one a layer. The reader steps over arrays of texts."""
 _MOST_ELEMENTS = 2**48
 _MOST_DIMENSIONS = 8
 _COUNTS = struct.Struct("<QQ")
@@ -49,7 +50,7 @@ class HeaderReader(gguf.GGUFReader):  # type: ignore[misc]
     heads: tuple[TensorHead, ...] = ()
 
     def list_values(self) -> dict[str, Any]:
-        """Return the metadata that was read: numbers, texts and short arrays."""
+        """Return the metadata that was read: numbers, texts and short arrays of numbers."""
         return {
             name: _value(field)
             for name, field in self.fields.items()
@@ -68,18 +69,18 @@ class HeaderReader(gguf.GGUFReader):  # type: ignore[misc]
         if gguf.GGUFValueType(int(raw_type)) != gguf.GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
         item, length = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
-        kind, start = gguf.GGUFValueType(int(item[0])), orig_offs + 12
+        kind, count = gguf.GGUFValueType(int(item[0])), int(length[0])
+        start, types = orig_offs + 12, [gguf.GGUFValueType.ARRAY, kind]
         if kind == gguf.GGUFValueType.ARRAY:
             raise ValueError("it has arrays of arrays")
-        if int(length[0]) <= _MOST_ITEMS:
-            return super()._get_field_parts(orig_offs, raw_type)
         if kind == gguf.GGUFValueType.STRING:
-            end = self._step_over(start, int(length[0]))
-        else:
-            size = np.dtype(self.gguf_scalar_to_np[kind]).itemsize
-            end = start + size * int(length[0])
-        self._get(start, np.uint8, end - start)
-        return end - orig_offs, [item, length], [], [gguf.GGUFValueType.ARRAY, kind]
+            end = self._step_over(start, count)
+            self._get(start, np.uint8, end - start)
+            return end - orig_offs, [item, length], [], types
+        # in one piece: the package makes an object of each number, and of 16 MB of them 8 GB
+        values = self._get(start, self.gguf_scalar_to_np[kind], count)
+        data = [2] if 0 < count <= _MOST_ITEMS else []
+        return 12 + int(values.nbytes), [item, length, values], data, types
 
     def _step_over(self, start: int, count: int) -> int:
         """Return where so many texts end."""
@@ -123,10 +124,10 @@ def _read_head(start: int, name: Any, _: Any, dims: Any, raw_type: Any, offset: 
 def _value(field: Any) -> Any:
     """Return a field's value; texts that are no UTF-8 with marks in place of what is none."""
     kind, *items = field.types
-    if kind == gguf.GGUFValueType.STRING or items[:1] == [gguf.GGUFValueType.STRING]:
-        texts = [bytes(field.parts[at]).decode("utf-8", "replace") for at in field.data]
-        return texts if items else texts[0]
-    values = [field.parts[at].tolist()[0] for at in field.data]
+    (at,) = field.data
+    if kind == gguf.GGUFValueType.STRING:
+        return bytes(field.parts[at]).decode("utf-8", "replace")
+    values = field.parts[at].tolist()
     return values if items else values[0]
 
 
