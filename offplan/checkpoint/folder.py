@@ -14,7 +14,7 @@ from offplan.checkpoint.identity import (
     fingerprint_generation,
 )
 from offplan.checkpoint.index import Index, check_against_index, parse_index
-from offplan.checkpoint.jsontext import load_object, quote, shorten
+from offplan.checkpoint.jsontext import load_config, quote, shorten
 from offplan.checkpoint.tensors import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Stored, TensorInfo
 from offplan.errors import CheckpointError
 from offplan.progress import Progress
@@ -68,11 +68,11 @@ def read_config(path: Path) -> dict[str, Any]:
             f"{path.parent}: found no {path.name}, expected a checkpoint with one; "
             "name the folder that holds it"
         )
-    config = load_object(read_small(path), str(path))
+    config = load_config(read_small(path), str(path))
     beside = path.parent / QUANTISATION_NAME
     if states_quantisation(config) or not is_file(beside):
         return config
-    stated = load_object(read_small(beside), str(beside)).get("quantization")
+    stated = load_config(read_small(beside), str(beside)).get("quantization")
     own = stated if isinstance(stated, dict) else {}
     return config | {"quantization_config": own | {"quant_method": "modelopt"}}
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from offplan.checkpoint.jsontext import load_object
+from offplan.checkpoint.jsontext import load_config
 from offplan.errors import CheckpointError
 
 GENERATION_NAME = "generation_config.json"
@@ -29,7 +29,7 @@ def fingerprint_generation(data: bytes) -> str:
     Such a file is for ``run`` to refuse: a plan can be made without it.
     """
     try:
-        return fingerprint(load_object(data, GENERATION_NAME))
+        return fingerprint(load_config(data, GENERATION_NAME))
     except CheckpointError:
         return hashlib.sha256(data).hexdigest()
 

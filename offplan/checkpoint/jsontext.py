@@ -11,6 +11,8 @@ _MAX_VALUES = 2_000_000
 """Most values that a text may hold: those of a quarter of a million tensors in one file.
 DeepSeek-R1 has a third of these in all of its 163 files. Each becomes an object of some hundred
 bytes, so that a header as long as the format allows could otherwise fill tens of GB."""
+_MAX_DEPTH = 100
+"""Most values within one another in a config, past any model's: its readers recurse into them."""
 
 
 def load_object(data: bytes, where: str, parse_int: Callable[[str], Any] = int) -> dict[str, Any]:
@@ -42,6 +44,23 @@ def load_object(data: bytes, where: str, parse_int: Callable[[str], Any] = int) 
             "the file is damaged or not what its name says"
         )
     return value
+
+
+def load_config(data: bytes, where: str) -> dict[str, Any]:
+    """Read the JSON object of a config, whose keys may hold anything.
+
+    Raises CheckpointError as ``load_object`` does, and for values nested deeply.
+    """
+    level: list[Any] = [config := load_object(data, where)]
+    for _ in range(_MAX_DEPTH):
+        within = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [each for values in within for each in values if isinstance(each, (dict, list))]
+    if level:
+        raise CheckpointError(
+            f"{where}: found JSON values nested more than {_MAX_DEPTH} deep, expected fewer; do "
+            "not trust this checkpoint"
+        )
+    return config
 
 
 def quote(value: object) -> str:

@@ -196,6 +196,15 @@ def test_config_that_is_none(tmp_path, text):
     refusal(folder)
 
 
+def test_values_nested_deeply(tmp_path):
+    nested = "{" + '"of": {' * 700 + "}" * 700
+    folder = write_folder(tmp_path, DENSE_CONFIG, {"model.safetensors": dense_shapes()})
+    (folder / "generation_config.json").write_text(nested + "}")
+    assert open_model(str(folder)).config_sha256
+    (folder / "config.json").write_text(json.dumps(DENSE_CONFIG)[:-1] + ', "of": ' + nested + "}}")
+    assert "nested more than 100 deep" in refusal(folder)
+
+
 def test_folder_without_weights_says_what_it_found(tmp_path):
     folder = write_folder(tmp_path, DENSE_CONFIG, {})
     assert "found no weights" in refusal(folder)
