@@ -424,7 +424,7 @@ def _read_tie(config: Mapping[str, Any], text: Mapping[str, Any]) -> bool | None
 def _read_version(config: Mapping[str, Any]) -> int:
     """Return the first number of the version of transformers that wrote a config; 0 without one."""
     number, _, _ = str(config.get("transformers_version")).partition(".")
-    return int(number) if number.isdecimal() else 0
+    return int(number) if number.isdecimal() and len(number) < 20 else 0
 
 
 def _read_names(value: Any) -> tuple[str, ...]:

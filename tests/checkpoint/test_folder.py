@@ -196,6 +196,12 @@ def test_config_that_is_none(tmp_path, text):
     refusal(folder)
 
 
+def test_a_version_of_more_digits_than_python_converts(tmp_path):
+    config = {**DENSE_CONFIG, "transformers_version": "9" * 5000}
+    folder = write_folder(tmp_path, config, {"model.safetensors": dense_shapes()})
+    assert not open_model(str(folder)).architecture.fused_experts
+
+
 def test_values_nested_deeply(tmp_path):
     nested = "{" + '"of": {' * 700 + "}" * 700
     folder = write_folder(tmp_path, DENSE_CONFIG, {"model.safetensors": dense_shapes()})
