@@ -2,14 +2,16 @@
 
 import os
 import re
+import shlex
 from pathlib import Path
 
 _SNIFFED_BYTES = 2**16
 _KINDS = {
+    # first: whatever text a chat template within it has
+    "a GGUF file": re.compile(r"\AGGUF"),
     "a plan": re.compile(r"^offplan: *[0-9]+ *$", re.MULTILINE),
     "a machine profile": re.compile(r"^(profile|matmul|hbm):", re.MULTILINE),
     "a model's config.json": re.compile(r'"(model_type|architectures)" *:'),
-    "a GGUF file": re.compile(r"\AGGUF"),
 }
 _NAME_A_MACHINE = "name a machine that `offplan machines` lists, or a profile's file"
 _REMEDIES = {
@@ -45,7 +47,7 @@ def describe_kind(path: str | os.PathLike[str], wanted: str) -> str | None:
     remedy = _REMEDIES.get((_SHORT.get(kind, kind), wanted))
     if remedy is None:
         return None
-    return f"found {kind}, expected {wanted}; {remedy.format(path=path)}"
+    return f"found {kind}, expected {wanted}; {remedy.format(path=shlex.quote(str(path)))}"
 
 
 def find_plans(folder: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import shlex
 import struct
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ from offplan.checkpoint.gguf.shape import ARCHITECTURES, COMMON, find_config  # 
 from offplan.checkpoint.open import open_model  # noqa: E402
 from offplan.errors import CheckpointError  # noqa: E402
 from offplan.forms.form import Kind  # noqa: E402
+from offplan.kinds import describe_kind  # noqa: E402
 from tests.checkpoint.gguf_files import BASE, VOCABULARY, WIDTH, write, write_llama  # noqa: E402
 from tests.checkpoint.hub_server import COMMIT, REPO, Hub, open_from, start  # noqa: E402
 
@@ -207,6 +209,19 @@ def test_a_folder_has_one_model_with_its_shards_and_what_lies_beside(tmp_path: P
     assert f"1 of 3 shards are missing, the first is '{second}'" in refused(tmp_path / first)
     (tmp_path / "model.safetensors").touch()
     assert find_in_folder(tmp_path) is None
+
+
+def test_endings_in_capitals_and_names_that_a_shell_would_split(tmp_path: Path) -> None:
+    path = tmp_path / "a folder" / "of 'mine'" / "Model.GGUF"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(header() + b'profile:\n{"model_type": "llama"}')
+    command = f"llama-cli -m {shlex.quote(str(path))}"
+    for folder in (path.parent, path.parent.parent):
+        assert find_in_folder(folder) == ((path,), (command,))
+    told = describe_kind(path, "a plan")
+    assert told is not None
+    assert told.startswith("found a GGUF file, expected a plan; ")
+    assert f"`{command}` runs this file" in told
 
 
 def write_manifest(store: Path, name: str, digest: object = f"sha256:{DIGEST}") -> Path:

@@ -12,6 +12,7 @@ from offplan.checkpoint.jsontext import load_object, quote
 from offplan.errors import CheckpointError
 
 SUFFIX = ".gguf"
+_ANY = "*.[gG][gG][uU][fF]"
 _MAGIC = b"GGUF"
 SHARD = re.compile(r"-\d{5}-of-(?!0{5})(\d{5})\.gguf\Z", re.IGNORECASE)
 """Matches the end of a shard's name, which counts all shards."""
@@ -108,7 +109,8 @@ def find_in_folder(folder: Path) -> Found | None:
     """
     if any(folder.glob("*.safetensors")):
         return None
-    files = sorted(folder.glob("*.gguf")) or sorted(folder.glob("*/*.gguf"))
+    found = (sorted(folder.glob(within + _ANY)) for within in ("", "*/"))
+    files = next((each for each in found if each), [])
     names = leave_beside([str(file.relative_to(folder)) for file in files])
     models = {SHARD.sub("", name): name for name in reversed(names)}
     if len(models) > 1:
