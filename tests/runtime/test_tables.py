@@ -11,7 +11,7 @@ from offplan.checkpoint.open import open_model
 from offplan.errors import PlanError
 from offplan.held.held import hold
 from offplan.plan import Workload
-from offplan.runtime.measuring import layer_times
+from offplan.runtime.measuring import layer_times, stock_times
 from offplan.runtime.rows import Rows
 from offplan.runtime.session import Session
 from tests.runtime.families import (
@@ -140,6 +140,20 @@ def test_layers_are_timed_with_tables_on_the_host(
     workload = Workload(prompt_tokens=8, output_tokens=4, context=64)
     layer_times.measure_layer_times(hold(model), workload, (8,), device="cpu")
     assert held == [model.tables[0].nbytes]
+
+
+@pytest.mark.slow
+def test_stock_passes_are_timed_with_tables_of_layers_that_are_alike(tmp_path: Path) -> None:
+    types = 2 * ["linear_attention", "qwen_sparse_attention", "linear_attention"]
+    changes = {**NGRAMS, "ple_layer_ids": [1, 3], "layer_types": types, "num_hidden_layers": 6}
+    config = make_config("qwen4_exp_text", changes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = open_model(str(tmp_path))
+    assert len(model.tables) == 3
+    assert model.layers[0].key == model.layers[2].key
+    workload = Workload(prompt_tokens=8, output_tokens=4, context=64)
+    times = stock_times.measure_stock_times(hold(model, stock=True), workload, (8,), device="cpu")
+    assert {each.phase for each in times} == {"prefill", "decode"}
 
 
 @pytest.mark.slow

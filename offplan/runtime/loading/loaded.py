@@ -25,7 +25,12 @@ from offplan.runtime.loading.contents import apply_contents
 from offplan.runtime.loading.loader import load_weights
 from offplan.runtime.loading.packed import OverfullError, bringing_kernels
 from offplan.runtime.loading.parted import divide_experts
-from offplan.runtime.loading.places import assign, find_places, materialise_buffers
+from offplan.runtime.loading.places import (
+    assign,
+    find_places,
+    keep_computed,
+    materialise_buffers,
+)
 from offplan.runtime.loading.prepared import prepare
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.loading.target import Target
@@ -81,6 +86,8 @@ class LoadedModel:
             try:
                 own = {name: each for name, each in targets.items() if name in loaded}
                 load_weights(folder, own, loaded, on_progress)
+                if folder is None:
+                    keep_computed(self.module, loaded)
             except OverfullError as error:
                 names = name_weights(self.model, error.tensors)
                 raise UnpackableError(

@@ -74,6 +74,18 @@ def materialise_buffers(
         buffers[name] = buffers[name].to(device)
 
 
+def keep_computed(skeleton: nn.Module, random: Mapping[str, torch.Tensor]) -> None:
+    """Write whole numbers that transformers computes over ``random`` ones, by their names.
+
+    Qwen3.8's are sizes of tables, by which it divides. Zeros stand for what only files have.
+    """
+    for name, buffer in skeleton.named_buffers():
+        if name not in random or buffer.is_floating_point():
+            continue
+        if buffer.any() and not _is_unset(buffer):
+            random[name].copy_(buffer)
+
+
 def _unset(dtype: torch.dtype) -> float:
     """Return a value that no buffer of numbers has all over."""
     if dtype.is_floating_point:

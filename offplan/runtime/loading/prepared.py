@@ -61,7 +61,7 @@ def prepare(
     """Build a model without weights, and find out whether ``device`` and host can take a plan's.
 
     ``stock`` builds it for transformers' own passes. With ``share_layers`` layers that are alike
-    read the weights of the first of them; the plan then offloads none.
+    read the weights of the first of them; the plan then offloads none but tables.
 
     Raises what ``fit`` raises, and MemoryLimitError where the host's memory or a second GPU is
     lacking. Raises OffplanError where a package is, or what builds the host's kernels.
@@ -75,8 +75,8 @@ def prepare(
     peer = _find_store(placement, offload, device)
     owners: dict[str, str] = {}
     if share_layers:
-        module, wanted = prepared.module, prepared.wanted
-        owners = find_owners(decoder_layers(module), module, stage, wanted)
+        module, resident = prepared.module, prepared.wanted.keys() - prepared.offloaded.keys()
+        owners = find_owners(decoder_layers(module), module, stage, resident)
     spared = sum(prepared.wanted.pop(name).nbytes for name in owners)
     stands_in = device.type == "cpu" and peer is None
     device_bytes = _device_bytes(placement) - spared if stands_in else 0
