@@ -33,8 +33,9 @@ _MAX_LAYERS = 1_000
 """Most layers of a stack, past any model's: transformers builds an object for each of its parts."""
 _MAX_EXPERTS = 100_000
 """Most experts over all layers, past any model's: each becomes a tensor of the checkpoint."""
-_LAYER_COUNT = re.compile(r"(layers?|depth|blocks)$")
-"""Keys that say, in the configs of transformers' architectures, how many layers a stack has."""
+_LAYER_COUNT = re.compile(r"(layers?|depth|blocks|parts)$")
+"""Keys that say, in the configs of transformers' architectures, how many layers a stack has, or
+parts a table (Qwen3.8)."""
 
 
 def read_config_only(path: Path, on_progress: Progress, dtype: str | None = None) -> Stored:
@@ -64,7 +65,7 @@ def size_config(
     architecture = read_architecture(config)
     num_experts = architecture.routing.num_experts or 0
     for what, most, found in (
-        ("layers", _MAX_LAYERS, max(_layer_counts(config), default=0)),
+        ("layers or parts", _MAX_LAYERS, max(_layer_counts(config), default=0)),
         ("experts in all layers", _MAX_EXPERTS, num_experts * (architecture.num_layers or 1)),
     ):
         if found > most:
@@ -104,7 +105,7 @@ def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def _layer_counts(config: Mapping[str, Any]) -> Iterator[float]:
-    """List the numbers of layers that a config, or a part of it, states."""
+    """List the numbers of layers, or parts of a table, that a config or a part of it states."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _layer_counts(value)

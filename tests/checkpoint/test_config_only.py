@@ -264,10 +264,11 @@ def test_code_named_by_a_config_is_never_run(saved, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_hidden_layers": 10_000}, "found 10000 layers, expected 1000 at most"),
+        ({"num_hidden_layers": 10_000}, "found 10000 layers or parts, expected 1000"),
+        ({"split_ngram_parts": 2**39}, "layers or parts, expected 1000 at most"),
         ({"num_hidden_layers": 1e300}, "as num_hidden_layers, expected a whole number"),
         ({"num_hidden_layers": 500, "num_experts": 5_000}, "found 2500000 experts in all layers"),
-        ({"vision_config": {"depth": 10**400}}, "layers, expected 1000 at most"),
+        ({"vision_config": {"depth": 10**400}}, "layers or parts, expected 1000 at most"),
         ({"vision_config": {"num_layers": float("inf")}}, "found inf layers"),
     ],
 )

@@ -310,7 +310,7 @@ def test_names_are_read_as_their_programs_do() -> None:
     assert str(parse_ollama("ollama run llama3.2:3b")) == "llama3.2:3b"
     for name in ("../x", "a/../b:c", "a/b/c/d", "C:\\x", "x y", "", "a:", "/x"):
         assert parse_ollama(name) is None
-    assert parse_hub("hf.co/a/b-GGUF:latest") == ("a/b-GGUF", None, "latest")
+    assert parse_hub("hf.co/a/b-GGUF:latest") == ("a/b-GGUF", None, None)
     assert parse_hub("a/b-GGUF:UD-Q4_K_XL") == ("a/b-GGUF", None, "UD-Q4_K_XL")
     assert parse_hub("ollama run hf.co/a/b:IQ2_M") == ("a/b", None, "IQ2_M")
     page = "https://huggingface.co/a/b/blob/v2/sub/x%20y-Q8_0.gguf?download=true"

@@ -53,8 +53,8 @@ class HubName(NamedTuple):
 
     repo: str
     revision: str | None
-    wanted: str
-    """A quantisation, or the path of a file."""
+    wanted: str | None
+    """A quantisation, or the path of a file; None for the usual one."""
 
 
 class OllamaName(NamedTuple):
@@ -142,7 +142,7 @@ def parse_hub(name: str) -> HubName | None:
     tagged = _HUB_TAG.fullmatch(name.removeprefix("ollama run "))
     if tagged is None or not (tagged[1] or re.fullmatch(QUANTISATION, tagged[3], re.IGNORECASE)):
         return None
-    return HubName(tagged[2], None, tagged[3])
+    return HubName(tagged[2], None, None if tagged[3].lower() == "latest" else tagged[3])
 
 
 def find_local(path: Path) -> Found | None:
