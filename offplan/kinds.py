@@ -21,11 +21,10 @@ _REMEDIES = {
     ("a profile", "a model"): "name the profile as `machine`",
     ("a model", "a plan"): "make a plan of it: offplan plan {path} -o plan.yaml",
     ("a model", "a machine"): _NAME_A_MACHINE,
-    (
-        "a GGUF file",
-        "a plan",
-    ): "offplan runs safetensors, not GGUF: `llama-cli -m {path}` runs this "
-    "file, and `offplan analyze {path}` prices a safetensors checkpoint of its shape",
+    ("a GGUF file", "a plan"): (
+        "offplan runs safetensors, not GGUF: `llama-cli -m {path}` runs this file, and "
+        "`offplan analyze {path}` prices a safetensors checkpoint of its shape"
+    ),
     ("a GGUF file", "a machine"): _NAME_A_MACHINE,
     ("a folder", "a plan"): "name the plan's file",
     ("a folder", "a machine"): _NAME_A_MACHINE,

@@ -56,10 +56,8 @@ def load_config(data: bytes, where: str) -> dict[str, Any]:
         within = (each.values() if isinstance(each, dict) else each for each in level)
         level = [each for values in within for each in values if isinstance(each, (dict, list))]
     if level:
-        raise CheckpointError(
-            f"{where}: found JSON values nested more than {_MAX_DEPTH} deep, expected fewer; do "
-            "not trust this checkpoint"
-        )
+        deep = f"{where}: found JSON values nested more than {_MAX_DEPTH} deep"
+        raise CheckpointError(f"{deep}, expected fewer; do not trust this checkpoint")
     return config
 
 

@@ -54,8 +54,7 @@ class Table:
     @cached_property
     def token_bytes(self) -> int:
         """Bytes of the rows that a token needs."""
-        num_rows = self.num_rows
-        return self.rows_per_token * (self.nbytes // num_rows) if num_rows else 0
+        return self.rows_per_token * (self.nbytes // max(1, self.num_rows))
 
     def share(self, num_tokens: int) -> float:
         """Return the part of its rows that so many tokens need at most."""

@@ -19,7 +19,7 @@ from offplan.checkpoint.gguf.places import (
     leave_beside,
     list_shards,
 )
-from offplan.checkpoint.gguf.read import Header, import_reader, read_header, size_header
+from offplan.checkpoint.gguf.read import Header, import_reader, read_header, size_headers
 from offplan.checkpoint.hub_errors import explaining
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.quiet import quietly
@@ -95,8 +95,7 @@ def read_repository(
         on_progress(done, len(shards))
         headers.append(_read_header(repository, shard))
     on_progress(len(shards), len(shards))
-    header = Header(headers[0].metadata, tuple(t for each in headers for t in each.tensors))
-    return replace(size_header(header, found, on_progress, dtype), revision=repository.commit)
+    return replace(size_headers(headers, found, on_progress, dtype), revision=repository.commit)
 
 
 def choose(repository: Repository, wanted: str | None) -> list[str]:

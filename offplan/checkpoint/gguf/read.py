@@ -51,14 +51,14 @@ def read_gguf(found: Found, on_progress: Progress, dtype: str | None = None) -> 
     checkpoint.
     """
     headers = [read_header(path, str(path)) for path in found.files]
-    header = Header(headers[0].metadata, tuple(t for each in headers for t in each.tensors))
-    return size_header(header, found, on_progress, dtype)
+    return size_headers(headers, found, on_progress, dtype)
 
 
-def size_header(
-    header: Header, found: Found, on_progress: Progress, dtype: str | None = None
+def size_headers(
+    headers: Sequence[Header], found: Found, on_progress: Progress, dtype: str | None = None
 ) -> Stored:
-    """Do what ``read_gguf`` does for a header that was read."""
+    """Do what ``read_gguf`` does for the headers of all shards, which were read."""
+    header = Header(headers[0].metadata, tuple(t for each in headers for t in each.tensors))
     where, gguf = str(found.files[0]), describe_gguf(header, found.runs_with)
     if header.metadata.get("general.type") == "mmproj" or gguf.architecture == "clip":
         raise CheckpointError(

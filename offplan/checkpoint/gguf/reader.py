@@ -18,8 +18,6 @@ _MOST_ITEMS = 1_000
 """Longest array of numbers that is read: one a layer. The reader steps over arrays of texts."""
 _MOST_ELEMENTS = 2**48
 _MOST_DIMENSIONS = 8
-_COUNTS = struct.Struct("<QQ")
-_COUNTS_AT = 8
 
 
 class Cut(CheckpointError):
@@ -74,9 +72,7 @@ class HeaderReader(gguf.GGUFReader):  # type: ignore[misc]
         if kind == gguf.GGUFValueType.ARRAY:
             raise ValueError("it has arrays of arrays")
         if kind == gguf.GGUFValueType.STRING:
-            end = self._step_over(start, count)
-            self._get(start, np.uint8, end - start)
-            return end - orig_offs, [item, length], [], types
+            return self._step_over(start, count) - orig_offs, [item, length], [], types
         # in one piece: the package makes an object of each number, and of 16 MB of them 8 GB
         values = self._get(start, self.gguf_scalar_to_np[kind], count)
         data = [2] if 0 < count <= _MOST_ITEMS else []
@@ -90,6 +86,7 @@ class HeaderReader(gguf.GGUFReader):  # type: ignore[misc]
             if end > last:
                 self._get(end, np.uint64)
             end += length.size + length.unpack_from(self.data, end)[0]
+        self._get(start, np.uint8, end - start)
         return end
 
     def _build_fields(self, offs: int, count: int) -> int:

@@ -25,12 +25,7 @@ from offplan.runtime.loading.contents import apply_contents
 from offplan.runtime.loading.loader import load_weights
 from offplan.runtime.loading.packed import OverfullError, bringing_kernels
 from offplan.runtime.loading.parted import divide_experts
-from offplan.runtime.loading.places import (
-    assign,
-    find_places,
-    keep_computed,
-    materialise_buffers,
-)
+from offplan.runtime.loading.places import assign, find_places, keep_computed, materialise_buffers
 from offplan.runtime.loading.prepared import prepare
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.loading.target import Target

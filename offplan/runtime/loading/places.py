@@ -80,9 +80,8 @@ def keep_computed(skeleton: nn.Module, random: Mapping[str, torch.Tensor]) -> No
     Qwen3.8's are sizes of tables, by which it divides. Zeros stand for what only files have.
     """
     for name, buffer in skeleton.named_buffers():
-        if name not in random or buffer.is_floating_point():
-            continue
-        if buffer.any() and not _is_unset(buffer):
+        is_whole = name in random and not buffer.is_floating_point()
+        if is_whole and buffer.any() and not _is_unset(buffer):
             random[name].copy_(buffer)
 
 
