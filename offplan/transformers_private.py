@@ -145,6 +145,11 @@ def compute_buffers(model: PreTrainedModel, module: nn.Module) -> None:
     model._init_weights(module)
 
 
+INITIALISED = "_is_hf_initialized"
+"""Attribute of a weight that ``_init_weights`` leaves as it is. Source: transformers 5.23,
+``initialization``."""
+
+
 def complete_outputs(model: Any) -> None:
     """Have Llama 4's language model return what the whole model reads of it, beside a text nothing.
 

@@ -18,7 +18,7 @@ class Packing(Pattern):
     num_in_group: Count
     """Of every ``group_size`` layers the last ``num_in_group``."""
     output_head: bool = False
-    """True packs the output head, too."""
+    """True packs the output head, too, and the input embedding if it is tied to that."""
     leave_unpacked: tuple[UnpackedName, ...] = ()
     """Weights that stay as they are stored all the same; experts of a layer stay together."""
 

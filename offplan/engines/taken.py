@@ -235,7 +235,8 @@ def _require_one_backend(offload: Offload) -> None:
 def choose_packed(stage: Stage, weights: Sequence[Parameter]) -> set[int]:
     """Return the identities of those of a stage's weights that vLLM can hold packed.
 
-    vLLM packs what it fuses as one matrix, and some heads not at all.
+    vLLM packs what it fuses as one matrix, and some heads not at all: none that it ties to the
+    input embedding, whose rows it gathers.
     """
     found = set(map(id, weights))
     for each in engine_parameters(stage, {}):
@@ -245,6 +246,9 @@ def choose_packed(stage: Stage, weights: Sequence[Parameter]) -> set[int]:
             continue
         if not found.issuperset(map(id, fused)) or not can_pack(_fuse(fused)):
             found.difference_update(map(id, fused))
+    model, head = stage.model, stage.model.head
+    if head is not None and (not model.stores_head or head.name in model.tied):
+        found -= {id(each) for each in weights if each.name == head.name}
     if stage.head is not None and not PLAIN_HEADS.isdisjoint(stage.architecture.class_names):
         found.discard(id(stage.head))
     return found

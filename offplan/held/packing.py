@@ -201,8 +201,8 @@ def _why_not_pack_head(held: Model | Stage) -> str | None:
     """
     model = held if isinstance(held, Model) else held.model
     head = model.head
-    if head is None or not model.stores_head or head.name in model.tied:
-        return "it is the input embedding, which is read by row"
+    if head is None:
+        return "it was not found"
     shares = [] if isinstance(held, Model) else [p for p in held.outside if _is_head(p, model)]
     if not isinstance(held, Model) and len(held.runner.choose_packed(held, shares)) < len(shares):
         return f"{held.runner.name} builds it as it is stored"

@@ -154,7 +154,12 @@ def test_a_peer_as_the_store_is_refused() -> None:
 
 
 def read_qwen3(
-    folder: Path, *, num_layers: int = 3, num_kv_heads: int = 2, vocabulary: int = 320
+    folder: Path,
+    *,
+    num_layers: int = 3,
+    num_kv_heads: int = 2,
+    vocabulary: int = 320,
+    is_tied: bool = False,
 ) -> Model:
     """A small model whose matrices can be packed."""
     data = json.loads((MODELS / "qwen3-8b" / "config.json").read_text())
@@ -164,6 +169,7 @@ def read_qwen3(
         "intermediate_size": 256,
         "vocab_size": vocabulary,
         "num_hidden_layers": num_layers,
+        "tie_word_embeddings": is_tied,
     }
     data["layer_types"] = data["layer_types"][:num_layers]
     (folder / "config.json").write_text(json.dumps(data))
@@ -200,6 +206,22 @@ def test_packed_parts_move_one_by_one(tmp_path: Path) -> None:
     plain = take(pack(plan, None), model)
     assert not plain.packs_any
     assert plain.fingerprint != taken.fingerprint
+
+
+@pytest.mark.parametrize("ranks", [Ranks(), Ranks(1, 2)], ids=lambda r: r.label)
+def test_a_tied_head_stays_as_it_is_stored(ranks: Ranks, tmp_path: Path) -> None:
+    """vLLM gathers the rows of the matrix: offplan's own runtime alone has them packed."""
+    model = read_qwen3(tmp_path, num_layers=4, is_tied=True)
+    goal = Goal(
+        engine="vllm-worker", tensor_parallel=ranks.tensor, pipeline_parallel=ranks.pipeline
+    )
+    stages = lower(model, goal, make_plan().workload).stages
+    assert not any(pack_everything(stage).output_head for stage in stages)
+    packing = pack_everything(model)
+    assert packing.output_head
+    for stage in stages:
+        with pytest.raises(PlanError, match="cannot be packed: vllm-worker builds it as it is"):
+            pack_stage(stage, packing)
 
 
 def test_packing_in_part_is_what_the_plan_says(tmp_path: Path) -> None:

@@ -456,6 +456,27 @@ def test_packed_values_are_expanded_bit_for_bit(num_in: int, experts: int) -> No
 
 @pytest.mark.gpu
 @runs_kernels
+@pytest.mark.parametrize("num_in", LENGTHS)
+def test_rows_of_packed_values_are_gathered_bit_for_bit(num_in: int) -> None:
+    """In any order, as often as they are asked for, patches included; what is no row is NaN."""
+    from offplan.runtime.forms.products import gather_rows
+
+    values = values_of_every_size(num_in)
+    parts = pack_each(values)
+    bounds, places = parts[Part.PATCH_BLOCKS], parts[Part.PATCHES][:, 0]
+    patched = places[: int(bounds[-1, 1])].long() // num_in
+    assert len(patched)
+    rows = torch.cat((torch.arange(NUM_OUT, device=DEVICE).flip(0), patched[:9]))
+    for got in (gather_rows(PACKED, parts, rows), reference.gather_rows(parts, rows.cpu())):
+        assert torch.equal(got.view(torch.int16), values[rows].view(torch.int16))
+    wrong = torch.tensor([3, NUM_OUT, -1], device=DEVICE)
+    got = gather_rows(PACKED, parts, wrong.repeat_interleave(2)[::2])
+    assert torch.equal(got[0], values[3])
+    assert got[1:].isnan().all()
+
+
+@pytest.mark.gpu
+@runs_kernels
 @pytest.mark.parametrize(
     ("num_in", "of_experts", "rows"), each_value_once(product(LENGTHS, [False, True], ROWS))
 )
@@ -483,9 +504,36 @@ def test_products_of_packed_rows_of_every_size(num_in: int, rows: int, of_expert
     assert (errors <= 0.01 * sizes + 2.0**-120)[:, :-2].all()
 
 
+TARGETS = [80, 89, 90, 120]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="compiles kernels")
-@pytest.mark.parametrize("target", [80, 89, 90, 120])
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_that_expand_packed_rows_compile(target: int) -> None:
+    """All of them, or those chosen, for GPUs that are not here."""
+    need_triton()
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from offplan.runtime.forms import packed_kernels
+
+    kernel: Any = packed_kernels.expand
+    bytes_of = dict.fromkeys(("weight", "base"), "*u8") | {"rows": "*i64"}
+    words_of = dict.fromkeys(("out", "weight", "exponent", "patches", "patch_blocks"), "*i32")
+    for chosen in ({"rows": None, "BLOCK_N": 4}, {"BLOCK_N": 1}):
+        constants: dict[Any, Any] = {**chosen, "BLOCK_K": 256, "WHOLE": False}
+        kinds = bytes_of | words_of | dict.fromkeys(constants, "constexpr")
+        signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        made = triton.compile(source, target=GPUTarget("cuda", target, 32))
+        assert "entry" in str(made.asm["ptx"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="compiles kernels")
+@pytest.mark.parametrize("target", TARGETS)
 def test_kernels_of_powers_compile(target: int) -> None:
     """For GPUs that are not here."""
     need_triton()

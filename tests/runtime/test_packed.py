@@ -1,5 +1,6 @@
 """Weights that a plan holds packed give the very bits that they give as they are stored."""
 
+import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -10,7 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     DeepseekV2Config,
+    Gemma3TextConfig,
     PreTrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -27,6 +30,7 @@ from offplan.held.held import hold
 from offplan.held.packing import is_packed, leave_unpacked, name_weights, pack_everything
 from offplan.placement import Phase
 from offplan.plan import Offload, Packing
+from offplan.runtime.forms.stored import StoredEmbedding, StoredLinear
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.model.kernels import ExpertKernels
 from offplan.unpacked import Unpacked
@@ -53,8 +57,18 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **SIZES, **LATENTS | {"moe_intermediate_size": 64}, q_lora_rank=None, head_dim=8
     ),
 }
+TIED: dict[str, PreTrainedConfig] = {
+    "gemma3_text": Gemma3TextConfig(
+        **SIZES | {"tie_word_embeddings": True},
+        **HEADS,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "qwen3_tied": Qwen3Config(**SIZES | {"tie_word_embeddings": True}, **HEADS),
+}
 PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 11, 23, 45, 4]])
 LAYERS = Packing(group_size=1, num_in_group=1)
+WITH_HEAD = Packing(group_size=1, num_in_group=1, output_head=True)
 EVERY_SECOND = Packing(group_size=2, num_in_group=1)
 FAMILIES = """
 afmoe cohere2 ernie4_5_moe gemma2 gemma3n_text gemma4_text glm4_moe granite_swa llama
@@ -67,7 +81,7 @@ qwen3_next stablelm
 def save(name: str, folder: Path) -> Path:
     """Save a tiny checkpoint in bfloat16, with escapes and zeros in all its matrices."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config((CONFIGS | TIED)[name], dtype=torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -191,21 +205,27 @@ def test_names_of_weights(tmp_path: Path) -> None:
     assert leave_unpacked(model, EVERY_SECOND, ("1",)) is None
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("family", FAMILIES.split())
-def test_families_give_the_same_bits(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def pack_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have matrices packed that are too small for it."""
     for module in (
         offplan.forms.packed,
         offplan.runtime.forms.packing,
         offplan.runtime.loading.packed,
     ):
-        monkeypatch.setattr(module, "PATCH_ROWS", 8)  # or tiny matrices would not be packed
+        monkeypatch.setattr(module, "PATCH_ROWS", 8)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("family", FAMILIES.split())
+def test_families_give_the_same_bits(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack_tiny(monkeypatch)
     config = make_config(family, {})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     draw_weights(model).save_pretrained(tmp_path)
-    ours = run_greedily(tmp_path, packed(group(2, 1)), PROMPT)
+    packing = pack_everything(open_model(str(tmp_path)))
+    ours = run_greedily(tmp_path, packed(group(2, 1), packing=packing), PROMPT)
     theirs = run_greedily(tmp_path, offload(group(2, 1)), PROMPT)
     assert all(map(torch.equal, ours, theirs))
 
@@ -276,13 +296,76 @@ def test_every_bit_pattern_is_kept_or_refused(tmp_path: Path) -> None:
         LoadedModel(open_model(str(folder)), packed(), torch.device("cpu"), folder)
 
 
-def test_a_head_that_is_the_embedding_is_not_packed(tmp_path: Path) -> None:
-    config = Qwen3Config(**SIZES | {"tie_word_embeddings": True}, **HEADS)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    model = open_model(str(tmp_path))
-    assert pack_everything(model) == LAYERS
-    with pytest.raises(PlanError, match=r"output head, and the head of .* cannot be packed"):
-        place(model, packed(packing=LAYERS.model_copy(update={"output_head": True})))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TIED)
+def test_a_head_is_packed_with_the_embedding_that_it_is_tied_to(tmp_path: Path, name: str) -> None:
+    """Both read one set of parts; prompts in chunks, steps and batches give the same bits."""
+    folder = save(name, tmp_path)
+    model, decision = open_model(str(folder)), packed(group(2, 1), packing=WITH_HEAD)
+    assert pack_everything(model) == WITH_HEAD
+    for chunk, prompt in ((64, PROMPT), (5, PROMPT.view(2, -1))):
+        decision = decision.model_copy(update={"prefill_chunk": chunk})
+        ours = run_greedily(folder, decision, prompt, late_copies=True)
+        theirs = run_greedily(folder, offload(group(2, 1), prefill_chunk=chunk), prompt)
+        assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.slow
+def test_a_tied_head_takes_what_is_placed(tmp_path: Path) -> None:
+    folder = save("gemma3_text", tmp_path)
+    model, decision = open_model(str(folder)), packed(packing=WITH_HEAD)
+    loaded = LoadedModel(model, decision, torch.device("cpu"), folder)
+    both = loaded.module.get_input_embeddings(), loaded.module.get_output_embeddings()
+    parts = [dict(module.named_parameters()) for module in both]
+    assert int(parts[0]["weight_patch_blocks"][-1, 1])
+    assert [*parts[0]] == [*parts[1]]
+    assert all(parts[0][part] is parts[1][part] for part in parts[0])
+    held = sum(value.nbytes for value in loaded.store.resident.values())
+    assert held == place(model, decision).resident_bytes
+    saved = place(model, packed()).resident_bytes - held
+    assert saved == 2 * 64 * 64 - sum(value.nbytes for value in parts[0].values())
+    loaded.close()
+
+
+@pytest.mark.slow
+def test_a_head_that_is_stored_though_it_is_tied_is_packed_alone(tmp_path: Path) -> None:
+    folder = save("qwen3", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    model = open_model(str(folder))
+    assert model.tied == {"lm_head.weight"}
+    loaded = LoadedModel(model, packed(packing=WITH_HEAD), torch.device("cpu"), folder)
+    assert type(loaded.module.get_input_embeddings()) is torch.nn.Embedding
+    assert isinstance(loaded.module.get_output_embeddings(), StoredLinear)
+    loaded.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma4_text", "gemma4"])
+def test_a_tied_head_is_packed_beside_a_table_on_the_host(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole model's class also reads one row of the embedding, the padding token's."""
+    pack_tiny(monkeypatch)
+    text, auto_class = None, AutoModelForCausalLM
+    if family == "gemma4":
+        text, auto_class = "gemma4_text", AutoModelForMultimodalLM
+    model = auto_class.from_config(make_config(family, {}, text), dtype=torch.bfloat16)
+    draw_weights(model).save_pretrained(tmp_path)
+    head = packed(group(2, 1), packing=WITH_HEAD, embeddings="host")
+    with open_session(tmp_path, head) as session:
+        assert session.loaded.placement.table_bytes > 0
+        embedding = session.loaded.module.get_input_embeddings()
+        assert isinstance(embedding, StoredEmbedding)
+    ours = run_greedily(tmp_path, head, PROMPT)
+    theirs = run_greedily(tmp_path, offload(group(2, 1)), PROMPT)
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_a_tied_embedding_lies_on_no_host(tmp_path: Path) -> None:
+    model = open_model(str(save("gemma3_text", tmp_path)))
+    with pytest.raises(PlanError, match="is tied to the head"):
+        place(model, packed(packing=WITH_HEAD, embeddings="host"))
 
 
 def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:

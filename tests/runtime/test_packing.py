@@ -11,12 +11,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from offplan.errors import PlanError
 from offplan.forms.form import Form, Kind, Part, patch_reserve
 from offplan.kernel_sizes import CODES_ROWS, PACKED_ROWS
 from offplan.runtime.forms import packing
 from offplan.runtime.forms.packing import TooManyEscapes, pack, pack_in_runs
 from offplan.runtime.forms.reference import expand
 from offplan.runtime.forms.stored import (
+    StoredEmbedding,
     StoredLinear,
     hold_stored,
     part_name,
@@ -52,6 +54,10 @@ class Held(TorchDispatchMode):
             weakref.finalize(storage, self._sizes.pop, place, None)
             self.most = max(self.most, sum(self._sizes.values()))
         return made
+
+
+def as_parameters(parts: dict[Part, torch.Tensor]) -> dict[Part, nn.Parameter]:
+    return {part: nn.Parameter(value, requires_grad=False) for part, value in parts.items()}
 
 
 def needs_patch(bits: torch.Tensor) -> torch.Tensor:
@@ -176,13 +182,32 @@ def test_many_rows_are_multiplied_as_if_nothing_was_packed(device: str) -> None:
     plain = nn.Linear(256, 192, device=device, dtype=torch.bfloat16)
     plain.load_state_dict(module.state_dict())
     parts = pack(module.weight.detach())
-    hold_stored(module, "weight", PACKED, parts)
+    hold_stored(module, "weight", PACKED, as_parameters(parts))
     assert isinstance(module, StoredLinear)
     assert set(module.state_dict()) == {"bias", *(part_name("weight", part) for part in parts)}
     x = torch.randn(CODES_ROWS + 1, 256, device=device).to(torch.bfloat16)
     assert torch.equal(module(x), plain(x))
     share_scratch(nn.ModuleList([module]), torch.bfloat16, torch.device(device))
     assert torch.equal(module(x[: PACKED_ROWS + 1]), plain(x[: PACKED_ROWS + 1]))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_rows_of_an_embedding_come_bit_for_bit(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    values = torch.randn(192, 264, device=device).bfloat16()
+    values[70, 3], values[71, 200], values[191] = 1e-38, float("inf"), 0.0
+    module = nn.Embedding(192, 264, device=device, dtype=torch.bfloat16)
+    hold_stored(module, "weight", PACKED, as_parameters(pack(values)))
+    rows = torch.tensor([[70, 0, 71], [191, 70, 128]], device=device)
+    assert isinstance(module, StoredEmbedding)
+    assert torch.equal(module(rows).view(torch.int16), values[rows].view(torch.int16))
+    stand_in: Any = module.weight
+    assert (stand_in.dtype, stand_in.device) == (values.dtype, values.device)
+    assert torch.equal(stand_in[70, :], values[70])
+    for read in (lambda: stand_in[:70], lambda: values == stand_in, lambda: values @ stand_in):
+        with pytest.raises(PlanError, match=r"more of it than rows: .*`leave_unpacked=output_head"):
+            read()
 
 
 def test_bases_are_of_128_bytes_of_exponents_of_64_rows() -> None:

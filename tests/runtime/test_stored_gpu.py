@@ -36,9 +36,15 @@ def test_logits_equal_resident_and_are_near_the_values(
     check(stored, plain)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
-def test_packed_logits_equal_resident_and_are_near_the_values(family: str, tmp_path: Path) -> None:
-    _, plain = save_stored(family, "fp8_block", tmp_path, torch.bfloat16, num_experts_per_tok=4)
+@pytest.mark.parametrize(
+    ("family", "is_tied"),
+    [("qwen3", False), ("qwen3", True), ("qwen3_moe", False), ("deepseek_v3", False)],
+)
+def test_packed_logits_equal_resident_and_are_near_the_values(
+    family: str, is_tied: bool, tmp_path: Path
+) -> None:
+    changes = {"num_experts_per_tok": 4, "tie_word_embeddings": is_tied}
+    _, plain = save_stored(family, "fp8_block", tmp_path, torch.bfloat16, **changes)
     check(plain, plain, Packing(group_size=1, num_in_group=1, output_head=True))
 
 

@@ -311,6 +311,7 @@ def multiply_each(  # type: ignore[no-untyped-def]
 @triton.jit
 def expand(  # type: ignore[no-untyped-def]
     out,
+    rows,
     num_out,
     row_words,
     weight,
@@ -323,34 +324,45 @@ def expand(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """One program for BLOCK_N rows of a weight: writes their bits, two in a word of ``out``."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """One program for BLOCK_N rows of a weight: writes their bits, two in a word of ``out``.
+
+    They are all rows in their order or, where there are ``rows``, each of these alone (BLOCK_N 1).
+    A row that the weight does not have is written as NaN.
+    """
     expert = tl.program_id(1)
-    first_row = tl.cast(expert, tl.int64) * num_out + n
+    place = tl.program_id(0) * BLOCK_N
+    first = place
+    if rows is not None:
+        first = tl.load(rows + place)
+        is_there = (first >= 0) & (first < num_out)
+        first = tl.where(is_there, first, 0)
+    n = first + tl.arange(0, BLOCK_N)
+    before = tl.cast(expert, tl.int64) * num_out
     bases = point_at_bases(base, expert, num_out, row_words, n)
-    halves = exponent + first_row[:, None] * row_words
-    rows = first_row[:, None] * (2 * row_words)
+    halves = exponent + (before + n)[:, None] * row_words
+    words_before = (before + n)[:, None] * (2 * row_words)
+    to = out + (before + place + tl.arange(0, BLOCK_N))[:, None] * (4 * row_words)
     for start in range(0, row_words, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         is_word = (k < row_words)[None, :]
         powers = load_bases(bases, start, row_words, BLOCK_K)
         codes = tl.load(halves + k[None, :], mask=is_word, other=0)
         for half in tl.static_range(2):
-            at = rows + half * row_words
-            words = tl.load(weight + at + k[None, :], mask=is_word, other=0)
+            at = words_before + half * row_words + k[None, :]
+            words = tl.load(weight + at, mask=is_word, other=0)
             for part in tl.static_range(2):
                 of_part = pair_codes(codes, half, part)
                 both = add_base(pair_bits(words, of_part, part), of_part, powers)
+                if rows is not None:
+                    both = tl.where(is_there, both, 0x7FC07FC0)
                 pair = find_inputs(start, tl.arange(0, BLOCK_K), part, row_words, 1, WHOLE)
-                tl.store(out + 2 * at + pair[None, :], both, mask=is_word)
+                tl.store(to + (half * 2 * row_words + pair)[None, :], both, mask=is_word)
     tl.debug_barrier()  # escapes were written as something else, by other threads
-    own, patch, stop_patch = find_patches(
-        patches, patch_blocks, reserve, expert, num_out, tl.program_id(0) * BLOCK_N
-    )
+    own, patch, stop_patch = find_patches(patches, patch_blocks, reserve, expert, num_out, first)
     values = out.to(tl.pointer_type(tl.int16), bitcast=True)
     for start in range(patch, stop_patch, 64):
         at = start + tl.arange(0, 64)
         row, column, bits = load_patches(own, at, stop_patch, 8 * row_words)
-        is_own = (row // BLOCK_N == tl.program_id(0)) & (row >= 0)
-        where = (tl.cast(expert, tl.int64) * num_out + row) * (8 * row_words) + column
+        is_own = (row >= first) & (row < first + BLOCK_N)
+        where = (before + place + row - first) * (8 * row_words) + column
         tl.store(values + where, bits.to(tl.int16), mask=is_own)

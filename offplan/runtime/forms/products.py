@@ -70,7 +70,7 @@ def expand_on_gpu(
     if form.kind is Kind.PACKED:  # each program makes whole rows of words of two values
         out = values if dtype == torch.bfloat16 else empty_values(form, parts, torch.bfloat16)
         packed_kernels.expand[(num_out // EXPANDED_ROWS, num_experts)](
-            out.view(torch.int32), num_out, length, *weight.arguments, **weight.constants,
+            out.view(torch.int32), None, num_out, length, *weight.arguments, **weight.constants,
             BLOCK_N=EXPANDED_ROWS, BLOCK_K=EXPANDED_WORDS,
         )  # fmt: skip
         return out.to(dtype)
@@ -86,6 +86,18 @@ def expand_on_gpu(
             BLOCK_N=2, BLOCK_K=128, num_warps=8,
         )  # fmt: skip
     return values.copy_(restore_order(parts, values)) if Part.GROUP_INDEX in parts else values
+
+
+def gather_rows(form: Form, parts: Parts, rows: torch.Tensor) -> torch.Tensor:
+    """Return rows of a packed weight, chosen by int64 of [rows], as bfloat16 of [rows, in]."""
+    weight = operands_of(form, parts)
+    num_in = weight.length * weight.pack
+    out = torch.empty(len(rows), num_in, dtype=torch.bfloat16, device=rows.device)
+    packed_kernels.expand[(len(rows), 1)](
+        out.view(torch.int32), rows.contiguous(), weight.num_out, weight.length,
+        *weight.arguments, **weight.constants, BLOCK_N=1, BLOCK_K=EXPANDED_WORDS,
+    )  # fmt: skip
+    return out
 
 
 def empty_values(

@@ -104,6 +104,29 @@ def _expand_packed(parts: Parts) -> torch.Tensor:
     return bits[:, :-1].reshape(weight.shape).view(torch.bfloat16)
 
 
+def gather_rows(parts: Parts, rows: torch.Tensor) -> torch.Tensor:
+    """Return rows of a packed weight, chosen by int64 of [rows], as bfloat16 of [rows, in].
+
+    Whole blocks of rows are expanded: those in which the rows lie.
+    """
+    num_out, num_in = parts[Part.WEIGHT].shape
+    block_rows = num_out // len(parts[Part.BASE])
+    made = torch.empty(len(rows), num_in, dtype=torch.bfloat16)
+    blocks = rows // block_rows
+    for block in blocks.unique().tolist():
+        start, (begin, end) = block * block_rows, parts[Part.PATCH_BLOCKS][block].tolist()
+        patches = parts[Part.PATCHES][begin:end] - torch.tensor([start * num_in, 0]).int()
+        of_block = {
+            **{p: parts[p][start : start + block_rows] for p in (Part.WEIGHT, Part.EXPONENT)},
+            Part.BASE: parts[Part.BASE][block : block + 1],
+            Part.PATCHES: nn.functional.pad(patches, (0, 0, 0, 1)),
+            Part.PATCH_BLOCKS: torch.tensor([[0, end - begin]], dtype=torch.int32),
+        }
+        of_it = blocks == block
+        made[of_it] = _expand_packed(of_block)[rows[of_it] - start]
+    return made
+
+
 def interleave(halves: torch.Tensor, *, back: bool = False) -> torch.Tensor:
     """Bring the bytes of halves of rows, [..., in / 2], into the order of packed ones.
 

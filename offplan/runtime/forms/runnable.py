@@ -73,21 +73,27 @@ def check_form(name: str, parameter: Parameter, module: nn.Module) -> None:
         scales = [f"scales of {scale.dtype}" for scale in parameter.of(Part.SCALE)[:1]]
         types = ", ".join([codes.dtype, *scales])
         raise refuse(f"{name} is stored as {form.kind.value} ({types}){order}")
-    has_experts = is_experts(module)
-    # each of bitsandbytes' weights of 4 bits has a state of a length of its own
-    is_alone = form.kind in (Kind.NF4, Kind.FP4)
-    if not isinstance(module, nn.Linear) and not (has_experts and not is_alone):
-        raise refuse(f"{name} of a {type(module).__name__} is stored as {form.kind.value}")
+    check_module(name, form, module)
     if is_transposed(module) and form.kind is not Kind.MXFP4:
         raise refuse(f"{name}, whose rows are inputs, is stored as {form.kind.value}")
     _, group = form.block or (1, parameter.shape[-1])
-    if has_experts and form.word_order in _GPTQ and parameter.shape[-1] % group:
+    if is_experts(module) and form.word_order in _GPTQ and parameter.shape[-1] % group:
         raise refuse(f"{name} has experts whose last group is of fewer inputs than others")
     for part in parameter.parts:
         tensor = parameter.of(part)[0]
         found = part_shape(parameter, part)
         if found is None:
             raise refuse(f"{tensor.name} is stored as {tensor.dtype} {list(tensor.shape)}")
+
+
+def check_module(name: str, form: Form, module: nn.Module) -> None:
+    """Raise CheckpointError for a module that does not compute with a weight of such a form."""
+    # each of bitsandbytes' weights of 4 bits has a state of a length of its own
+    is_alone = form.kind in (Kind.NF4, Kind.FP4)
+    multiplies = isinstance(module, nn.Linear) or (is_experts(module) and not is_alone)
+    gathers = isinstance(module, nn.Embedding) and module.max_norm is None
+    if not multiplies and not (gathers and form.kind is Kind.PACKED):
+        raise refuse(f"{name} of a {type(module).__name__} is stored as {form.kind.value}")
 
 
 def _is_known(parameter: Parameter) -> bool:

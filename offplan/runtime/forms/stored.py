@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from offplan.errors import PlanError
 from offplan.forms.form import Form, Kind, Part
 from offplan.kernel_sizes import CODES_ROWS, KERNEL_TYPES, PACKED_ROWS
-from offplan.runtime.forms.reference import Parts, expand
+from offplan.runtime.forms.reference import Parts, expand, gather_rows
+from offplan.transformers_private import INITIALISED
 
 UNUSED = frozenset((Part.SHAPE, Part.INPUT_SCALE, Part.STATE))
 """Parts that no value is computed with: what a STATE says is applied once it is loaded."""
@@ -82,11 +84,67 @@ class StoredLinear(nn.Linear):
         return made if self.bias is None else made + self.bias
 
 
+class PackedRows:
+    """Stands for the values of an embedding's weight: for their type and device, and single rows.
+
+    It is no tensor. An operator that is given all of it raises PlanError.
+    """
+
+    def __init__(self, embedding: "StoredEmbedding") -> None:
+        self._embedding, self.dtype = embedding, embedding.dtype_of_values
+        self.device = next(embedding.parameters()).device
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Return a row by its number, or the columns of it that are named behind."""
+        row, *columns = index if isinstance(index, tuple) else (index,)
+        if not isinstance(row, int):
+            raise _refuse_all()
+        # filled on the device: a captured pass may copy nothing from the host
+        return self._embedding.gather(torch.full((1,), row, device=self.device))[0][(*columns,)]
+
+    @classmethod
+    def __torch_function__(cls, *called: object) -> None:
+        raise _refuse_all()
+
+
+setattr(PackedRows, INITIALISED, True)
+
+
+def _refuse_all() -> PlanError:
+    return PlanError(
+        "the plan holds the input embedding packed with the head that is tied to it, and the model "
+        "reads more of it than rows: plan with `leave_unpacked=output_head`"
+    )
+
+
+class StoredEmbedding(nn.Embedding):
+    """An embedding of packed rows, by which the head that is tied to it multiplies."""
+
+    stored: StoredWeight
+    dtype_of_values: torch.dtype
+    weight = property(PackedRows)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows numbered by ``x``, int64 of [...], bit for bit: [..., in]."""
+        return self.gather(x.reshape(-1)).unflatten(0, x.shape)
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows by their numbers, int64 of [rows]: [rows, in]."""
+        parts = self.stored.of(self)
+        if not rows.is_cuda:
+            return gather_rows(parts, rows).to(self.dtype_of_values)
+        from offplan.runtime.forms import products  # needs triton
+
+        return products.gather_rows(self.stored.form, parts, rows).to(self.dtype_of_values)
+
+
 @cache
 def _store_class(own: Any) -> Any:
-    """Return the class of a linear layer of codes; one of a forward of its own keeps that."""
-    if own is nn.Linear:
-        return StoredLinear
+    """Return the class of a module of codes; one of a forward of its own keeps that."""
+    if own in (nn.Linear, nn.Embedding):
+        return StoredLinear if own is nn.Linear else StoredEmbedding
+    if issubclass(own, nn.Embedding):  # its forward asks the next class for rows
+        return type(f"Stored{own.__name__}", (own, StoredEmbedding), {})
     return type(f"Stored{own.__name__}", (own,), {"weight": property(_make_values)})
 
 
@@ -127,7 +185,7 @@ def weight_of(module: nn.Linear, dtype: torch.dtype) -> torch.Tensor:
 
 
 def hold_stored(
-    module: nn.Module, name: str, form: Form, parts: Mapping[Part, torch.Tensor]
+    module: nn.Module, name: str, form: Form, parts: Mapping[Part, nn.Parameter]
 ) -> None:
     """Have a module hold a weight by its parts, on the meta device, in place of its values."""
     used = [part for part in parts if part not in UNUSED]
@@ -137,9 +195,8 @@ def hold_stored(
     dtype = module.get_parameter(name).dtype
     del module._parameters[name]
     for part, value in parts.items():
-        parameter = nn.Parameter(value, requires_grad=False)
-        module.register_parameter(part_name(name, part), parameter)
-    if isinstance(module, nn.Linear):
+        module.register_parameter(part_name(name, part), value)
+    if isinstance(module, nn.Linear | nn.Embedding):
         own: Any = type(module)
         module.__class__ = _store_class(own)
         vars(module).update(stored=stored, dtype_of_values=dtype)

@@ -1,12 +1,20 @@
 """Weights that are held in another form than their values: what fills each of their parts."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from offplan.forms.form import Part, WordOrder
-from offplan.runtime.forms.runnable import check_form, check_joined, is_transposed, part_shape
+from offplan.runtime.forms.runnable import (
+    check_form,
+    check_joined,
+    check_module,
+    is_transposed,
+    part_shape,
+)
 from offplan.runtime.forms.stored import hold_stored, part_name
 from offplan.runtime.loading.pieces import arrange
 from offplan.runtime.loading.sources import Gathered
@@ -55,15 +63,25 @@ def _shape_of_values(skeleton: PreTrainedModel, name: str) -> tuple[int, ...]:
 
 
 def hold_codes(skeleton: PreTrainedModel, targets: Mapping[str, Target]) -> None:
-    """Have a model, on the meta device, hold the parts of weights that ``targets`` find."""
+    """Have a model, on the meta device, hold the parts of weights that ``targets`` find.
+
+    Modules that are tied hold the same parts. Raises CheckpointError for one that cannot.
+    """
+    holders: defaultdict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in skeleton.modules():
+        for attribute, parameter in module._parameters.items():
+            holders[id(parameter)].append((module, attribute))
     for name, parts in list_coded(targets).items():
-        path, _, attribute = name.rpartition(".")
         values = {
-            part: torch.empty(codes.shape, dtype=codes.dtype, device="meta")
+            part: nn.Parameter(
+                torch.empty(codes.shape, dtype=codes.dtype, device="meta"), requires_grad=False
+            )
             for part, (_, codes) in parts.items()
         }
         _, codes = parts[Part.WEIGHT]
-        hold_stored(skeleton.get_submodule(path), attribute, codes.form, values)
+        for module, attribute in holders[id(skeleton.get_parameter(name))]:
+            check_module(name, codes.form, module)
+            hold_stored(module, attribute, codes.form, values)
 
 
 def list_coded(targets: Mapping[str, Target]) -> dict[str, dict[Part, tuple[str, Codes]]]:
