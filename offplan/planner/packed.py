@@ -69,39 +69,47 @@ def _least_value(space: Space, aim: Aim) -> float:
 def _find_fewest(plain: Space, packed: Space, budget: Budget, aim: Aim) -> Found | None:
     """Find the best plan with everything resident and some layers packed, by a pattern.
 
-    The output head is packed as where all is: it takes most for what it costs.
+    The output head is packed where it is in plans that pack all, or stays as it is stored.
     """
     if any(parameter.is_expert for parameter in packable(plain.stage)):
         return None  # the search packs experts in all layers or in none
     if plain.question.goal.pipeline_parallel > 1:
         return None  # whose other stages would have to fit as well
-    layers = list_patterns(len(plain.kind_of)).layers
+    assert packed.packing is not None, "that space packs all"
+    patterns = list_patterns(len(plain.kind_of))
+    num_patterns, num_heads = len(patterns.group_size), 1 + packed.packing.output_head
+    # all patterns with the head as where all is packed, then with the head as it is stored
+    layers = np.tile(patterns.layers, (num_heads, 1))
+    plain_head = np.arange(num_heads).repeat(num_patterns)
     saved = np.array(
         [a.nbytes - b.nbytes for a, b in zip(plain.stage.layers, packed.stage.layers, strict=True)]
     )
+    saved_head = plain.stage.outside_bytes - packed.stage.outside_bytes
     room = find_room(packed, budget)
-    fits = room.lacking_bytes[:, None] + saved @ ~layers.T <= 0
+    fits = room.lacking_bytes[:, None] + saved @ ~layers.T + saved_head * plain_head <= 0
     fits &= (room.host_bytes >= 0)[:, None] & (saved @ layers.T > 0)
     if not fits.any():
         return None
-    # the times of all packed, less what layers that are not packed save
+    # the times of all packed, less what layers and a head that are not packed save
     base = packed.table.resident_ps + packed.table.row_ps
     longer = packed.table.layer_ps - plain.table.layer_ps
     prompt_ps = base[:, :1] - longer @ ~layers.T
+    prompt_ps -= (packed.table.outside_ps - plain.table.outside_ps)[:, None] * plain_head
     step_longer = np.array(packed.decode.layer_ps) - np.array(plain.decode.layer_ps)
     step_ps = base[:, 1:] - step_longer @ ~layers.T
+    step_ps = step_ps - (packed.decode.outside_ps - plain.decode.outside_ps) * plain_head
     values = np.where(fits, aim.values(prompt_ps.astype(float), step_ps.astype(float)), NEVER)
     count = np.broadcast_to(layers.sum(1), values.shape)
     first = np.lexsort((count.ravel(), values.ravel()))[0]
     number, pattern = np.unravel_index(first, values.shape)
     if values[number, pattern] == NEVER:
         return None
-    patterns, setting = list_patterns(len(plain.kind_of)), plain.settings[number]
+    setting, chosen = plain.settings[number], pattern % num_patterns
     packing = Packing(
-        group_size=int(patterns.group_size[pattern]),
-        num_in_group=int(patterns.num_in_group[pattern]),
-        output_head=packed.packing is not None and packed.packing.output_head,
-        leave_unpacked=() if packed.packing is None else packed.packing.leave_unpacked,
+        group_size=int(patterns.group_size[chosen]),
+        num_in_group=int(patterns.num_in_group[chosen]),
+        output_head=packed.packing.output_head and not plain_head[pattern],
+        leave_unpacked=packed.packing.leave_unpacked,
     )
     offload = Offload(
         prefill_chunk=setting.prefill_chunk,

@@ -1,9 +1,15 @@
 """Weights are packed where that makes a plan faster, and nowhere else."""
 
+import json
+from itertools import product
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from offplan.checkpoint.open import open_model
+from offplan.forms.packed import packed_parts
 from offplan.held.held import hold
 from offplan.held.packing import pack_everything
 from offplan.machine.profile import LayerTime, load_profile
@@ -15,7 +21,7 @@ from offplan.planner.patterns import list_patterns
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space
 from tests.costs.builders import DENSE, HIDDEN, dense_model, make_machine, make_model, moe_model
-from tests.held import predict
+from tests.held import place, predict
 from tests.planner.cases import UNLIMITED, WORKLOAD, ask, assert_fastest
 from tests.tiers import first_quick
 
@@ -61,8 +67,9 @@ def test_no_more_layers_are_packed_than_makes_all_fit() -> None:
     assert found.offload.rules == ()
     patterns = list_patterns(len(model.layers))
     fitting = []
-    for size, number in zip(patterns.group_size, patterns.num_in_group, strict=True):
-        packing = Packing(group_size=int(size), num_in_group=int(number), output_head=True)
+    pairs = zip(patterns.group_size.tolist(), patterns.num_in_group.tolist(), strict=True)
+    for (size, number), head in product(pairs, (True, False)):
+        packing = Packing(group_size=size, num_in_group=number, output_head=head)
         for chunk in (600, 512):
             offload = Offload(prefill_chunk=chunk, packing=packing)
             each = predict(model, MACHINE, WORKLOAD, found.budget, offload)
@@ -106,6 +113,40 @@ def test_a_head_whose_values_are_made_for_many_sequences_is_not_packed() -> None
         assert packed is not None
         assert packed.space.packing is not None
         assert packed.space.packing.output_head == packs_head
+
+
+GEMMA_270M: dict[str, Any] = {
+    **{"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "dtype": "bfloat16"},
+    **{"hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18, "head_dim": 256},
+    **{"num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 262144},
+    **{"sliding_window": 512, "_sliding_window_pattern": 6, "tie_word_embeddings": True},
+}
+"""The shape of Gemma-3-270m, of whose bytes 63 % are the embedding that its head is tied to."""
+
+
+@pytest.mark.slow
+def test_a_head_is_packed_with_the_embedding_that_it_is_tied_to(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA_270M))
+    model = open_model(str(tmp_path / "config.json"))
+    assert model.head is not None
+    assert not model.stores_head
+    assert model.head.nbytes / model.total_bytes == pytest.approx(0.626, abs=0.001)
+    for share, packs_layers, packs_head in ((1.1, 0, 0), (0.95, 1, 0), (0.8, 1, 1)):
+        found = make_plan(ask(model, MACHINE, share, goal=Goal())).plan
+        packing, memory = found.offload.packing, found.prediction.gpu_memory
+        assert (packing is not None) == packs_layers
+        assert (packing is not None and packing.output_head) == packs_head
+        assert memory.resident_bytes == place(model, found.offload).resident_bytes
+        assert memory.total_bytes <= found.budget.gpu_memory
+        assert not found.offload.rules
+    left = make_plan(ask(model, MACHINE, 0.8, goal=Goal(leave_unpacked=("output_head",)))).plan
+    assert found.prediction.objective_s < left.prediction.objective_s
+    packed = hold(model, pack_everything(model))
+    assert packed.head is not None
+    assert packed.head.nbytes == sum(
+        prod(shape) * (4 if dtype == "I32" else 1)
+        for dtype, shape in packed_parts((262144, 640)).values()
+    )
 
 
 def test_a_packed_head_that_is_faster_lowers_the_floor() -> None:
