@@ -9,6 +9,7 @@ from offplan.checkpoint.layers import is_of_tower
 from offplan.checkpoint.model import OUTPUT_HEADS, owner
 from offplan.checkpoint.tensors import TensorInfo, Tensors, split_expert
 from offplan.errors import CheckpointError
+from offplan.forms.methods import READ_METHODS
 from offplan.forms.quantisation import Quantisation
 from offplan.forms.scheme import Tensor as StoredPart
 
@@ -41,7 +42,10 @@ def quantise(
     if quantisation is None:
         return tuple(tensor for tensor, _ in built)
     if quantisation.find is None:
-        raise _undetermined(where, quantisation, "what is stored")
+        raise CheckpointError(
+            f"{where}: {describe_unread(quantisation)}; to plan, name the folder or the Hub id of "
+            "the checkpoint, whose headers tell its sizes"
+        )
     stored: list[TensorInfo] = []
     num_taken = 0
     memo: Memo = {}
@@ -169,6 +173,24 @@ def _store_mxfp4_experts(
         TensorInfo(f"{tensor.name}_blocks", "U8", (*groups, 16)),
         TensorInfo(f"{tensor.name}_scales", "U8", groups),
     ]
+
+
+def describe_unread(quantisation: Quantisation) -> str:
+    """Say what of a ``quantization_config`` offplan does not read."""
+    method = quote(quantisation.method)
+    found = [
+        f"no {key}" if value is None else f"{key}: {quote(value)}"
+        for key, value in quantisation.unread.items()
+    ]
+    if not found:
+        return (
+            f"found a quantization_config of the method {method}, which offplan does not read (it "
+            f"reads {', '.join(READ_METHODS)})"
+        )
+    return (
+        f"found {', '.join(found)} in its quantization_config ({method}), which offplan does not "
+        "read"
+    )
 
 
 def _undetermined(where: str, quantisation: Quantisation, what: str) -> CheckpointError:

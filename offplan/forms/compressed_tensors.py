@@ -19,17 +19,23 @@ def read_compressed_tensors(stated: Mapping[str, Any], float_type: str) -> Quant
     groups, sparsity = stated.get("config_groups"), stated.get("sparsity_config")
     is_sparse = is_record(sparsity) and sparsity.get("format", "dense") != "dense"
     if is_sparse:
-        return Quantisation("compressed-tensors", is_known=False)
+        unread = {"sparsity_config": sparsity}
+        return Quantisation("compressed-tensors", is_known=False, unread=unread)
     if not is_record(groups):
-        return Quantisation("compressed-tensors")
+        return Quantisation("compressed-tensors", unread={"config_groups": groups})
     found: dict[str, Scheme] = {}
     inputs: set[str] = set()
-    for group in groups.values():
-        scheme = _read_group(group, stated.get("format"), float_type) if is_record(group) else None
-        meant = names_of(group.get("targets")) if is_record(group) else ()
+    for each in groups.values():
+        group = each if is_record(each) else {}
+        scheme = _read_group(group, stated.get("format"), float_type)
+        meant = names_of(group.get("targets"))
         # a target without a dot is the name of a class, of which only one is known here
-        if scheme is None or any("." not in name and name != "Linear" for name in meant):
-            return Quantisation("compressed-tensors")
+        is_known = all("." in name or name == "Linear" for name in meant)
+        if scheme is None or not is_known:
+            layout = group.get("format", stated.get("format"))
+            said = {"format": layout, "weights": group.get("weights")}
+            unread = said if is_known else {"targets": group["targets"]}
+            return Quantisation("compressed-tensors", unread=unread)
         found |= dict.fromkeys(meant, scheme)
         inputs |= _name_inputs(group.get("input_activations"))
     ignored = names_of(stated.get("ignore"))

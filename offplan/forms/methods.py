@@ -6,26 +6,19 @@ Source: transformers 5.23, ``utils.quantization_config`` and ``quantizers``; Mod
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+from offplan.forms.auto_round import read_auto_round
 from offplan.forms.compressed_tensors import read_compressed_tensors
 from offplan.forms.form import OTHER, Form, Kind, Part, WordOrder
-from offplan.forms.matching import compile_pattern, has_run, matches_wildcard, skips, targets
-from offplan.forms.quantisation import Quantisation, note_scales
+from offplan.forms.matching import has_run, matches_wildcard, skips, targets
+from offplan.forms.quantisation import Quantisation, leave_unread, note_scales
 from offplan.forms.scheme import BNB4_STATE_BYTES, Scheme
-from offplan.forms.stated import block_of, grouped_form, is_record, is_size, names_of
+from offplan.forms.stated import block_of, grouped_form, is_record, names_of, read_words
 
 _IN_STACK = re.compile(r"\.\d+\.")
 """Tells the modules of a stack of layers from those outside, such as the head."""
-_NAME = re.compile(r"[\w.]+\.\d+\.[\w.]+")
-"""Tells names of such modules from patterns, where a key may be either."""
-_AUTO_ROUND_UNREAD = (
-    "quant_lm_head",
-    "dynamic",
-    "modules_in_block_to_quantize",
-    "modules_to_not_convert",
-)
-"""Keys of AutoRound by which it takes other layers than all of its blocks."""
 _E4M3 = ("e4m3", "float8_e4m3fn")
 _MODELOPT_FORMS = {
     "FP8": Form(Kind.FP8_TENSOR),
@@ -40,10 +33,10 @@ _TORCHAO_FORMS = {
     "Int8WeightOnlyConfig": Form(Kind.W8A16, None, WordOrder.NONE),
     "Float8WeightOnlyConfig": Form(Kind.FP8_CHANNEL),
 }
-_UNHEEDED = ("rotation", "transform_config", "adapter")
+_UNHEEDED = ("rotation", "rotation_config", "spinquant_config", "transform_config", "adapter")
 """Keys of a config beyond how weights are stored. Activations are turned to meet turned weights, or
 an adapter corrects the error. Source: GPTQModel, ``QuantizeConfig``; compressed-tensors,
-``TransformConfig``."""
+``TransformConfig``; AutoRound, ``save_rotation_config``."""
 
 
 class _Model(NamedTuple):
@@ -72,8 +65,9 @@ def read_quantisation(
     model = _Model(model_type, float_type, config.get("expert_dtype"))
     method = _name_method(stated)
     read = _READERS.get(method)
-    if read is None or any(stated.get(key) for key in _UNHEEDED):
-        return Quantisation(method, is_known=False)
+    unheeded = {key: stated[key] for key in _UNHEEDED if stated.get(key)}
+    if read is None or unheeded:
+        return Quantisation(method, is_known=False, unread=unheeded)
     return read(stated, model)
 
 
@@ -89,7 +83,7 @@ def _without_nulls(stated: Mapping[str, Any], depth: int = 4) -> dict[str, Any]:
 def _name_method(stated: Mapping[str, Any]) -> str:
     """Return the ``quant_method``; mlx-lm, and old files of two others, do not name theirs."""
     if "quant_method" in stated:
-        method = str(stated["quant_method"]).lower()
+        method = str(stated["quant_method"]).lower().removeprefix("intel/")
         return "modelopt" if method.startswith("modelopt") else method
     if "quant_algo" in stated:
         return "modelopt"
@@ -103,13 +97,19 @@ def _read_fp8(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     size = stated.get("weight_block_size", [128, 128])
     block = block_of(size)
     experts = stated.get("expert_dtype", model.expert_dtype or "fp8")
-    is_usual = experts in ("fp8", "fp4") and stated.get("fmt", "e4m3") in _E4M3
-    if (size is not None and block is None) or not is_usual or stated.get("modules_to_convert"):
-        return Quantisation("fp8")
-    if model.model_type == "deepseek_v4":
+    is_deepseek = model.model_type == "deepseek_v4"
+    refused = leave_unread(
+        "fp8",
+        {**stated, "expert_dtype": experts},
+        weight_block_size=block is not None or (size is None and not is_deepseek),
+        expert_dtype=experts in (("fp8", "fp4") if is_deepseek else ("fp8",)),
+        fmt=stated.get("fmt", "e4m3") in _E4M3,
+        modules_to_convert=not stated.get("modules_to_convert"),
+    )
+    if refused:
+        return refused
+    if is_deepseek:
         return _read_deepseek_v4(stated, Form(Kind.FP8_BLOCK, block), experts)
-    if experts == "fp4":
-        return Quantisation("fp8")
     form = Form(Kind.FP8_TENSOR if block is None else Kind.FP8_BLOCK, block)
     # DeepSeek and most others store them in float32; Qwen does not, nor does Mistral one a matrix
     scale = "BF16" if model.model_type.startswith("qwen") or block is None else "F32"
@@ -134,8 +134,8 @@ def _read_deepseek_v4(stated: Mapping[str, Any], form: Form, experts: str) -> Qu
     dense = Scheme(form, "deepseek fp8_block")
     routed = Scheme(Form(Kind.MXFP4, (1, 32)), "deepseek mxfp4") if experts == "fp4" else dense
     named = _schemes_by_layer(stated.get("quantized_layers"))
-    if form.block is None or named is None:
-        return Quantisation("fp8")
+    if refused := leave_unread("fp8", stated, quantized_layers=named is not None):
+        return refused
     inputs = {"FP8", *_modelopt_inputs(stated.get("quantized_layers"))}
 
     def find(module: str) -> Scheme | None:
@@ -155,17 +155,24 @@ def _read_mxfp4(stated: Mapping[str, Any], model: _Model) -> Quantisation:
 
 def _read_bitsandbytes(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     note = None
-    in_bytes = stated.get("bnb_4bit_quant_storage", "uint8") == "uint8"
-    if stated.get("load_in_8bit") is True or stated.get("_load_in_8bit") is True:
+    has_bytes = stated.get("load_in_8bit") is True or stated.get("_load_in_8bit") is True
+    name = stated.get("bnb_4bit_quant_type")
+    refused = leave_unread(
+        "bitsandbytes",
+        stated,
+        bnb_4bit_quant_type=has_bytes or name in ("nf4", "fp4"),
+        bnb_4bit_quant_storage=has_bytes
+        or stated.get("bnb_4bit_quant_storage", "uint8") == "uint8",
+    )
+    if refused:
+        return refused
+    if has_bytes:
         scheme = Scheme(Form(Kind.BNB8), "bitsandbytes bnb8")
-    elif stated.get("bnb_4bit_quant_type") in ("nf4", "fp4") and in_bytes:
+    else:
         choices = {Part.NESTED_SCALE: stated.get("bnb_4bit_use_double_quant") is True}
-        name = stated["bnb_4bit_quant_type"]
         scheme = Scheme(Form(Kind(name)), f"bitsandbytes {name}", choices=choices)
         what = f"the parameters of each weight's {name.upper()}"
         note = f"{what} are taken as {BNB4_STATE_BYTES} bytes"
-    else:
-        return Quantisation("bitsandbytes")
     skipped = stated.get("llm_int8_skip_modules")
     return Quantisation(
         "bitsandbytes",
@@ -179,20 +186,29 @@ def _read_bitsandbytes(stated: Mapping[str, Any], model: _Model) -> Quantisation
 
 def _read_gptq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     orders = {"gptq": WordOrder.GPTQ, "gptq_v2": WordOrder.GPTQ_V2}
-    order = orders.get(_name_layout(stated, "gptq", "checkpoint_format", "format"))
-    form = grouped_form(stated.get("bits"), stated.get("group_size"), order)
+    key, layout = _name_layout(stated, "gptq", "checkpoint_format", "format")
+    order = orders.get(layout)
+    # groups that were told beforehand follow each other, in whatever order columns were quantised
+    choices = {Part.GROUP_INDEX: stated.get("desc_act") is True and not stated.get("static_groups")}
+    scheme = order and read_words(
+        stated.get("bits"), stated.get("group_size"), order, "gptq", choices
+    )
     # GPTQModel's exceptions: "-:" and a pattern of what is left as it is, or else other settings
     dynamic = stated.get("dynamic") or {}
     excepted = list(dynamic) if is_record(dynamic) else [""]
-    if form is OTHER or stated.get("lm_head") or not all(key[:2] == "-:" for key in excepted):
-        return Quantisation("gptq")
-    # groups that were told beforehand follow each other, in whatever order columns were quantised
-    is_shuffled = stated.get("desc_act") is True and not stated.get("static_groups")
-    scheme = Scheme(form, "gptq", "F16", {Part.GROUP_INDEX: is_shuffled})
-    patterns = [f"re:{key[2:]}" for key in excepted]
     blocks = stated.get("modules_in_block_to_quantize")
-    if blocks and not isinstance(blocks, list):
-        return Quantisation("gptq")
+    refused = leave_unread(
+        "gptq",
+        stated,
+        **{key: order is not None},
+        **dict.fromkeys(("bits", "group_size"), scheme is not None or order is None),
+        lm_head=not stated.get("lm_head"),
+        dynamic=all(key[:2] == "-:" for key in excepted),
+        modules_in_block_to_quantize=not blocks or isinstance(blocks, list),
+    )
+    if refused:
+        return refused
+    patterns = [f"re:{key[2:]}" for key in excepted]
     only = tuple(name for names in blocks for name in names_of(names)) if blocks else ("",)
 
     def find(module: str) -> Scheme | None:
@@ -202,55 +218,20 @@ def _read_gptq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     return Quantisation("gptq", find, note=note_scales("F16"))
 
 
-def _read_auto_round(stated: Mapping[str, Any], model: _Model) -> Quantisation:
-    """Read AutoRound's own files, of which one layout is known: GPTQ's words, without an index.
-
-    Source: AutoRound 0.9, ``export_to_autoround`` and ``get_layer_config``.
-    """
-    own = stated.get("extra_config") or {}
-    blocks = stated.get("block_name_to_quantize") or stated.get("to_quant_block_names") or ""
-    blocks = tuple(blocks.split(",")) if isinstance(blocks, str) else names_of(blocks)
-    is_known = stated.get("packing_format") == "auto_round:auto_gptq" and bool(blocks)
-    is_known &= stated.get("data_type", "int") == "int"
-    is_known &= not any(stated.get(key) for key in _AUTO_ROUND_UNREAD)
-    if not is_known or not is_record(own):
-        return Quantisation("auto-round")
-
-    def scheme_of(said: Mapping[str, Any]) -> Scheme | None:
-        bits, group = (said.get(key, stated.get(key)) for key in ("bits", "group_size"))
-        if type(bits) is int and bits >= 16:
-            return None
-        return Scheme(grouped_form(bits, group, WordOrder.GPTQ), "auto-round gptq", "F16")
-
-    usual = scheme_of({})
-    named = {name: scheme_of(said) for name, said in own.items() if is_record(said) and said}
-    patterns = [name for name in named if not _NAME.fullmatch(name)]
-    found = [usual, *named.values()]
-    if usual is None or any(each and each.form is OTHER for each in found):
-        return Quantisation("auto-round")
-
-    def find(module: str) -> Scheme | None:
-        if not module.startswith(blocks) or not _IN_STACK.search(module):
-            return None
-        if module in named:
-            return named[module]
-        meant = (named[each] for each in patterns if compile_pattern(each).search(module))
-        return next(meant, usual)
-
-    bits = stated.get("act_bits")
-    inputs = (f"INT{bits}",) if is_size(bits) and bits < 16 else ()
-    return Quantisation("auto-round", find, activations=inputs, note=note_scales("F16"))
-
-
 def _read_awq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
-    layout = _name_layout(stated, "gemm", "version", "checkpoint_format", "format")
-    # the backend llm-awq packs in a way of its own
-    is_usual = layout == "gemm" and stated.get("backend") != "llm-awq"
-    bits = stated.get("bits", stated.get("w_bit"))
-    form = grouped_form(bits, stated.get("group_size"), WordOrder.AWQ if is_usual else None)
-    if form is OTHER or stated.get("zero_point") is False:
-        return Quantisation("awq")
-    scheme = Scheme(form, "awq", "F16")
+    key, layout = _name_layout(stated, "gemm", "version", "checkpoint_format", "format")
+    bits = "bits" if "bits" in stated else "w_bit"
+    scheme = read_words(stated.get(bits), stated.get("group_size"), WordOrder.AWQ, "awq")
+    refused = leave_unread(
+        "awq",
+        stated,
+        **dict.fromkeys((bits, "group_size"), scheme is not None),
+        **{key: layout == "gemm"},
+        backend=stated.get("backend") != "llm-awq",  # which packs in a way of its own
+        zero_point=stated.get("zero_point") is not False,
+    )
+    if refused:
+        return refused
     kept = names_of(stated.get("modules_to_not_convert"))
 
     def find(module: str) -> Scheme | None:
@@ -262,10 +243,14 @@ def _read_awq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     return Quantisation("awq", find, leaves_misfits=True, note=note_scales("F16"))
 
 
-def _name_layout(stated: Mapping[str, Any], usual: str, *keys: str) -> str:
-    """Return what writers of several versions call the layout; nothing where they contradict."""
-    named = {str(stated[key]).lower() for key in keys if stated.get(key)}
-    return named.pop() if len(named) == 1 else "" if named else usual
+def _name_layout(stated: Mapping[str, Any], usual: str, *keys: str) -> tuple[str, str]:
+    """Return the key and the name by which a writer of some version states the layout.
+
+    The name is empty where several contradict each other.
+    """
+    named = {key: str(stated[key]).lower() for key in keys if stated.get(key)}
+    key, name = next(iter(named.items()), (keys[0], usual))
+    return key, name if len({*named.values()}) <= 1 else ""
 
 
 def _read_modelopt(stated: Mapping[str, Any], model: _Model) -> Quantisation:
@@ -276,11 +261,16 @@ def _read_modelopt(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     has_cache_scales = cache == "FP8" or (is_record(cache) and cache.get("dynamic") is False)
     scheme = _modelopt_scheme(stated.get("quant_algo"))
     inputs = _modelopt_inputs(stated.get("quantized_layers"), stated.get("quant_algo"))
-    named: Mapping[str, Scheme] | None = {}
-    if str(stated.get("quant_algo")).upper() == "MIXED_PRECISION":
-        named = _schemes_by_layer(stated.get("quantized_layers"))
-    if named is None or not (named or scheme):
-        return Quantisation("modelopt")
+    is_mixed = str(stated.get("quant_algo")).upper() == "MIXED_PRECISION"
+    named = _schemes_by_layer(stated.get("quantized_layers")) if is_mixed else {}
+    refused = leave_unread(
+        "modelopt",
+        stated,
+        quant_algo=is_mixed or scheme is not None,
+        quantized_layers=not is_mixed or bool(named),
+    )
+    if refused:
+        return refused
 
     def find(module: str) -> Scheme | None:
         if matches_wildcard(kept, module):
@@ -329,31 +319,43 @@ def _find_by_layer(named: Mapping[str, Scheme], module: str) -> Scheme | None:
 def _read_torchao(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     """Read torchao's two ways that quantise weights alone, a scale for each row.
 
-    Source: torchao 0.14, ``Int8WeightOnlyConfig`` and ``Float8WeightOnlyConfig``.
+    Version 0.18 names the granularity, and stores zeros of 0 beside ``Int8WeightOnlyConfig``'s.
+    Source: torchao 0.14 and 0.18, ``Int8WeightOnlyConfig`` and ``Float8WeightOnlyConfig``.
     """
     types = stated.get("quant_type")
     how = types.get("default") if is_record(types) and len(types) == 1 else None
     form = _TORCHAO_FORMS.get(str(how.get("_type"))) if is_record(how) else None
-    data = how.get("_data") if is_record(how) else None
-    is_plain = form is not None and not (is_record(data) and data.get("group_size"))
-    if form is None or not is_plain or stated.get("include_input_output_embeddings"):
-        return Quantisation("torchao", is_known=False)
-    scale = "F32" if form.kind is Kind.FP8_CHANNEL else model.float_type
+    said = how.get("_data") if is_record(how) else None
+    said = said if is_record(said) else {}
+    # older versions know one scale a row alone, and do not say so
+    rows = said.get("granularity")
+    is_by_row = not said.get("group_size") and (rows is None or "PerRow" in str(rows)[:200])
+    refused = leave_unread(
+        "torchao",
+        stated,
+        quant_type=form is not None and is_by_row,
+        include_input_output_embeddings=not stated.get("include_input_output_embeddings"),
+    )
+    if form is None or refused:
+        return replace(refused or Quantisation("torchao"), is_known=False)
+    has_zeros = form.kind is Kind.W8A16 and rows is not None
+    scale = "F32" if form.kind is Kind.FP8_CHANNEL or has_zeros else model.float_type
     skipped = stated.get("modules_to_not_convert")
-    scheme = Scheme(form, f"torchao {form.kind.value}", scale)
+    scheme = Scheme(form, f"torchao {form.kind.value}", scale, {Part.ZERO: has_zeros})
     find = _all_but(skipped, scheme)
     return Quantisation("torchao", find, skips_head=skipped is None, takes_linear_alone=True)
 
 
 def _read_mlx(stated: Mapping[str, Any], model: _Model) -> Quantisation:
-    if stated.get("mode", "affine") != "affine":
-        return Quantisation("mlx")
+    if refused := leave_unread("mlx", stated, mode=stated.get("mode", "affine") == "affine"):
+        return refused
     own: dict[str, Scheme | None] = {}
     for module, value in (("", stated), *stated.items()):
         if is_record(value):
             form = grouped_form(value.get("bits"), value.get("group_size"), WordOrder.MLX)
             if form is OTHER:
-                return Quantisation("mlx")
+                found = {key: value.get(key) for key in ("bits", "group_size")}
+                return Quantisation("mlx", unread=found)
             own[module] = Scheme(form, "mlx", model.float_type)
         elif value is False:
             own[module] = None
@@ -376,10 +378,12 @@ _READERS: dict[str, Callable[[Mapping[str, Any], _Model], Quantisation]] = {
     "mxfp4": _read_mxfp4,
     "bitsandbytes": _read_bitsandbytes,
     "gptq": _read_gptq,
-    "auto-round": _read_auto_round,
+    "auto-round": lambda stated, model: read_auto_round(stated, model.float_type),
     "awq": _read_awq,
     "compressed-tensors": lambda stated, model: read_compressed_tensors(stated, model.float_type),
     "modelopt": _read_modelopt,
     "torchao": _read_torchao,
     "mlx": _read_mlx,
 }
+READ_METHODS = tuple(sorted(_READERS))
+"""Methods that offplan reads."""

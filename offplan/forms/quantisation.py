@@ -1,7 +1,8 @@
 """How the modules of a quantised checkpoint are stored, by its config."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from offplan.errors import CheckpointError
 from offplan.forms.scheme import Scheme
@@ -18,7 +19,10 @@ class Quantisation:
     """The config's ``quant_method``; ``mlx`` for mlx-lm's, which has none."""
     find: Callable[[str], Scheme | None] | None = None
     """Gives the scheme of a linear layer by its name, None if the layer is left as it is. Itself
-    None if the config does not determine what is stored."""
+    None if offplan does not read what the config says."""
+    unread: Mapping[str, Any] = field(default_factory=dict)
+    """The keys that offplan does not read as they are stated, None for one that is missing. Empty
+    where the whole method is not read."""
     takes_experts_alone: bool = False
     """True if fused experts are all that is quantised (MXFP4 of gpt-oss)."""
     skips_head: bool = False
@@ -28,7 +32,7 @@ class Quantisation:
     takes_linear_alone: bool = False
     """True if its tool takes modules of the class Linear alone, and so no fused experts."""
     is_known: bool = True
-    """True if the meaning of what this method stores is known."""
+    """True if the meaning of what is stored is known: headers tell the rest."""
     leaves_misfits: bool = False
     """Whether a matrix that its layout cannot store is left as it is."""
     has_cache_scales: bool = False
@@ -63,3 +67,12 @@ class Quantisation:
 def note_scales(dtype: str) -> str:
     """Say which type was taken for scales whose type the config leaves open."""
     return f"the config does not say the type of the scales: scales taken as {dtype}"
+
+
+def leave_unread(method: str, stated: Mapping[str, Any], **reads: bool) -> Quantisation | None:
+    """Return what stands for a config that says something that offplan does not read, else None.
+
+    ``reads`` tells of each key whether offplan reads it as ``stated``.
+    """
+    unread = {key: stated.get(key) for key, is_read in reads.items() if not is_read}
+    return Quantisation(method, unread=unread) if unread else None

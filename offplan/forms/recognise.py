@@ -21,6 +21,8 @@ _NAMED_KINDS = {"nf4": Kind.NF4, "fp4": Kind.FP4}
 """bitsandbytes' kinds of 4 bits by how the name of their state ends."""
 WHOLE_KINDS = {bits: kind for kind, bits in BITS.items()}
 """Kinds of whole numbers by their bits."""
+FEW_BITS = (2, 3)
+"""Bits of whole numbers in GPTQ's words that are sized, and that no runtime executes."""
 
 
 class Described(Protocol):
@@ -111,14 +113,15 @@ def _recognise_words(
         return _recognise_rows(weight.shape, scale.shape, beside, stated)
     groups, rows = scale.shape
     bits = WORD_BITS * zero.shape[-1] // rows if zero is not None and zero.shape and rows else 0
-    if bits not in WHOLE_KINDS:
+    if bits not in (*FEW_BITS, *WHOLE_KINDS):
         return OTHER, weight.shape
     # AWQ packs along the outputs, GPTQ along the inputs
     is_awq = weight.shape[1] * WORD_BITS == rows * bits
     orders = (WordOrder.AWQ,) if is_awq else (WordOrder.GPTQ, WordOrder.GPTQ_V2)
-    columns = weight.shape[0] * (1 if is_awq else WORD_BITS // bits)
+    columns = weight.shape[0] if is_awq else weight.shape[0] * WORD_BITS // bits
     form = OTHER
-    if stated is not None and stated.word_order in orders and (is_awq or weight.shape[1] == rows):
+    is_stated = stated is not None and stated.word_order in orders and bits in WHOLE_KINDS
+    if stated is not None and is_stated and (is_awq or weight.shape[1] == rows):
         form = _grouped(bits, stated.word_order, columns, groups)
         # GPTQ's last group may be of fewer columns
         if not is_awq and stated.block and groups == -(-columns // stated.block[1]):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from offplan.forms.form import NESTED_BLOCK, Form, Kind, Part, WordOrder
+from offplan.forms.form import BITS, NESTED_BLOCK, Form, Kind, Part, WordOrder
 from offplan.forms.recognise import WORD_BITS
 
 Tensor = tuple[str, str, tuple[int, ...]]
@@ -33,6 +33,8 @@ class Scheme:
     choices: Mapping[Part, bool] = field(default_factory=dict)
     """For each part that is a choice, True if it is stored. GROUP_INDEX is stored if columns lie in
     another order than their groups."""
+    few_bits: int | None = None
+    """Bits of whole numbers in words that have no form of their own: 2 or 3."""
 
     @property
     def needed(self) -> set[Part]:
@@ -40,9 +42,9 @@ class Scheme:
         return {part for part in (Part.ZERO, Part.GROUP_INDEX) if self.choices.get(part)}
 
     @property
-    def per_word(self) -> int:
-        """Whole numbers in a word."""
-        return WORD_BITS // (4 if self.form.kind is Kind.W4A16 else 8)
+    def word_bits(self) -> int:
+        """Bits of whole numbers in words."""
+        return self.few_bits or BITS.get(self.form.kind, 8)
 
     def fits(self, rows: int, columns: int) -> bool:
         """Return True if the layout can store such a matrix: whole groups, packed in whole words.
@@ -57,7 +59,8 @@ class Scheme:
         if order is None or order is WordOrder.NONE:
             return True
         by_columns = self.form.is_by_columns
-        return columns % self.per_word == 0 and (not by_columns or rows % self.per_word == 0)
+        rows = rows if by_columns else 0
+        return all(size * self.word_bits % WORD_BITS == 0 for size in (rows, columns))
 
     def store(self, rows: int, columns: int) -> list[Tensor]:
         """List what is stored for a matrix [out, in]."""
@@ -80,8 +83,8 @@ class Scheme:
         return {
             "out": rows,
             "in": columns,
-            "out/word": -(-rows // self.per_word),
-            "in/word": columns // self.per_word,
+            "out/word": -(-rows * self.word_bits // WORD_BITS),
+            "in/word": columns * self.word_bits // WORD_BITS,
             "blocks": rows if self.form.block is None else -(-rows // self.form.block[0]),
             "groups": 1 if self.form.block is None else -(-columns // self.form.block[1]),
             "half": columns // 2,

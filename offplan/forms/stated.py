@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from offplan.forms.form import OTHER, Form, WordOrder
-from offplan.forms.recognise import WHOLE_KINDS
+from offplan.forms.form import OTHER, Form, Kind, Part, WordOrder
+from offplan.forms.recognise import FEW_BITS, WHOLE_KINDS
+from offplan.forms.scheme import Scheme
 
 
 def grouped_form(bits: Any, group: Any, order: WordOrder | None) -> Form:
@@ -14,6 +15,18 @@ def grouped_form(bits: Any, group: Any, order: WordOrder | None) -> Form:
     if group is None or group == -1:
         return Form(WHOLE_KINDS[bits], None, order)
     return Form(WHOLE_KINDS[bits], (1, group), order) if is_size(group) else OTHER
+
+
+def read_words(
+    bits: Any, group: Any, order: WordOrder, layout: str, choices: Mapping[Part, bool] | None = None
+) -> Scheme | None:
+    """Return the scheme of whole numbers in words of GPTQ or AWQ; None if it is not known."""
+    is_few = type(bits) is int and bits in FEW_BITS and order is not WordOrder.AWQ
+    form = grouped_form(4 if is_few else bits, group, order)
+    if form is OTHER:
+        return None
+    form = form._replace(kind=Kind.OTHER) if is_few else form
+    return Scheme(form, layout, "F16", choices or {}, bits if is_few else None)
 
 
 def block_of(value: Any) -> tuple[int, int] | None:

@@ -101,6 +101,10 @@ def weights(**arguments: Any) -> dict[str, Any]:
 
 
 INT4 = {"format": "pack-quantized", "num_bits": 4, "type": "int", "group_size": 128}
+AUTO_ROUND = {"quant_method": "auto-round", "data_type": "int", "bits": 4, "group_size": 128}
+AUTO_ROUND |= {"sym": True, "block_name_to_quantize": "model.layers"}
+AUTO_ROUND_FP8 = AUTO_ROUND | {"data_type": "fp", "bits": 8, "fmt": "e4m3"}
+AUTO_ROUND_FLOATS = AUTO_ROUND | {"packing_format": "auto_round:llm_compressor"}
 FORMATS = {
     "fp8 blocks": Format(
         {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
@@ -408,6 +412,95 @@ FORMATS = {
             "scales": ("F16", (inner // 128, out)),
         },
         Form(Kind.W4A16, (1, 128), WordOrder.GPTQ),
+    ),
+    "auto-round of 3 bits": Format(
+        AUTO_ROUND | {"bits": 3, "packing_format": "auto_round:auto_gptq"},
+        lambda out, inner: {
+            "qweight": ("I32", (3 * inner // 32, out)),
+            "qzeros": ("I32", (inner // 128, 3 * out // 32)),
+            "scales": ("F16", (inner // 128, out)),
+        },
+        OTHER,
+    ),
+    "auto-round awq": Format(
+        AUTO_ROUND | {"sym": False, "packing_format": "auto_round:auto_awq"},
+        lambda out, inner: {
+            "qweight": ("I32", (inner, out // 8)),
+            "qzeros": ("I32", (inner // 128, out // 8)),
+            "scales": ("F16", (inner // 128, out)),
+        },
+        Form(Kind.W4A16, (1, 128), WordOrder.AWQ),
+    ),
+    "auto-round gptqmodel": Format(
+        AUTO_ROUND | {"packing_format": "auto_round:gptqmodel"},
+        lambda out, inner: {
+            "qweight": ("I32", (inner // 8, out)),
+            "qzeros": ("I32", (inner // 128, out // 8)),
+            "scales": ("F16", (inner // 128, out)),
+            "g_idx": ("I32", (inner,)),
+        },
+        Form(Kind.W4A16, (1, 128), WordOrder.GPTQ_V2),
+    ),
+    "auto-round fp8 static": Format(
+        AUTO_ROUND_FP8
+        | {"group_size": -1, "act_bits": 8, "packing_format": "auto_round:fp8_static"},
+        lambda out, inner: {
+            "weight": ("F8_E4M3", (out, inner)),
+            "weight_scale": ("BF16", (out,)),
+            "input_scale": ("BF16", (1,)),
+        },
+        Form(Kind.FP8_CHANNEL),
+    ),
+    "auto-round fp8 of weights alone": Format(
+        AUTO_ROUND_FP8 | {"group_size": 0},
+        lambda out, inner: {
+            "weight": ("F8_E4M3", (out, inner)),
+            "weight_scale": ("BF16", (1,)),
+        },
+        Form(Kind.FP8_TENSOR),
+    ),
+    "auto-round mxfp4": Format(
+        AUTO_ROUND_FLOATS | {"data_type": "mx_fp", "bits": 4, "group_size": 32, "act_bits": 4},
+        lambda out, inner: {
+            "weight_packed": ("U8", (out, inner // 2)),
+            "weight_scale": ("U8", (out, inner // 32)),
+        },
+        Form(Kind.MXFP4, (1, 32)),
+    ),
+    "auto-round mxfp8": Format(
+        AUTO_ROUND_FLOATS | {"data_type": "mx_fp", "bits": 8, "group_size": 32, "act_bits": 8},
+        lambda out, inner: {
+            "weight": ("F8_E4M3", (out, inner)),
+            "weight_scale": ("U8", (out, inner // 32)),
+        },
+        Form(Kind.FP8_BLOCK, (1, 32)),
+    ),
+    "auto-round nvfp4": Format(
+        AUTO_ROUND_FLOATS | {"data_type": "nv_fp", "bits": 4, "group_size": 16, "act_bits": 4},
+        lambda out, inner: {
+            "weight_packed": ("U8", (out, inner // 2)),
+            "weight_scale": ("F8_E4M3", (out, inner // 16)),
+            "weight_global_scale": ("F32", (1,)),
+            "input_global_scale": ("F32", (1,)),
+        },
+        Form(Kind.NVFP4, (1, 16)),
+    ),
+    "torchao 0.18 int8": Format(
+        {
+            "quant_method": "torchao",
+            "quant_type": {
+                "default": {
+                    "_type": "Int8WeightOnlyConfig",
+                    "_data": {"granularity": {"_type": "PerRow", "_data": {"dim": -1}}},
+                }
+            },
+        },
+        lambda out, inner: {
+            "_weight_qdata": ("I8", (out, inner)),
+            "_weight_scale": ("F32", (out, 1)),
+            "_weight_zero_point": ("I8", (out, 1)),
+        },
+        Form(Kind.W8A16, None, WordOrder.NONE),
     ),
     "compressed-tensors mxfp8": Format(
         weights(format="mxfp8-quantized", num_bits=8, type="float", group_size=32),

@@ -216,6 +216,35 @@ def test_what_the_config_does_not_determine_is_refused(tmp_path, name):
         open_model(str(folder / "config.json"))
 
 
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [
+        (
+            {"quant_method": "aqlm"},
+            "of the method 'aqlm', which offplan does not read (it reads au",
+        ),
+        ({"quant_method": "gptq", "bits": 5, "group_size": 128}, "found bits: 5, group_size: 128 "),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "found version: 'gemv' in its"),
+        ({"quant_method": "gptq", "bits": 4, "rotation": "hadamard"}, "found rotation: 'hadamard'"),
+        ({"quant_method": "compressed-tensors"}, "found no config_groups in its"),
+        (
+            {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4Weight"}}},
+            "quant_type: {'default': {'_type': 'Int4Weight'}} in its",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_not_read_is_named(tmp_path, stated, words):
+    pytest.importorskip("transformers")
+    config = CONFIG | {"quantization_config": stated}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as raised:
+        open_model(tmp_path / "config.json")
+    assert words in str(raised.value)
+    assert "which offplan does not read" in str(raised.value)
+    assert "determine" not in str(raised.value)
+
+
 QWEN3_VL_MOE = {
     "model_type": "qwen3_vl_moe",
     "architectures": ["Qwen3VLMoeForConditionalGeneration"],

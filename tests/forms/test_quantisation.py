@@ -132,6 +132,29 @@ AUTO_ROUND = {
 }
 
 
+AUTO_ROUND_FP8 = AUTO_ROUND | {
+    "bits": 8,
+    "data_type": "fp",
+    "group_size": -1,
+    "packing_format": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("backend", "order"),
+    [
+        ("auto_round:auto_gptq", WordOrder.GPTQ),
+        ("auto_round:auto_gptq:exllamav2", WordOrder.GPTQ),
+        ("auto_round:exllamav2", WordOrder.GPTQ_V2),
+        ("auto_round:auto_awq", WordOrder.AWQ),
+    ],
+)
+def test_auto_round_by_its_first_name(backend: str, order: WordOrder) -> None:
+    stated = {"quant_method": "intel/auto-round", "backend": backend, "bits": 4, "group_size": 128}
+    assert read("model.layers.0.mlp.up_proj", **stated) == Form(Kind.W4A16, (1, 128), order)
+    assert read("lm_head", **stated) is None
+
+
 def test_auto_round_takes_the_blocks_that_it_names() -> None:
     blocks = "model.language_model.layers"
     stated = AUTO_ROUND | {"block_name_to_quantize": blocks}
@@ -173,7 +196,7 @@ MIXED = {"model.layers.0": {"quant_algo": "FP8"}, "model.layers.1": {"quant_algo
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "INT8"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, None),
         (AUTO_ROUND | {"act_bits": 16}, None),
-        (AUTO_ROUND | {"act_bits": 8}, "INT8"),
+        (AUTO_ROUND_FP8 | {"act_bits": 8, "packing_format": "auto_round:fp8_static"}, "FP8"),
         (compressed("mxfp4-pack-quantized", ROWS, INPUTS), "FP4"),
         (compressed("nvfp4-pack-quantized", ROWS, INPUTS), "FP4"),
         (compressed("nvfp4-pack-quantized", ROWS), None),
@@ -246,7 +269,8 @@ CONTRADICTORY = {"checkpoint_format": "gptq", "format": "gptq_v2"}
     [
         {"quant_method": "gptq", "bits": 4, "group_size": 128, **CONTRADICTORY},
         {"quant_method": "awq", "bits": 4, "group_size": 128, "format": "gemv"},
-        {"quant_method": "gptq", "bits": 3, "group_size": 128},
+        {"quant_method": "gptq", "bits": 5, "group_size": 128},
+        {"quant_method": "awq", "bits": 3, "group_size": 128},
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"},
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:.*": {"bits": 8}}},
         {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"},
@@ -257,6 +281,11 @@ CONTRADICTORY = {"checkpoint_format": "gptq", "format": "gptq_v2"}
         {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "modules_in_block_to_quantize": 1},
         AUTO_ROUND | {"extra_config": [["lm_head"]]},
+        AUTO_ROUND | {"extra_config": {"model.layers.0.mlp.up_proj": {"bits": 5}}},
+        AUTO_ROUND | {"act_bits": 8},
+        AUTO_ROUND | {"packing_format": "auto_round:mlx"},
+        AUTO_ROUND | {"packing_format": "autoround:exllamav2"},
+        AUTO_ROUND_FP8 | {"fmt": "e5m2"},
         AUTO_ROUND | {"modules_to_not_convert": ["self_attn"]},
         AUTO_ROUND | {"block_name_to_quantize": [["model.layers"]]},
         {
@@ -271,3 +300,4 @@ def test_what_a_known_method_may_say_and_is_not_understood(stated: dict[str, Any
     quantisation = read_quantisation({"quantization_config": stated}, "llama", "bfloat16")
     assert quantisation is not None
     assert quantisation.find is None
+    assert quantisation.unread

@@ -6,8 +6,8 @@ from itertools import groupby, repeat
 
 from transformers import PreTrainedModel
 
-from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.parameter import Parameter
+from offplan.checkpoint.quantise import describe_unread
 from offplan.forms.form import Kind, Part
 from offplan.held.stage import Stage
 from offplan.runtime.loading.target import Source
@@ -47,9 +47,7 @@ def list_sources(stage: Stage) -> list[Source]:
     quantisation, source = stage.model.architecture.quantisation, stage.model.source
     if quantisation is not None and not quantisation.is_known:
         # nor may values that are stored as they are be all that is multiplied
-        raise refuse(
-            f"{source} is quantised in a way ({quote(quantisation.method)}) that is not known"
-        )
+        raise refuse(f"{source}: {describe_unread(quantisation)}")
     sources = [*_walk(stage)]
     coded = next((each.parameter for each in sources if each.stores_codes), None)
     if coded is not None and quantisation is None:
