@@ -173,6 +173,13 @@ def store_auto_round(weight: torch.Tensor) -> Quantised:
     }, (values * scale[:, :, None]).flatten(1).float()
 
 
+def store_auto_round_fp8(weight: torch.Tensor) -> Quantised:
+    """What AutoRound stores by its scheme FP8_STATIC: scales in one dimension, and of inputs."""
+    stored, values = store_fp8_rows(weight)
+    scale = stored["weight_scale"].flatten()
+    return stored | {"weight_scale": scale, "input_scale": torch.ones(1)}, values
+
+
 def store_torchao(weight: torch.Tensor) -> Quantised:
     stored, values = store_bytes(weight)
     return {f"_weight_{end}": stored[name] for end, name in _TORCHAO.items()}, values
@@ -331,6 +338,8 @@ _AUTO_ROUND = {
     "sym": False,
     "packing_format": "auto_round:auto_gptq",
 }
+_AUTO_ROUND_FP8 = {"bits": 8, "group_size": -1, "data_type": "fp", "act_bits": 8}
+_AUTO_ROUND_FP8 |= {"packing_format": "auto_round:fp8_static"}
 _TORCHAO_INT8 = {
     "quant_method": "torchao",
     "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}},
@@ -386,6 +395,7 @@ FORMS: dict[str, tuple[Callable[[torch.Tensor], Quantised], dict[str, Any]]] = {
         _GPTQ | {"bits": 8, "checkpoint_format": "gptq_v2"},
     ),
     "auto_round": (store_auto_round, _AUTO_ROUND),
+    "auto_round_fp8": (store_auto_round_fp8, _AUTO_ROUND | _AUTO_ROUND_FP8),
     "torchao_int8": (store_torchao, _TORCHAO_INT8),
     "awq": (store_awq, {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}),
     "nvfp4": (store_nvfp4, _compressed("nvfp4-pack-quantized", _NVFP4)),

@@ -14,6 +14,7 @@ from offplan.errors import CheckpointError
 from offplan.forms.form import Part
 from offplan.runtime.forms.stored import StoredLinear
 from offplan.runtime.loading.loaded import LoadedModel
+from tests.checkpoint.quantised import FORMATS, write_quantised
 from tests.runtime.families import run_stock
 from tests.runtime.plans import group, offload, run_greedily
 from tests.runtime.quantise import ALONE, FORMS, save_stored
@@ -159,6 +160,12 @@ def test_experts_that_the_config_tells_apart_are_refused(tmp_path: Path) -> None
     config["quantization_config"]["modules_to_not_convert"] = [expert]
     (stored / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="gate_up_proj is stored as what fits no known form"):
+        LoadedModel(open_model(str(stored)), offload(), torch.device("cpu"), stored)
+
+
+def test_whole_numbers_of_three_bits_are_refused_as_that(tmp_path: Path) -> None:
+    stored = write_quantised(tmp_path, FORMATS["auto-round of 3 bits"])
+    with pytest.raises(CheckpointError, match=r"is stored as whole numbers of 3 bits, and kernels"):
         LoadedModel(open_model(str(stored)), offload(), torch.device("cpu"), stored)
 
 

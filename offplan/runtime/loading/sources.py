@@ -3,12 +3,14 @@
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, repeat
+from math import prod
 
 from transformers import PreTrainedModel
 
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.quantise import describe_unread
 from offplan.forms.form import Kind, Part
+from offplan.forms.recognise import FEW_BITS
 from offplan.held.stage import Stage
 from offplan.runtime.loading.target import Source
 from offplan.runtime.refusal import refuse
@@ -113,8 +115,10 @@ def _rename(skeleton: PreTrainedModel, sources: Sequence[Source]) -> Iterator[Re
 def _check_understood(name: str, parameter: Parameter) -> None:
     """Raise CheckpointError, which lists what was found, for what is sized and not understood."""
     if parameter.form.kind is Kind.OTHER:
-        parts = (parameter.of(part)[0] for part in parameter.parts)
-        raise refuse(
-            f"{name} is stored as what fits no known form, or not the one that its config says: "
-            + ", ".join(f"{t.name} {t.dtype} {list(t.shape)}" for t in parts)
-        )
+        codes, *beside = (parameter.of(part)[0] for part in parameter.parts)
+        found = ", ".join(f"{t.name} {t.dtype} {list(t.shape)}" for t in (codes, *beside))
+        what = "what fits no known form, or not the one that its config says"
+        bits = 8 * codes.nbytes // max(1, prod(parameter.shape))
+        if codes.dtype == "I32" and bits in FEW_BITS:
+            what = f"whole numbers of {bits} bits, and kernels are for 4 and 8"
+        raise refuse(f"{name} is stored as {what}: {found}")
