@@ -52,7 +52,7 @@ def load_own_class(model: "Model", key: str) -> Any:
     """
     named: str = model.config["auto_map"][key]
     if model.code is None:
-        raise CheckpointError(refuse_code(model.source, model.config))
+        raise CheckpointError(f"{model.source}: {refuse_code(model.config)}")
     if "--" in named:
         raise CheckpointError(
             f"{model.source}: its config names {quote(named)} for {key}, code of another "
@@ -77,10 +77,10 @@ def load_own_class(model: "Model", key: str) -> Any:
         ) from error
 
 
-def refuse_code(where: str, config: Mapping[str, Any]) -> str:
+def refuse_code(config: Mapping[str, Any]) -> str:
     """Say what code a checkpoint would have to run, and how to let it."""
     return (
-        f"{where}: its config names code of its own, {quote(config['auto_map'][MODEL_CLASS])}, "
+        f"its config names code of its own, {quote(config['auto_map'][MODEL_CLASS])}, "
         "which runs with all your rights: read that code, then let it run with "
         "`trust_remote_code=True`"
     )

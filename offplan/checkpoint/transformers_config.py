@@ -7,6 +7,7 @@ import transformers
 
 from offplan.checkpoint.config import class_type, read_model_type
 from offplan.checkpoint.jsontext import describe, quote
+from offplan.checkpoint.missing import name_packages
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.model_types import SINCE
 from offplan.checkpoint.own_code import CONFIG_CLASS, load_own_class, names_code, refuse_code
@@ -24,18 +25,7 @@ def build_config(config: Mapping[str, Any], where: str) -> transformers.PreTrain
     """
     model_type = read_model_type(config)
     if model_type not in transformers.CONFIG_MAPPING:
-        lacking = (
-            f"{where}: found model_type {quote(model_type)}, which transformers "
-            f"{transformers.__version__} does not have"
-        )
-        if names_code(config):
-            raise CheckpointError(f"{lacking}; {refuse_code(where, config)}")
-        since = SINCE.get(model_type)
-        newer = f"to {since} or newer, which has it" if since else "if a newer one has it"
-        raise CheckpointError(
-            f"{lacking}; update transformers {newer}, or, to plan, name the folder or the Hub id "
-            "of the checkpoint"
-        )
+        raise CheckpointError(_describe_unknown(model_type, config, where))
     built_type = transformers.CONFIG_MAPPING[class_type(model_type, config)]
     try:
         built = built_type.from_dict(_sanitise(config))
@@ -44,6 +34,31 @@ def build_config(config: Mapping[str, Any], where: str) -> transformers.PreTrain
     if not isinstance(built.get_text_config(), transformers.PreTrainedConfig):
         raise cannot_build(where, ValueError("it has a part for text that its class does not know"))
     return built
+
+
+def _describe_unknown(model_type: str, config: Mapping[str, Any], where: str) -> str:
+    """Say that transformers lacks a model type, which version has it, and what to do."""
+    version, since = transformers.__version__, SINCE.get(model_type)
+    newest = max(SINCE.values(), key=_number)
+    found = f"{where}: found model_type {quote(model_type)}, which transformers {version}"
+    if since:
+        found += f" does not have; update transformers to {since} or newer, which has it"
+    elif _number(version) < _number(newest):
+        found += f" does not have, nor has {newest}, the newest that offplan knows"
+    else:
+        found += " does not have; update transformers if a newer one has it"
+    to_run = f". To run it: {refuse_code(config)}" if names_code(config) else ""
+    return found + _say_how_to_plan(where) + to_run
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+
+
+def _say_how_to_plan(where: str) -> str:
+    """Say that headers are enough for a plan, where a ``config.json`` alone was named."""
+    named = "name the folder or the Hub id of the checkpoint, which needs no class of transformers"
+    return f". To plan, {named}" if where.endswith(".json") else ""
 
 
 def runs_own_code(model: Model) -> bool:
@@ -65,12 +80,16 @@ def build_config_of(model: Model) -> transformers.PreTrainedConfig:
 
 def cannot_build(where: str, error: Exception) -> CheckpointError:
     """Say what stopped transformers: a value in the config, its own code or a missing package."""
+    missing = name_packages(error)
     why = f"it finds no {error}" if isinstance(error, KeyError) else describe(error, 300)
-    is_lacking = isinstance(error, ImportError)
-    help_ = "install what it names" if is_lacking else "compare its config with the published one"
+    help_ = f" ({why}); compare its config with the published one"
+    if missing is not None:
+        help_ = f": {missing}"
+    elif isinstance(error, ImportError):
+        help_ = f" ({why}); install what it names"
     return CheckpointError(
-        f"{where}: transformers {transformers.__version__} cannot build this model ({why}); "
-        f"{help_}, or, to plan, name the folder or the Hub id of the checkpoint"
+        f"{where}: transformers {transformers.__version__} cannot build this model{help_}"
+        f"{_say_how_to_plan(where)}"
     )
 
 

@@ -1,6 +1,7 @@
 """The ways to say that ``run`` cannot run a model, or not on such texts."""
 
 from offplan.checkpoint.jsontext import describe
+from offplan.checkpoint.missing import name_packages
 from offplan.checkpoint.model import Model
 from offplan.errors import CheckpointError
 
@@ -29,6 +30,9 @@ def refuse_long_texts(model: Model, context: int) -> None:
 
 def refuse_config(model: object, error: Exception) -> CheckpointError:
     """Make the error for what a model's class raises before any weight is there."""
+    missing = name_packages(error)
+    if missing is not None:
+        return refuse(f"{type(model).__name__} cannot be built: {missing}")
     return refuse(
         f"{type(model).__name__} fails before it has weights ({describe(error, 200)}); correct "
         "config.json if it contradicts itself"

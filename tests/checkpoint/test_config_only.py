@@ -188,11 +188,37 @@ def test_a_type_that_a_newer_transformers_has(tmp_path, monkeypatch):
         open_model(str(tmp_path / "config.json"))
 
 
+@pytest.mark.parametrize("named", [{}, {"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}])
+def test_a_type_that_no_transformers_has(tmp_path, monkeypatch, named):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "nonesuch", "auto_map": named}))
+    with pytest.raises(CheckpointError) as raised:
+        open_model(str(path))
+    assert str(raised.value).count(str(path)) == 1
+    assert "'nonesuch', which transformers 5." in str(raised.value)
+    assert "To plan, name the folder or the Hub id" in str(raised.value)
+    assert ("let it run with `trust_remote_code=True`" in str(raised.value)) == bool(named)
+    monkeypatch.setattr("transformers.__version__", "5.17.1")
+    with pytest.raises(CheckpointError, match=r"5\.17\.1 does not have, nor has 5\.24, the newest"):
+        open_model(str(path))
+
+
+TIMM = ImportError(
+    "\nA requires the PIL library but it was not found in your environment. You can install it with"
+    " pip:\n`pip install pillow`. Please note that you may need to restart your runtime.\n\nA "
+    "requires the timm library but it was not found in your environment.\n`pip install timm`."
+)
+LAZY = RuntimeError("Failed to import transformers.models.kimi_linear")
+LAZY.__cause__ = ModuleNotFoundError("No module named 'fla'", name="fla")
+
+
 @pytest.mark.parametrize(
     ("error", "why", "help_"),
     [
         (KeyError("full_attention"), "it finds no 'full_attention'", "compare its config with"),
-        (ImportError("it requires timm"), "requires timm", "install what it names"),
+        (ImportError("it lacks something"), "lacks something", "install what it names"),
+        (TIMM, "it needs packages that are not installed", ": pip install pillow timm"),
+        (LAZY, "it needs the package fla, which is not installed", "install it"),
     ],
 )
 def test_what_transformers_cannot_build_is_no_fault_of_the_config(error, why, help_):
@@ -228,7 +254,7 @@ def test_index_beside_the_config_is_compared(saved, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "newest"}, "does not have; update transformers if a newer one has it"),
+        ({"model_type": "newest"}, "found model_type 'newest', which transformers 5."),
         ({"model_type": "vit"}, "has no causal language model"),
         ({"hidden_size": "wide"}, "as hidden_size, expected a whole number"),
         ({"hidden_size": -4}, "cannot build"),

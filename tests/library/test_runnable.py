@@ -19,6 +19,7 @@ from offplan.hostmem import limits
 from offplan.library import runnable
 from offplan.library.runnable import check_before_fetching, find_obstacle, why_not_run
 from offplan.runtime.loading.prepared import fit
+from offplan.runtime.refusal import refuse_config
 from tests.checkpoint.quantised import FORMATS, write_quantised
 from tests.cli import CLI, TINY_MOE
 from tests.engines.configs import STORED_CODES
@@ -113,6 +114,13 @@ def test_a_config_that_no_pass_survives(
     assert said in obstacle
     with pytest.raises(CheckpointError, match=re.escape(said)):
         open_session(tmp_path, offload())
+
+
+def test_a_package_that_a_pass_needs_is_no_fault_of_the_config() -> None:
+    error = ModuleNotFoundError("No module named 'fla'", name="fla")
+    why = str(refuse_config(object(), error))
+    assert "it needs the package fla, which is not installed" in why
+    assert "config" not in why
 
 
 def test_buffers_that_cannot_be_computed(tmp_path: Path) -> None:
