@@ -82,6 +82,8 @@ def cannot_build(where: str, error: Exception) -> CheckpointError:
     """Say what stopped transformers: a value in the config, its own code or a missing package."""
     missing = name_packages(error)
     why = f"it finds no {error}" if isinstance(error, KeyError) else describe(error, 300)
+    if isinstance(error, AttributeError) and isinstance(error.obj, transformers.PreTrainedConfig):
+        why = f"it finds no {quote(error.name)}, of which {type(error.obj).__name__} has no default"
     help_ = f" ({why}); compare its config with the published one"
     if missing is not None:
         help_ = f": {missing}"

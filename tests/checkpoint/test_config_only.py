@@ -230,6 +230,18 @@ def test_what_transformers_cannot_build_is_no_fault_of_the_config(error, why, he
     assert "KeyError" not in found
 
 
+def test_a_key_that_a_class_asks_for_and_has_no_default_of():
+    from transformers import Qwen3Config
+
+    from offplan.checkpoint.transformers_config import cannot_build
+
+    with pytest.raises(AttributeError) as raised:  # as Qwen3-Omni's talker by default
+        Qwen3Config().shared_expert_intermediate_size  # noqa: B018
+    found = str(cannot_build("here", raised.value))
+    assert "it finds no 'shared_expert_intermediate_size', of which Qwen3Config has no" in found
+    assert "AttributeError" not in found
+
+
 def test_index_beside_the_config_is_compared(saved, tmp_path):
     folder, _ = saved("qwen3-sharded")
     shutil.copy(folder / "config.json", tmp_path)
