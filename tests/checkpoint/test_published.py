@@ -12,6 +12,7 @@ from offplan.checkpoint.config import read_model_type
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError
 from offplan.held.held import hold
+from offplan.held.stock import find_passes
 
 PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_bytes())
 QUICK = ("gpt-oss-20b", "Qwen3-32B-FP8-Static-PerTensor", "Qwen3-VL-8B-Instruct")
@@ -107,6 +108,17 @@ def test_what_run_does_with_a_published_model(tmp_path, name):
         stock = find_obstacle(hold(model, stock=True))
         assert (stock is None) == (way == "stock"), stock
         assert reason in str(own)
+
+
+STOCK = [name for name, row in PUBLISHED.items() if row["run"].startswith("stock")]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", STOCK)
+def test_what_transformers_passes_of_a_published_model_take(tmp_path, name):
+    """`run` asks before it loads anything, and a model may be built that no pass runs of."""
+    pytest.importorskip("torch")
+    find_passes(open_model(write_published(tmp_path, name)))
 
 
 @pytest.mark.parametrize(

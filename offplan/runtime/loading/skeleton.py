@@ -6,8 +6,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
+from offplan.checkpoint.config import text_config
+from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.transformers_config import build_config, cannot_build
 from offplan.runtime.model.attention import ATTENTION_NAME
@@ -34,6 +41,7 @@ def build_skeleton(model: Model) -> PreTrainedModel:
     Raises CheckpointError for an architecture or a stored type that this runtime cannot run.
     """
     config = build_config(model.config, model.source)
+    check_read(config, model)
     if model.stores_head:  # it is used, whatever the config says
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     auto_class = find_auto_class(model)
@@ -66,6 +74,30 @@ def build_skeleton(model: Model) -> PreTrainedModel:
             vars(module)["asked"] = asked
     choose_attention(skeleton, ATTENTION_NAME)
     return skeleton.eval().requires_grad_(False)
+
+
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_SIZES += ("head_dim", "vocab_size", "layer_types", "sliding_window")
+"""Keys of a language model that its class takes as they are stated, or not at all."""
+
+
+def check_read(config: PreTrainedConfig, model: Model) -> None:
+    """Raise CheckpointError for a language model whose sizes its class would not read.
+
+    Step-3.7's stand beside its model type: the class reads a part of the config for text, and would
+    build the model that it has by default.
+    """
+    text = config.get_text_config()
+    if text is config or text_config(model.config) is not model.config:
+        return
+    stated = {key: model.config[key] for key in _SIZES if model.config.get(key) is not None}
+    unread = [key for key, value in stated.items() if getattr(text, key, value) != value]
+    if unread:
+        raise refuse(
+            f"{model.source}: its config has {', '.join(unread)} beside model_type "
+            f"{quote(model.model_type)}, where transformers' class does not read them: it reads "
+            "them of a part for text (text_config)"
+        )
 
 
 def find_auto_class(model: Model) -> Any:

@@ -9,7 +9,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.own_code import MODEL_CLASS, load_own_class
 from offplan.checkpoint.transformers_config import build_config_of, cannot_build, runs_own_code
-from offplan.runtime.loading.skeleton import find_auto_class, name_layers, remove_towers, set_types
+from offplan.runtime.loading.skeleton import (
+    check_read,
+    find_auto_class,
+    name_layers,
+    remove_towers,
+    set_types,
+)
 from offplan.runtime.refusal import refuse
 from offplan.transformers_private import asks_for_decoders, build_own, rename
 
@@ -22,6 +28,8 @@ def build_stock(model: Model) -> PreTrainedModel:
     """
     auto_class = find_auto_class(model)
     config, is_own = build_config_of(model), runs_own_code(model)
+    if not is_own:
+        check_read(config, model)
     if (
         getattr(config, "is_decoder", None) is False
         and not is_own
