@@ -11,6 +11,7 @@ from offplan.checkpoint.tensors import TensorInfo, Tensors, split_expert
 from offplan.errors import CheckpointError
 from offplan.forms.methods import READ_METHODS
 from offplan.forms.quantisation import Quantisation
+from offplan.forms.scheme import Scheme
 from offplan.forms.scheme import Tensor as StoredPart
 
 
@@ -95,9 +96,16 @@ def _quantise_one(
     is_transposed = architecture.matrices_in_out and use.is_product
     if is_transposed and quantisation.method in _NO_CONV1D:
         return None
-    is_mlx_expert = quantisation.takes_embeddings and split_expert(tensor.name) is not None
+    if is_stack and module.endswith(_PARALLEL) and scheme.layout in _OF_ROWS:
+        return _store_stack(tensor, module, scheme)
+    if is_stack and quantisation.takes_embeddings and scheme.fits(*tensor.shape[1:]):
+        count, *sizes = tensor.shape
+        return [
+            TensorInfo(f"{module}.{end}", dtype, (count, *shape))
+            for end, dtype, shape in scheme.store(*sizes)
+        ]
     rows, columns = tensor.shape[-2:][::-1] if is_transposed else tensor.shape[-2:]
-    if is_stack or last != "weight" or is_mlx_expert or not scheme.fits(rows, columns):
+    if is_stack or last != "weight" or not scheme.fits(rows, columns):
         # what is of a tower is not loaded, and stops nothing
         if is_of_tower(tensor.name) or quantisation.leaves_misfits:
             return None
@@ -108,18 +116,41 @@ def _quantise_one(
     return [TensorInfo(f"{module}.{end}", dtype, shape) for end, dtype, shape in memo[key]]
 
 
+_PARALLEL = (".input_linear", ".output_linear")
+"""Ends of names of Granite's experts, whose class is no Linear: [experts, out, in]."""
+_OF_ROWS = ("compressed-tensors fp8_channel", "compressed-tensors fp8_tensor")
+"""Layouts in which llm-compressor has stored these. Source: llm-compressor 0.11, ``granite4``: it
+quantises them as one matrix of all experts' rows, and saves codes and scales as a stack again."""
+
+
+def _store_stack(tensor: TensorInfo, module: str, scheme: Scheme) -> list[TensorInfo]:
+    """Return what is stored of a stack of matrices that were quantised as one."""
+    count, rows, columns = tensor.shape
+    return [
+        TensorInfo(
+            f"{module}.{end}",
+            dtype,
+            (count, rows, *shape[1:]) if shape[0] == count * rows else shape,
+        )
+        for end, dtype, shape in scheme.store(count * rows, columns)
+    ]
+
+
 def _one_by_one(
     built: Iterable[tuple[TensorInfo, Use]], architecture: Architecture, quantisation: Quantisation
 ) -> Iterator[tuple[TensorInfo, Use]]:
     """Yield tensors, of fused experts each expert's own: so quantisers see and store them.
 
-    Source: ModelOpt's and llm-compressor's exports of Gemma 4, Qwen3.5 and Qwen3-VL. MLX's and
-    gpt-oss' stay fused, and so do others where a tool takes modules of the class Linear alone.
+    Source: ModelOpt's and llm-compressor's exports of Gemma 4, Qwen3.5 and Qwen3-VL. gpt-oss' stay
+    fused, and so do others where a tool takes modules of the class Linear alone. MLX has a stack of
+    each of an expert's matrices.
     """
-    stays_fused = quantisation.takes_experts_alone or quantisation.takes_embeddings
-    stays_fused |= quantisation.takes_linear_alone
+    stays_fused = quantisation.takes_experts_alone or quantisation.takes_linear_alone
     for tensor, use in built:
         experts, _, name = tensor.name.rpartition(".")
+        if quantisation.takes_embeddings and use.is_product and ".experts." in tensor.name:
+            yield from _as_stacks(tensor, use, architecture)
+            continue
         names = _FUSED.get(name)
         if (
             stays_fused
@@ -136,6 +167,30 @@ def _one_by_one(
             for each in names:
                 shape = (rows // len(names), columns)
                 yield TensorInfo(f"{experts}.{index}.{each}.weight", tensor.dtype, shape), use
+
+
+def _as_stacks(
+    tensor: TensorInfo, use: Use, architecture: Architecture
+) -> Iterator[tuple[TensorInfo, Use]]:
+    """Yield the stacks that MLX makes of experts, with the first of them where they lie apart.
+
+    Source: mlx-lm, ``sanitize`` of Qwen3-MoE, DeepSeek-V3 and GLM-4.5, and ``SwitchLinear``.
+    """
+    at = split_expert(tensor.name)
+    experts, _, name = tensor.name.removesuffix(".weight").rpartition(".")
+    names, sizes = _FUSED.get(name), tensor.shape
+    if at is not None:
+        experts = tensor.name.partition(".experts.")[0] + ".experts"
+        sizes = (architecture.routing.num_experts or 1, *sizes)
+    if names is None or len(sizes) != 3 or not experts.endswith(".experts"):
+        yield tensor, use
+        return
+    count, rows, columns = sizes
+    if at is None and architecture.routing.in_out:
+        rows, columns = columns, rows
+    for each in names if at is None or at[0] == 0 else ():
+        stack = f"{experts.removesuffix('experts')}switch_mlp.{each}.weight"
+        yield TensorInfo(stack, tensor.dtype, (count, rows // len(names), columns)), use
 
 
 _FUSED = {

@@ -1,6 +1,7 @@
 """Quantised checkpoints, written to files as their tools write them, and read back."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.checkpoint.quantised import (
     ROUTED,
     num_bytes,
     shapes_of,
+    weights,
     write_quantised,
 )
 from tests.held import input_embedding
@@ -208,7 +210,11 @@ def test_the_config_alone_tells_what_is_stored(tmp_path, name):
     assert [layer.key for layer in alone.layers] == [layer.key for layer in stored.layers]
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if not FORMATS[name].from_config])
+UNTOLD = [name for name in FORMATS if not FORMATS[name].from_config and name != "mlx"]
+"""MLX's own files have experts in stacks."""
+
+
+@pytest.mark.parametrize("name", UNTOLD)
 def test_what_the_config_does_not_determine_is_refused(tmp_path, name):
     pytest.importorskip("transformers")
     folder = write_quantised(tmp_path, FORMATS[name])
@@ -389,6 +395,24 @@ DEEPSEEK_V3 = {
 """deepseek-ai/DeepSeek-V3, but for the number of its layers, 61."""
 
 
+GRANITE = {
+    "model_type": "granitemoehybrid",
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "num_hidden_layers": 1,
+    "layer_types": ["attention"],
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "shared_intermediate_size": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "dtype": "bfloat16",
+}
+"""Tiny, as Granite 4.0's."""
+
+
 def read_alone(folder, config):
     """The model that a config alone describes."""
     pytest.importorskip("transformers")
@@ -406,6 +430,36 @@ def test_gpt_oss_20b_from_its_config(tmp_path):
     assert up.shape == (32, 5760, 2880)
     assert [t.shape for t in up.of(Part.SCALE)] == [(32, 5760, 90)]
     assert "the config names no dtype: took bfloat16" in model.notes
+
+
+def test_experts_of_mlx_are_stacks_of_each_matrix(tmp_path):
+    config = CONFIG | {"quantization": {"group_size": 64, "bits": 4}}
+    model = read_alone(tmp_path, config)
+    experts = {p.name: p for p in model.layers[1].parameters if p.is_expert}
+    assert {name: p.shape for name, p in experts.items()} == {
+        f"mlp.switch_mlp.{name}.weight": (2, *shape) for name, shape in ROUTED.items()
+    }
+    form = Form(Kind.W4A16, (1, 64), WordOrder.MLX)
+    assert {(p.form, 32 * p.nbytes) for p in experts.values()} == {(form, 18 * 2 * 128 * 256)}
+    assert model.num_parameters == NUM_WEIGHTS
+
+
+def test_experts_of_granite_in_fp8(tmp_path):
+    """As llm-compressor 0.11 stores them: a stack of codes, and a scale for each row of each."""
+    rows = weights(format="float-quantized", num_bits=8, type="float", strategy="channel")
+    rows["ignore"] = ["lm_head", "re:.*block_sparse_moe\\.router"]
+    config = GRANITE | {"quantization_config": rows}
+    (layer,) = read_alone(tmp_path, config).layers
+    found = {p.name: p for p in layer.parameters if p.is_expert}
+    assert {name.rpartition("moe.")[2] for name in found} == {
+        "input_linear.weight",
+        "output_linear.weight",
+    }
+    for parameter in found.values():
+        assert parameter.form == Form(Kind.FP8_CHANNEL)
+        assert parameter.nbytes == math.prod(parameter.shape) + 2 * math.prod(parameter.shape[:2])
+    assert layer.parameters[-1].name == "shared_mlp.output_linear.weight"
+    assert layer.parameters[-1].form == Form(Kind.FP8_CHANNEL)
 
 
 def test_deepseek_v3_from_its_config(tmp_path):
