@@ -163,6 +163,11 @@ def _one_by_one(
         count, rows, columns = tensor.shape
         if architecture.routing.in_out:
             rows, columns = columns, rows
+        if quantisation.divides_experts:
+            for index in range(count):
+                name_of_one = f"{tensor.name}s.{index}.weight"
+                yield TensorInfo(name_of_one, tensor.dtype, (rows, columns)), use
+            continue
         for index in range(count):
             for each in names:
                 shape = (rows // len(names), columns)

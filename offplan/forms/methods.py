@@ -47,6 +47,8 @@ class _Model(NamedTuple):
     """Safetensors' name of the type that scales have where it is the model's own."""
     expert_dtype: Any
     """Form of experts that a config states outside of its ``quantization_config``."""
+    divides_experts: bool
+    """Whether the writer has made a linear layer of each matrix of a fused expert."""
 
 
 def read_quantisation(
@@ -62,7 +64,9 @@ def read_quantisation(
         return Quantisation("unknown", is_known=False)
     stated = _without_nulls(stated)
     float_type = "F16" if dtype == "float16" else "BF16"
-    model = _Model(model_type, float_type, config.get("expert_dtype"))
+    # Source: the names in unsloth/gpt-oss-20b-unsloth-bnb-4bit; its own class has fused experts
+    divides = model_type == "gpt_oss" and bool(config.get("unsloth_fixed"))
+    model = _Model(model_type, float_type, config.get("expert_dtype"), divides)
     method = _name_method(stated)
     read = _READERS.get(method)
     unheeded = {key: stated[key] for key in _UNHEEDED if stated.get(key)}
@@ -178,7 +182,8 @@ def _read_bitsandbytes(stated: Mapping[str, Any], model: _Model) -> Quantisation
         "bitsandbytes",
         _all_but(skipped, scheme),
         skips_head=skipped is None,
-        takes_linear_alone=True,
+        takes_linear_alone=not model.divides_experts,
+        divides_experts=model.divides_experts,
         activations=("INT8",) if scheme.form.kind is Kind.BNB8 else (),
         note=note,
     )

@@ -31,6 +31,8 @@ class Quantisation:
     """True if embeddings are quantised as linear layers are."""
     takes_linear_alone: bool = False
     """True if its tool takes modules of the class Linear alone, and so no fused experts."""
+    divides_experts: bool = False
+    """True if each matrix of a fused expert is a linear layer of its own: Unsloth's gpt-oss."""
     is_known: bool = True
     """True if the meaning of what is stored is known: headers tell the rest."""
     leaves_misfits: bool = False

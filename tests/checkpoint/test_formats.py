@@ -444,6 +444,21 @@ def test_experts_of_mlx_are_stacks_of_each_matrix(tmp_path):
     assert model.num_parameters == NUM_WEIGHTS
 
 
+def test_experts_of_gpt_oss_that_unsloth_makes_linear_layers_of(tmp_path):
+    nf4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    skipped = {"llm_int8_skip_modules": ["lm_head", "router", "self_attn"]}
+    fused = GPT_OSS | {"num_hidden_layers": 1, "quantization_config": nf4 | skipped}
+    plain = read_alone(tmp_path, fused)
+    model = read_alone(tmp_path, fused | {"unsloth_fixed": True})
+    num_weights = 32 * (5760 + 2880) * 2880
+    taken = num_weights // 2 + num_weights // 64 * 4 + 64 * (16 * 4 + 96)
+    assert plain.total_bytes - model.total_bytes == 2 * num_weights - taken
+    names = {t.name for p in model.layers[0].parameters for t in p.tensors}
+    assert "model.layers.0.mlp.experts.gate_up_projs.31.weight" in names
+    assert "model.layers.0.mlp.experts.down_projs.0.weight" in names
+    assert model.num_parameters == plain.num_parameters
+
+
 def test_experts_of_granite_in_fp8(tmp_path):
     """As llm-compressor 0.11 stores them: a stack of codes, and a scale for each row of each."""
     rows = weights(format="float-quantized", num_bits=8, type="float", strategy="channel")
