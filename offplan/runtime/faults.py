@@ -20,7 +20,7 @@ def memory_limits(doing: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        cause = _find_cause(error)
+        cause = find_cause(error)
         if cause is None:
             raise
         # torch tells what it wanted and what is free, then at length how the rest is spread
@@ -32,7 +32,7 @@ def memory_limits(doing: str) -> Iterator[None]:
         ) from error
 
 
-def _find_cause(error: BaseException | None) -> BaseException | None:
+def find_cause(error: BaseException | None) -> BaseException | None:
     """Find the first error, from this one on to its causes, that is about memory; None without.
 
     A capture that an allocation ended fails once more when it is closed.

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
+from offplan.checkpoint.jsontext import describe
 from offplan.checkpoint.model import Model
+from offplan.errors import OffplanError
 from offplan.expert_slots import ExpertsFound
 from offplan.plan import Offload
 from offplan.progress import Progress
 from offplan.routing.profile import require_routing
 from offplan.runtime.device import let_go, on_device, open_stream
-from offplan.runtime.faults import memory_limits
+from offplan.runtime.faults import find_cause, memory_limits
 from offplan.runtime.loading.cached import ExpertCounts
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.skeleton import decoder_layers
@@ -26,7 +28,7 @@ from offplan.runtime.passes.link import CpuLink, CudaLink, Link
 from offplan.runtime.passes.routing import RoutingRecorder
 from offplan.runtime.passes.runner import ModelRunner
 from offplan.runtime.passes.stock import StockRunner
-from offplan.runtime.refusal import refuse_long_texts
+from offplan.runtime.refusal import refuse, refuse_long_texts
 
 NUM_WARMUP_STEPS = 2
 """Decode steps after a prompt that are not like those to come: the first one finds the ring as
@@ -293,7 +295,15 @@ class Session:
         if not stock:
             return ModelRunner(*given, context=context, chunk=chunk, capture=capture)
         with self.stream():
-            return StockRunner(*given, context=context, chunk=chunk)
+            try:
+                return StockRunner(*given, context=context, chunk=chunk)
+            except OffplanError:
+                raise
+            except Exception as error:  # whatever a class does with its first text
+                if find_cause(error) is not None:  # the device has no memory left
+                    raise
+                why = f"transformers' own passes fail ({describe(error, 200)})"
+                raise refuse(f"{self.loaded.model.source}: {why}") from error
 
     def _watch_routing(self) -> RoutingRecorder:
         model = self.loaded.model

@@ -24,6 +24,7 @@ from offplan.runtime.generate import Measured, generate
 from offplan.runtime.loading import loaded
 from offplan.runtime.memory import store
 from offplan.runtime.passes import runner
+from offplan.runtime.passes.stock import StockRunner
 from offplan.runtime.session import Session
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import CONTEXT, group, offload
@@ -214,6 +215,25 @@ def test_gpu_out_of_memory_while_running(
             running.prefill(PROMPT) if phase == "prefill" else running.decode(PROMPT[:, :1])
         assert driver.locked
     assert not driver.locked
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "said"),
+    [
+        (KeyError("rope"), CheckpointError, r"transformers' own passes fail \(KeyError: 'rope'\)"),
+        (OUT_OF_MEMORY, MemoryLimitError, "memory ran out while loading"),
+    ],
+)
+def test_a_pass_of_transformers_that_fails_before_any_text(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    error: Exception,
+    expected: type[Exception],
+    said: str,
+) -> None:
+    monkeypatch.setattr(StockRunner, "_begin", fail(error))
+    with pytest.raises(expected, match=said):
+        load(folder, stock=True)
 
 
 def fail(error: BaseException) -> Callable[..., None]:

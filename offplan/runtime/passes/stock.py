@@ -46,7 +46,7 @@ class StockRunner:
 
         Prompts are read in chunks of ``chunk`` tokens, texts reach ``context`` tokens. Runs a
         prompt of two tokens and a step of one. Raises CheckpointError for a model whose weights
-        cannot be moved around its layers' calls.
+        cannot be moved around its layers' calls, and whatever its class raises.
         """
         self._loaded, self._link, self._memory = loaded, link, memory
         self._module: Any = loaded.module
