@@ -10,13 +10,15 @@ from offplan.checkpoint.tensors import TensorInfo
 from offplan.kept import KeptAnswers
 
 _SIZE_BYTES = 8
+_GGUF = b"GGUF"
+"""The first bytes of a GGUF file, whose header is as long as its reader finds."""
 
 
 class ShardStart(NamedTuple):
     """The start of a shard."""
 
     data: bytes
-    """Header length and JSON, as in the file; perhaps less of it."""
+    """Header length and JSON, as in the file, perhaps less of it; all of a GGUF file's header."""
     file_bytes: int | None
     """Size of the whole shard; None if the server did not say."""
 
@@ -31,7 +33,9 @@ def find_header(repo: str, commit: str, shard: str) -> ShardStart | None:
 
 
 def keep_header(repo: str, commit: str, shard: str, start: ShardStart) -> None:
-    """Keep a shard's header, where the disk takes it."""
+    """Keep a shard's header, where the disk takes it and it is no longer than is read again."""
+    if len(start.data) > LENGTH_BYTES + MAX_HEADER_BYTES:
+        return
     key, name = _place(repo, commit, shard)
     _HEADERS.keep(key, start, name)
 
@@ -50,10 +54,12 @@ def _encode(start: ShardStart) -> bytes:
 def _decode(content: bytes) -> ShardStart:
     size, data = content[:_SIZE_BYTES], content[_SIZE_BYTES:]
     start = ShardStart(data, int.from_bytes(size, "little") or None)
+    if data.startswith(_GGUF):
+        return start
     if len(data) != LENGTH_BYTES + header_length(data[:LENGTH_BYTES], start.file_bytes, "kept"):
         raise ValueError("this is not a whole header")
     return start
 
 
 _HEADERS = KeptAnswers("headers", _SIZE_BYTES + LENGTH_BYTES + MAX_HEADER_BYTES, _encode, _decode)
-"""The shard's size (8 bytes, little-endian), then its first bytes as served: length and JSON."""
+"""The shard's size (8 bytes, little-endian), then its first bytes as served: all of its header."""

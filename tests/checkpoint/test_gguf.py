@@ -352,7 +352,16 @@ def test_a_repository_of_gguf_files_alone_is_read_by_its_headers(
         got = open_from(hub.url, tmp_path)
         assert (got["revision"], got["sha"]) == (COMMIT, open_model(str(llama)).headers_sha256)
         assert got["gguf"]["runs_with"] == [f"llama-cli -hf {REPO}:Q4_K_M"]
-        assert hub.sent_bytes < 2**25
+        sent_bytes = hub.sent_bytes
+        assert sent_bytes < 2**25
+        again = open_from(hub.url, tmp_path)
+        assert again == {**got, "heard": again["heard"]}
+        assert hub.sent_bytes < sent_bytes + 10_000  # its list of files, and no header again
+        (kept,) = tmp_path.rglob(f"{llama.name}.header")
+        assert kept.stat().st_size < len(data)
+        kept.write_bytes(kept.read_bytes()[:-9])
+        again = open_from(hub.url, tmp_path)
+        assert again == {**got, "heard": again["heard"]}
         named = open_from(hub.url, tmp_path, repo=f"{REPO}:Q4_K_M")
         assert named == {**got, "heard": named["heard"]}
         told = open_from(hub.url, tmp_path, repo=f"hf.co/{REPO}:Q8_0")["error"]

@@ -2,6 +2,7 @@
 
 import re
 import tempfile
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from offplan.checkpoint.gguf.places import (
     list_shards,
 )
 from offplan.checkpoint.gguf.read import Header, import_reader, read_header, size_headers
+from offplan.checkpoint.header_cache import ShardStart, find_header, keep_header
 from offplan.checkpoint.hub_errors import explaining
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.quiet import quietly
@@ -117,20 +119,28 @@ def choose(repository: Repository, wanted: str | None) -> list[str]:
 
 
 def _read_header(repository: Repository, name: str) -> Header:
-    """Read a file's header from the network, as many bytes as it takes."""
+    """Read a file's header from the cache, or else from the network: as many bytes as it takes."""
     where = f"{repository.name}/{name}"
     reader = import_reader(where)
     url = hf_hub_url(repository.name, name, revision=repository.commit, endpoint=constants.ENDPOINT)
     data, size = b"", _FIRST_READ_BYTES
     with tempfile.TemporaryDirectory(prefix="offplan-") as folder:
         start = Path(folder) / "header"
+        # a damaged cache is no fault of the checkpoint's: it is read again
+        with suppress(CheckpointError):
+            if (kept := find_header(repository.name, repository.commit, name)) is not None:
+                start.write_bytes(kept.data)
+                return read_header(start, where, kept.file_bytes)
         while True:
             with explaining(repository.name, repository.commit, name):
                 more, file_bytes = read_start(url, len(data), size)
             data += more
             start.write_bytes(data)
             try:
-                return read_header(start, where, file_bytes)
+                header = read_header(start, where, file_bytes)
+                needed = ShardStart(data[: header.num_bytes], file_bytes)
+                keep_header(repository.name, repository.commit, name, needed)
+                return header
             except reader.Cut:
                 if len(data) < size or size >= reader.MAX_HEADER_BYTES:
                     raise

@@ -41,6 +41,8 @@ class Header(NamedTuple):
     metadata: dict[str, Any]
     """Numbers, texts and short arrays by their keys."""
     tensors: tuple["TensorHead", ...]
+    num_bytes: int = 0
+    """Bytes before the weights, of one file's."""
 
 
 def read_gguf(found: Found, on_progress: Progress, dtype: str | None = None) -> Stored:
@@ -88,7 +90,7 @@ def read_header(path: Path, where: str, file_bytes: int | None = None) -> Header
     reader = import_reader(where)
     try:
         read = reader.HeaderReader(path)
-        header = Header(read.list_values(), read.heads)
+        header = Header(read.list_values(), read.heads, int(read.data_offset))
         file_bytes = file_bytes or path.stat().st_size
     except OSError as error:
         raise CheckpointError(
