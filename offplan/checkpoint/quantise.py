@@ -11,7 +11,6 @@ from offplan.checkpoint.tensors import TensorInfo, Tensors, split_expert
 from offplan.errors import CheckpointError
 from offplan.forms.methods import READ_METHODS
 from offplan.forms.quantisation import Quantisation
-from offplan.forms.scheme import Scheme
 from offplan.forms.scheme import Tensor as StoredPart
 
 
@@ -96,16 +95,11 @@ def _quantise_one(
     is_transposed = architecture.matrices_in_out and use.is_product
     if is_transposed and quantisation.method in _NO_CONV1D:
         return None
-    if is_stack and module.endswith(_PARALLEL) and scheme.layout in _OF_ROWS:
-        return _store_stack(tensor, module, scheme)
-    if is_stack and quantisation.takes_embeddings and scheme.fits(*tensor.shape[1:]):
-        count, *sizes = tensor.shape
-        return [
-            TensorInfo(f"{module}.{end}", dtype, (count, *shape))
-            for end, dtype, shape in scheme.store(*sizes)
-        ]
     rows, columns = tensor.shape[-2:][::-1] if is_transposed else tensor.shape[-2:]
-    if is_stack or last != "weight" or not scheme.fits(rows, columns):
+    if is_stack and architecture.routing.in_out and not quantisation.takes_embeddings:
+        rows, columns = columns, rows
+    stacked = is_stack and last == "weight" and quantisation.method in _STACKED
+    if (is_stack and not stacked) or last != "weight" or not scheme.fits(rows, columns):
         # what is of a tower is not loaded, and stops nothing
         if is_of_tower(tensor.name) or quantisation.leaves_misfits:
             return None
@@ -113,27 +107,18 @@ def _quantise_one(
     key = id(scheme), rows, columns  # a quantisation keeps its schemes, and makes none anew
     if key not in memo:
         memo[key] = scheme.store(rows, columns)
-    return [TensorInfo(f"{module}.{end}", dtype, shape) for end, dtype, shape in memo[key]]
-
-
-_PARALLEL = (".input_linear", ".output_linear")
-"""Ends of names of Granite's experts, whose class is no Linear: [experts, out, in]."""
-_OF_ROWS = ("compressed-tensors fp8_channel", "compressed-tensors fp8_tensor")
-"""Layouts in which llm-compressor has stored these. Source: llm-compressor 0.11, ``granite4``: it
-quantises them as one matrix of all experts' rows, and saves codes and scales as a stack again."""
-
-
-def _store_stack(tensor: TensorInfo, module: str, scheme: Scheme) -> list[TensorInfo]:
-    """Return what is stored of a stack of matrices that were quantised as one."""
-    count, rows, columns = tensor.shape
+    count = tensor.shape[:1] if is_stack else ()
     return [
-        TensorInfo(
-            f"{module}.{end}",
-            dtype,
-            (count, rows, *shape[1:]) if shape[0] == count * rows else shape,
-        )
-        for end, dtype, shape in scheme.store(count * rows, columns)
+        TensorInfo(f"{module}.{end}", dtype, (*count, *shape)) for end, dtype, shape in memo[key]
     ]
+
+
+_STACKED = ("fp8", "compressed-tensors", "mlx")
+"""Methods whose tools store a stack of experts, [experts, out, in], as one of what each would be.
+
+Source: what each makes of Granite's and Aria's, in tests/checkpoint/quantising.py; llm-compressor
+0.11, ``granite4``; mlx-lm, ``SwitchLinear``.
+"""
 
 
 def _one_by_one(

@@ -51,11 +51,6 @@ GROUPED |= {"moe_intermediate_size": 256, "tie_word_embeddings": False}
 
 
 LEFT = {
-    **dict.fromkeys(
-        # fused experts under names of their own
-        ("aria_text", "granitemoe", "granitemoeshared"),
-        ("fp8", "compressed-tensors"),
-    ),
     # a head that transformers calls lm_head, as these configs do, and saves by another name
     **dict.fromkeys(("fuyu", "gpt_neox"), ("fp8", "compressed-tensors")),
     # a list of its own says which layers it has, and contradicts the number of a tiny model's
