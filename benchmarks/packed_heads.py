@@ -35,8 +35,8 @@ BATCHES = (1, 16)
 
 def list_packings(model: Model) -> dict[str, Packing | None]:
     """Return the packings that are compared: nothing, one layer and all, with the head or not."""
-    of_one = {"group_size": len(model.layers), "num_in_group": 1}
-    of_all = {"group_size": 1, "num_in_group": 1}
+    of_one: dict[str, Any] = {"group_size": len(model.layers), "num_in_group": 1}
+    of_all: dict[str, Any] = {"group_size": 1, "num_in_group": 1}
     return {
         "as stored": None,
         "a layer packed": Packing(**of_one),
