@@ -2,7 +2,7 @@
 
 The library, of which each name is imported when it is first asked for:
 
-=====================  ============================================================================
+====================== ============================================================================
 ``open_model``         reads what a model is: a folder, a ``config.json`` or a Hub id
 ``load_machine``       takes the machine that a profile describes, by its name or file
 ``measure_here``       measures the machine at hand, and how long a model's layers take on it
@@ -23,13 +23,14 @@ The library, of which each name is imported when it is first asked for:
 ``export_plan``        says a plan as a command of vLLM or SGLang
 ``open_session``       loads a plan's model, ready to run
 ``generate``           yields tokens
+``OffplanForCausalLM`` makes a session a ``PreTrainedModel`` of transformers
 ``Rows``               the rows of a session's cache: texts join, take steps together and leave
 ``generate_texts``     continues texts in such rows, and yields what each token adds
 ``Text``               a prompt, and what follows it until it ends
 ``Sampling``           how tokens are drawn, under transformers' names
 ``bench_plan``         measures a plan beside its prediction
 ``OffplanError``       what all errors have in common; ``offplan.errors`` draws the tree
-=====================  ============================================================================
+====================== ============================================================================
 
 Sizes are bytes and times are seconds, as the names say: ``gpu_memory``, ``link_bytes``, ``step_s``.
 A record given a value that it does not allow raises pydantic's ValidationError, a ValueError.
@@ -56,6 +57,7 @@ if TYPE_CHECKING:  # with "as", a type checker lets others import the name from 
     from offplan.planner.neighbours import find_neighbours as find_neighbours
     from offplan.planner.question import Question as Question
     from offplan.runtime.generate import generate as generate
+    from offplan.runtime.hugging_face import OffplanForCausalLM as OffplanForCausalLM
     from offplan.runtime.joined import generate_texts as generate_texts
     from offplan.runtime.rows import Rows as Rows
     from offplan.runtime.sampling import Sampling as Sampling
@@ -68,6 +70,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "OffplanError": "errors",
+    "OffplanForCausalLM": "runtime.hugging_face",
     "Plan": "plan",
     "Question": "planner.question",
     "Rows": "runtime.rows",

@@ -6,7 +6,6 @@ lm_eval's command line with that model in it. lm_eval looks for models in no oth
 
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__" and find_spec("lm_eval") is None:
@@ -16,9 +15,8 @@ from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
+import offplan
 from offplan.library.planned import open_planned_model
-from offplan.library.sessions import open_session
-from offplan.plan import load_plan
 from offplan.runtime.prompts import load_tokenizer
 
 
@@ -39,12 +37,12 @@ class OffplanLM(HFLM):
         ``device`` is ``open_session``'s, ``batch_size`` the plan's where it is left out, and
         ``options`` are those of lm_eval's own class. Raises what ``open_session`` raises.
         """
-        loaded = load_plan(Path(plan))
+        loaded = offplan.load_plan(plan)
         found = open_planned_model(loaded, model)
         chosen = device if device in (None, "cpu") or str(device).startswith("cuda") else None
-        session = open_session(loaded, model=found, device=chosen)
+        session = offplan.open_session(loaded, model=found, device=chosen)
         super().__init__(
-            pretrained=session.as_transformers(),
+            pretrained=offplan.OffplanForCausalLM(session),
             backend="causal",
             tokenizer=load_tokenizer(found),
             max_length=loaded.workload.context,

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import fields
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -267,14 +266,6 @@ class Session:
         The host's cores may have failed; on the device nothing shows it.
         """
         self.loaded.store.check()
-
-    def as_transformers(self) -> Any:
-        """Return a ``PreTrainedModel`` that this session runs, as ``OffplanForCausalLM`` says.
-
-        While it is used nobody else calls ``prefill`` and ``decode``.
-        """
-        # by its name: that module stands on this one
-        return import_module("offplan.runtime.hugging_face").OffplanForCausalLM(self)
 
     def find_nan(self, tokens: torch.Tensor, rows: slice = ALL) -> str:
         """Say which layer gives the first NaN, by reading texts once more.

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, TextIteratorStreamer, pipeline
 
 from offplan.errors import InputError
+from offplan.runtime.hugging_face import OffplanForCausalLM
 from offplan.runtime.session import Session
 from tests.cli import TINY_MOE
 from tests.runtime.conftest import save_tiny
@@ -38,7 +39,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def test_logits_and_loss(session: Session, folder: Path) -> None:
-    model, stock = session.as_transformers(), load_stock(folder)
+    model, stock = OffplanForCausalLM(session), load_stock(folder)
     with torch.inference_mode():
         expected = stock(PROMPT, labels=PROMPT)
     found = model(PROMPT, labels=PROMPT)
@@ -74,7 +75,7 @@ def test_generate(session: Session, folder: Path, asked: dict[str, Any]) -> None
     mask = asked.pop("mask", torch.ones_like(PROMPT))
     options = {"attention_mask": mask, "max_new_tokens": 8, "pad_token_id": 0, **asked}
     made = []
-    for model in (load_stock(folder), session.as_transformers()):
+    for model in (load_stock(folder), OffplanForCausalLM(session)):
         torch.manual_seed(3)
         made.append(model.generate(PROMPT, eos_token_id=None, **options))
     assert made[1].tolist() == made[0].tolist()
@@ -84,7 +85,7 @@ def test_a_pipeline_and_a_streamer(capfd: pytest.CaptureFixture[str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(TINY_MOE)
     capfd.readouterr()
     with open_session(TINY_MOE, offload(group(2, 1))) as session:
-        model = session.as_transformers()
+        model = OffplanForCausalLM(session)
         generate: Any = pipeline("text-generation", model=model, tokenizer=tokenizer)
         assert capfd.readouterr().err == ""  # not all that a pipeline knows
         (made,) = generate("Weights", max_new_tokens=12, do_sample=False)
@@ -99,7 +100,7 @@ def test_a_pipeline_and_a_streamer(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_is_refused(session: Session) -> None:
-    model = session.as_transformers()
+    model = OffplanForCausalLM(session)
     for name in ("output_hidden_states", "output_attentions"):
         with pytest.raises(InputError, match=name):
             model(PROMPT, **{name: True})
@@ -127,7 +128,7 @@ WEIGHTS = re.compile(
 
 
 def test_what_would_miss_the_weights_is_refused_by_name(session: Session, tmp_path: Path) -> None:
-    model: Any = session.as_transformers()
+    model: Any = OffplanForCausalLM(session)
     named = [
         name
         for name in dir(PreTrainedModel)
@@ -153,6 +154,6 @@ def test_a_mixture_of_experts_after_a_prompt(family: str, stock: bool, tmp_path:
         logits, text = model(PROMPT).logits, model.generate(PROMPT, eos_token_id=None, **asked)
     with open_session(folder, offload(group(2, 1), prefill_chunk=16), stock=stock) as session:
         session.prefill(PROMPT)
-        planned = session.as_transformers()
+        planned = OffplanForCausalLM(session)
         close(planned(PROMPT, logits_to_keep=1).logits, logits[:, -1:])
         assert planned.generate(PROMPT, eos_token_id=None, **asked).tolist() == text.tolist()
