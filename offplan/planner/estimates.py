@@ -137,7 +137,9 @@ class Rules:
 def list_rules(space: Space, prices: Prices) -> Rules:
     """List the rules of a space, with what they take."""
     kinds = range(len(space.units))
-    numbers = np.array([[prices.number(k, (o,)) for k in kinds] for o in range(len(space.options))])
+    numbers = np.array(
+        [[prices.number(k, (o,)) for k in kinds] for o in range(len(prices.options))]
+    )
     sizes = prices.contents.unit_bytes[numbers]
     found = [
         (number, group)

@@ -64,7 +64,7 @@ def list_firsts(prices: Prices, rules: Rules, in_place: InPlaceRules, room: Room
         of_rule = rules.loads.unit_bytes[setting, first]
         ring = num_slots * rules.loads.slot_bytes[setting, first]
         lacking = (
-            room.lacking_bytes[setting] + space.padding_bytes[rules.option[first]] + ring - of_rule
+            room.lacking_bytes[setting] + prices.padding_bytes[rules.option[first]] + ring - of_rule
         )
         on_host = rules.loads.slab_bytes[setting, first] - room.host_bytes[setting]
         # with as many slots as layers every layer would own one: resident in all but name

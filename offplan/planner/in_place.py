@@ -71,7 +71,7 @@ class InPlaceRules:
         Beside them is what of these bytes leaves the GPU.
         """
         space, found = self.space, {}
-        for number, option in enumerate(space.options):
+        for number, option in enumerate(self.prices.options):
             ways = option.prefill, option.decode
             if ways[0] is ways[1] and not (option.decode.streams or option.climbs):
                 taken = space.taken(option.segment_class)
@@ -87,7 +87,7 @@ class InPlaceRules:
         """
         if number is None:
             return (), 0, lacking
-        option, (sums, off_gpu) = self.space.options[number], self._sums[number]
+        option, (sums, off_gpu) = self.prices.options[number], self._sums[number]
         needed = lacking + self._copied_bytes(option)
         last = bisect_left(off_gpu, min(needed, off_gpu[-1]))
         max_bytes = _roundest(sums[last - 1] if last else 0, sums[last])
@@ -112,7 +112,7 @@ class InPlaceRules:
         for kind in self.space.kind_of:
             of_layer = 0
             if option is not None:
-                taken = self.space.taken(self.space.options[option].segment_class)[kind]
+                taken = self.space.taken(self.prices.options[option].segment_class)[kind]
                 of_layer = min(num_units, len(taken))
             options = () if option is None or not of_layer else (option,)
             numbers.append(self.prices.number(kind, options, of_layer))

@@ -38,16 +38,17 @@ class Numbers:
     """Ladders and parts of all options, by option and kind of layer."""
 
     space: Space
+    options: tuple[Option, ...]
 
     def _stack(self, of: type[Each], ask: Callable[[Option, int], Each | None]) -> Each:
         """Stack a record's fields, [options + 1, kinds, ...]: zeros where an option has none."""
-        options, kinds = self.space.options, range(len(self.space.units))
-        found = {(n, k): ask(option, k) for n, option in enumerate(options) for k in kinds}
+        kinds = range(len(self.space.units))
+        found = {(n, k): ask(option, k) for n, option in enumerate(self.options) for k in kinds}
         every = {at: each for at, each in found.items() if each is not None}
         columns = []
         for number in range(len(of._fields)):
             shape: tuple[int, ...] = next((np.shape(each[number]) for each in every.values()), ())
-            column = np.zeros((len(options) + 1, len(kinds), *shape), dtype=np.int64)
+            column = np.zeros((len(self.options) + 1, len(kinds), *shape), dtype=np.int64)
             for at, each in every.items():
                 column[at] = each[number]
             columns.append(column)
@@ -66,7 +67,7 @@ class Numbers:
     @cached_property
     def climbs(self) -> NDArray[np.bool_]:
         """Whether an option has ladders, [options + 1]."""
-        return np.array([*(option.climbs for option in self.space.options), False])
+        return np.array([*(option.climbs for option in self.options), False])
 
     @cached_property
     def num_rungs(self) -> int:

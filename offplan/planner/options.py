@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,11 +39,9 @@ from offplan.forms.form import Part
 from offplan.kernel_sizes import MAX_PAIRS
 from offplan.placement import PART_SLOTS, build_slab
 from offplan.plan import Rule, Workload
-from offplan.planner.classes import SegmentClass, expert_class
+from offplan.planner.classes import SegmentClass, expert_class, segment_classes
+from offplan.planner.space import Space
 from offplan.refusals import why_not_by_cores
-
-if TYPE_CHECKING:
-    from offplan.planner.space import Space
 
 SHARES = tuple(number / 16 for number in range(1, 17))
 """Values of ``host_share`` tried; 0 is an option without the host's cores."""
@@ -135,11 +133,11 @@ class Option:
         """Return the rule's own keys, at so many rungs, of which ``more`` layers have one more."""
         return {}
 
-    def ladder(self, space: "Space", kind: int) -> Ladder | None:
+    def ladder(self, space: Space, kind: int) -> Ladder | None:
         """Return the ladder of a kind of layer; None if it has none."""
         return None
 
-    def parts(self, space: "Space", kind: int) -> Parts | None:
+    def parts(self, space: Space, kind: int) -> Parts | None:
         """Return the parts of a kind of layer; None if prompts stream it whole, or not."""
         return None
 
@@ -159,14 +157,14 @@ class Option:
 class RoutedExperts:
     """The routed experts of a space's layers, which rules may keep on the GPU one by one."""
 
-    space: "Space"
+    space: Space
     segment_class: SegmentClass
     """They alone."""
     slots: tuple[ExpertSlots | None, ...]
     """Room for one expert of each kind of layer; None if a kind has none."""
 
     @classmethod
-    def of(cls, space: "Space") -> "RoutedExperts | None":
+    def of(cls, space: Space) -> "RoutedExperts | None":
         """Find them; None if rules may keep none."""
         goal, stage = space.question.goal, space.stage
         if goal.cached_experts == "off" or stage.experts is None:
@@ -237,7 +235,7 @@ class KeepsExperts(Option):
             "split_expert": True if self.splits and rungs > 1 else None,
         }
 
-    def ladder(self, space: "Space", kind: int) -> Ladder | None:
+    def ladder(self, space: Space, kind: int) -> Ladder | None:
         """Price each number of experts in slots."""
         slots, experts = self.experts.slots[kind], space.stage.experts
         if slots is None or experts is None:
@@ -271,7 +269,7 @@ class KeepsExperts(Option):
         )
 
     def _step_ps(
-        self, space: "Space", kind: int, slots: ExpertSlots, experts: Experts
+        self, space: Space, kind: int, slots: ExpertSlots, experts: Experts
     ) -> tuple[int, int, int]:
         """Picoseconds of a step's reading, and of its waiting if it copies nothing, and if it does.
 
@@ -309,7 +307,7 @@ class StreamsParts(Option):
         """Return the number of parts, and how much of a prompt meets one at once."""
         return {"parts": self.num_parts, "tokens_at_once": self.tokens_at_once}
 
-    def parts(self, space: "Space", kind: int) -> Parts | None:
+    def parts(self, space: Space, kind: int) -> Parts | None:
         """Price the parts of a kind of layer."""
         units = space.taken(self.segment_class)[kind]
         if not units:
@@ -334,7 +332,7 @@ class StreamsParts(Option):
         )
 
 
-def _list_parts(space: "Space", ways: Iterable[tuple[Backend, Backend]]) -> Iterator[StreamsParts]:
+def _list_parts(space: Space, ways: Iterable[tuple[Backend, Backend]]) -> Iterator[StreamsParts]:
     """List the ways to stream the layers' experts in parts, as a question allows."""
     stage, goal = space.stage, space.question.goal
     if goal.parts == "off" or stage.experts is None:
@@ -386,7 +384,7 @@ def backend_pairs(backends: Iterable[Backend], store: Store) -> list[tuple[Backe
     ]
 
 
-def suits_cores(space: "Space", segment_class: SegmentClass) -> bool:
+def suits_cores(space: Space, segment_class: SegmentClass) -> bool:
     """Return True if the host's cores have kernels for what a class takes, experts as a whole."""
     taken = space.taken(segment_class)
     has_matrices = any(u.part is Part.WEIGHT and len(u.shape) > 1 for u in chain(*taken))
@@ -396,7 +394,7 @@ def suits_cores(space: "Space", segment_class: SegmentClass) -> bool:
     )
 
 
-def list_options(space: "Space") -> tuple[Option, ...]:
+def list_options(space: Space) -> tuple[Option, ...]:
     """List what a rule may take and how, by rank, as store and engine allow.
 
     Classes whose parameters are all empty are left out: a rule of one frees nothing.
@@ -407,7 +405,7 @@ def list_options(space: "Space") -> tuple[Option, ...]:
     # where so many experts are asked for, all that go are kept so
     kept_alone = isinstance(space.question.goal.cached_experts, int)
     found: list[Option] = []
-    for each in space.classes:
+    for each in segment_classes(space.stage):
         units = [*chain(*space.taken(each))]
         if any(u.nbytes for u in units) and not (kept_alone and any(u.is_expert for u in units)):
             options = (Option(each, *way) for way in ways)
@@ -423,7 +421,7 @@ def list_options(space: "Space") -> tuple[Option, ...]:
     return tuple(sorted(found, key=lambda option: option.rank))
 
 
-def _best_shares(space: "Space", option: KeepsExperts) -> list[KeepsExperts]:
+def _best_shares(space: Space, option: KeepsExperts) -> list[KeepsExperts]:
     """List an option with the shares that suit some number of kept experts best."""
     experts = option.experts
     kinds = [number for number, slots in enumerate(experts.slots) if slots]

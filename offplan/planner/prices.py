@@ -54,6 +54,8 @@ class Prices:
     """Weighs and prices candidates of one space; remembers what a layer's content costs."""
 
     space: Space
+    options: tuple[Option, ...]
+    """What a rule may take and how, by rank."""
     _contents: list[Content] = field(default_factory=list)
     _numbers: dict[tuple[int, tuple[int, ...], int], int] = field(default_factory=dict)
     _tables: dict[tuple[int, int], Ints] = field(default_factory=dict)
@@ -62,7 +64,13 @@ class Prices:
     @cached_property
     def numbers(self) -> Numbers:
         """Costs of rules' own numbers."""
-        return Numbers(self.space)
+        return Numbers(self.space, self.options)
+
+    @cached_property
+    def padding_bytes(self) -> Ints:
+        """Bytes of padding that stays on the GPU under rules of each option, [options]."""
+        takes = [self.space.takes_padding(option.segment_class) for option in self.options]
+        return self.space.stage.layout.padding_bytes * ~np.array(takes, dtype=bool)
 
     @property
     def contents(self) -> Content:
@@ -81,9 +89,9 @@ class Prices:
         if key not in self._numbers:
             space = self.space
             chosen = {
-                id(unit): space.options[option]
+                id(unit): self.options[option]
                 for option in options
-                for unit in space.taken(space.options[option].segment_class)[kind][:most]
+                for unit in space.taken(self.options[option].segment_class)[kind][:most]
             }
             units = (unit for unit in space.units[kind] if id(unit) in chosen)
             self._numbers[key] = len(self._contents)

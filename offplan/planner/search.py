@@ -27,6 +27,7 @@ from offplan.planner.estimates import Rules, estimate, list_rules, most_rounded_
 from offplan.planner.firsts import Firsts, Rows, list_firsts
 from offplan.planner.in_place import InPlaceRules
 from offplan.planner.limits import check_range
+from offplan.planner.options import list_options
 from offplan.planner.prices import Prices
 from offplan.planner.runnable import make_check
 from offplan.planner.space import Room, Space, find_room
@@ -126,7 +127,7 @@ class Searcher:
     @cached_property
     def prices(self) -> Prices:
         """Exact memory and times."""
-        return Prices(self.space)
+        return Prices(self.space, list_options(self.space))
 
     @cached_property
     def rules(self) -> Rules:
@@ -138,7 +139,7 @@ class Searcher:
         """The other stages of a pipeline, whose times add up; None if there is one stage."""
         if self.space.question.goal.pipeline_parallel == 1:
             return None
-        return Stages(self.space)
+        return Stages(self.space, self.prices.options)
 
     @cached_property
     def in_place(self) -> InPlaceRules:
@@ -155,7 +156,7 @@ class Searcher:
     @cached_property
     def disjoint(self) -> NDArray[np.bool_]:
         """True if two options have no parameter in common, [options, options]."""
-        taken = [self.space.taken(option.segment_class) for option in self.space.options]
+        taken = [self.space.taken(option.segment_class) for option in self.prices.options]
         held = [{id(unit) for units in kinds for unit in units} for kinds in taken]
         return np.array([[one.isdisjoint(other) for other in held] for one in held])
 
@@ -322,7 +323,7 @@ class _Run:
         """Price candidates that fit, and keep those that may be chosen."""
         numbers = self.prices.number_all(candidates)
         off_gpu, on_host, num_turns = self.prices.weigh(numbers, candidates.prefetch_step)
-        padding = self.space.padding_bytes[candidates.first]
+        padding = self.prices.padding_bytes[candidates.first]
         spare = off_gpu - self.room.lacking_bytes[candidates.setting] - padding
         fits, own = self.prices.spend(candidates, spare)
         fits &= (spare >= 0) & (on_host <= self.room.host_bytes[candidates.setting])
@@ -341,13 +342,13 @@ class _Run:
             prompt_ps = np.where(fits & more.has_same_flags, prompt_ps + more.prompt_ps, NEVER)
             step_ps = step_ps + more.step_ps
         values = self.aim.values(prompt_ps, step_ps)
-        ranks = rank_all(self.space, candidates, on_host)
+        ranks = rank_all(self.prices, candidates, on_host)
         for number in np.argsort(values, kind="stable").tolist():
             if values[number] > self.most * (1 + self.aim.tolerance) or values[number] == NEVER:
                 return
             times = float(prompt_ps[number]), float(step_ps[number])
             rungs = () if own is None else own.rungs[number].tolist()
-            write = partial(write_candidate, self.space, candidates, number, rungs)
+            write = partial(write_candidate, self.prices, candidates, number, rungs)
             self.offer(tuple(ranks[number].tolist()), times, write)
 
     def offer(

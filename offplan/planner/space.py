@@ -42,8 +42,7 @@ from offplan.held.unit import Unit, group_units
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase
 from offplan.plan import Budget, Packing
-from offplan.planner.classes import SegmentClass, segment_classes
-from offplan.planner.options import Option, list_options
+from offplan.planner.classes import SegmentClass
 from offplan.planner.question import Question
 
 PREFETCH_STEPS = (1, 2, 3, 4)
@@ -179,11 +178,6 @@ class Space:
         """The first layer of each kind."""
         return tuple(self.stage.layers[number] for number in self.first_of)
 
-    @cached_property
-    def classes(self) -> tuple[SegmentClass, ...]:
-        """The segment classes that rules may name."""
-        return segment_classes(self.stage)
-
     def taken(self, segment_class: SegmentClass) -> tuple[tuple[Unit, ...], ...]:
         """Return what a class takes of a layer, by kind."""
         if segment_class not in self._taken:
@@ -194,11 +188,6 @@ class Space:
     @cached_property
     def _taken(self) -> dict[SegmentClass, tuple[tuple[Unit, ...], ...]]:
         return {}
-
-    @cached_property
-    def options(self) -> tuple[Option, ...]:
-        """What a rule may take and how, by rank."""
-        return list_options(self)
 
     @cached_property
     def dense_bytes(self) -> int:
@@ -262,16 +251,10 @@ class Space:
             prefill=prompt,
         )
 
-    def takes_padding(self, option: Option) -> bool:
-        """Whether an option takes weights that an engine pads, which drops their padding."""
-        units, grown = chain(*self.taken(option.segment_class)), self.stage.layout.gpu_growth
+    def takes_padding(self, segment_class: SegmentClass) -> bool:
+        """Whether a class has weights that an engine pads, which drops their padding."""
+        units, grown = chain(*self.taken(segment_class)), self.stage.layout.gpu_growth
         return any(tensor.name in grown for unit in units for tensor in unit.tensors)
-
-    @cached_property
-    def padding_bytes(self) -> NDArray[np.int64]:
-        """Bytes of padding that stays on the GPU under rules of each option, [options]."""
-        padding_bytes = self.stage.layout.padding_bytes
-        return np.array([padding_bytes * (not self.takes_padding(each)) for each in self.options])
 
     def reading_ps(self, num_bytes: int, backend: Backend = Backend.UVA) -> int:
         """Picoseconds that a backend takes to read so many bytes at use."""

@@ -20,7 +20,6 @@ from offplan.placement import place
 from offplan.plan import Offload
 from offplan.planner.aims import Floats
 from offplan.planner.candidates import NO_RULE, Candidates, Ints
-from offplan.planner.classes import SegmentClass
 from offplan.planner.options import Option
 from offplan.planner.patterns import list_patterns
 from offplan.planner.prices import Prices
@@ -49,16 +48,6 @@ class StageSpace(Space):
     def stage(self) -> Stage:
         """What a rank of the stage holds."""
         return self.other
-
-    @cached_property
-    def classes(self) -> tuple[SegmentClass, ...]:
-        """Classes are those of the largest stage."""
-        return self.largest.classes
-
-    @cached_property
-    def options(self) -> tuple[Option, ...]:
-        """Options are those of the largest stage."""
-        return self.largest.options
 
     @cached_property
     def settings(self) -> tuple[Setting, ...]:
@@ -92,6 +81,7 @@ class Stages:
     """The stages of a pipeline but for the largest one, which is searched."""
 
     largest: Space
+    options: tuple[Option, ...]
 
     @cached_property
     def _prices(self) -> list[tuple[int, StagePrices]]:
@@ -106,7 +96,9 @@ class Stages:
         return [
             (
                 count,
-                StagePrices(StageSpace(question, other=unlike[key], largest=self.largest)),
+                StagePrices(
+                    StageSpace(question, other=unlike[key], largest=self.largest), self.options
+                ),
             )
             for key, count in Counter(keys).items()
         ]

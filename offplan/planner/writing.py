@@ -7,13 +7,14 @@ import numpy as np
 from offplan.plan import Offload, Rule
 from offplan.planner.candidates import NO_RULE, Candidates, Ints
 from offplan.planner.patterns import list_patterns
+from offplan.planner.prices import Prices
 from offplan.planner.space import Space
 
 
-def rank_all(space: Space, candidates: Candidates, on_host: Ints) -> Ints:
+def rank_all(prices: Prices, candidates: Candidates, on_host: Ints) -> Ints:
     """Return how plain candidates are, [candidates, 5]: ``Found.rank``."""
-    sizes = np.append(list_patterns(len(space.kind_of)).group_size, 0)
-    segments = [len(option.segment_class.segments) for option in space.options]
+    sizes = np.append(list_patterns(len(prices.space.kind_of)).group_size, 0)
+    segments = [len(option.segment_class.segments) for option in prices.options]
     num_segments = np.append(segments, 0)
     return np.column_stack(
         [
@@ -27,21 +28,21 @@ def rank_all(space: Space, candidates: Candidates, on_host: Ints) -> Ints:
 
 
 def write_candidate(
-    space: Space, candidates: Candidates, number: int, rungs: Sequence[int]
+    prices: Prices, candidates: Candidates, number: int, rungs: Sequence[int]
 ) -> Offload:
     """Write the decision of one candidate, whose layers have so many rungs."""
     setting, num_slots, *taken = (int(column[number]) for column in candidates)
-    patterns = list_patterns(len(space.kind_of))
+    patterns = list_patterns(len(prices.space.kind_of))
     fewest = min((each for each in rungs if each), default=1)
     more = sum(each > fewest for each in rungs)
     rules = tuple(
-        space.options[option].rule(
+        prices.options[option].rule(
             int(patterns.group_size[pattern]), int(patterns.num_in_group[pattern]), fewest, more
         )
         for option, pattern in (taken[:2], taken[2:])
         if option != NO_RULE
     )
-    return write_rules(space, setting, max(1, num_slots), rules)
+    return write_rules(prices.space, setting, max(1, num_slots), rules)
 
 
 def write_rules(space: Space, setting: int, prefetch_step: int, rules: tuple[Rule, ...]) -> Offload:

@@ -126,7 +126,7 @@ def test_the_search_prices_them_as_the_schedule_does(
     model, space = MODELS[number], searcher.space
     keeping = [
         number
-        for number, option in enumerate(space.options)
+        for number, option in enumerate(searcher.prices.options)
         if option.climbs and option.decode.is_by_cores == cores
     ]
     first = data.draw(st.sampled_from(keeping))
@@ -148,7 +148,7 @@ def test_the_search_prices_them_as_the_schedule_does(
     few = min(each for each in experts if each)
     more = sum(each > few for each in experts)
     rules = [
-        space.options[option].rule(
+        searcher.prices.options[option].rule(
             int(patterns.group_size[at]), int(patterns.num_in_group[at]), few, more
         )
         for option, at in ((first, of[0]), (second, of[1]))

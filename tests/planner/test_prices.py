@@ -23,6 +23,7 @@ from offplan.plan import Backend, Goal, Offload, Rule, Workload
 from offplan.planner.candidates import NO_RULE, Candidates, Ints, choose
 from offplan.planner.estimates import estimate, most_rounded_ps
 from offplan.planner.patterns import list_patterns
+from offplan.planner.prices import Prices
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space
 from tests.costs.builders import DENSE, MOE, dense_model, make_machine, make_model, moe_model
@@ -50,11 +51,12 @@ class Case(NamedTuple):
         numbers = (self.setting, self.prefetch_step, *both[0], *both[1])
         return Candidates(*(np.array([number]) for number in numbers))
 
-    def place(self, space: Space) -> Placement:
+    def place(self, prices: Prices) -> Placement:
+        space = prices.space
         patterns = list_patterns(len(space.kind_of))
         setting = space.settings[self.setting]
         rules = [
-            space.options[option].rule(
+            prices.options[option].rule(
                 int(patterns.group_size[pattern]), int(patterns.num_in_group[pattern])
             )
             for option, pattern in self.taken
@@ -91,11 +93,11 @@ def searchers(draw: st.DrawFn) -> Searcher:
 
 def draw_options(draw: Callable[..., Any], searcher: Searcher) -> list[int]:
     """Choose one option, or two that have no parameter in common; one for an engine."""
-    numbers = st.integers(0, len(searcher.space.options) - 1)
+    numbers = st.integers(0, len(searcher.prices.options) - 1)
     first = draw(numbers)
     if searcher.space.runner.name is not None:
         # SGLang reads no group of layers in place, and its flags cannot say one
-        option = searcher.space.options[first]
+        option = searcher.prices.options[first]
         assume(option.decode is Backend.PREFETCH or searcher.space.runner.name == "vllm")
         return [first]
     partners = np.flatnonzero(searcher.disjoint[first]).tolist()
@@ -142,7 +144,7 @@ def test_the_search_prices_as_the_schedule_does(
     options = draw_options(data.draw, searcher)
     case = Case(number, prefetch_step, tuple((each, data.draw(patterns)) for each in options))
     try:
-        placement = case.place(space)
+        placement = case.place(searcher.prices)
     except PlanError:  # a rule that takes nothing
         assume(False)
     setting = space.settings[number]
@@ -173,12 +175,12 @@ def test_copies_of_unlike_size_follow_an_engine_s_last_layers_in_its_order(engin
     space = searcher.space
     everything = next(
         number
-        for number, option in enumerate(space.options)
+        for number, option in enumerate(searcher.prices.options)
         if not option.segment_class.segments and option.prefill is Backend.PREFETCH
     )
     for pattern, num_slots in product(range(len(list_patterns(5).group_size)), (2, 3, 4)):
         case = Case(0, num_slots, ((everything, pattern),))
-        placement, prompt = case.place(space), space.settings[0].prefill
+        placement, prompt = case.place(searcher.prices), space.settings[0].prefill
         times = run_request(placement, space.stage, space.machine, prompt, space.decode)
         assert price(searcher, case) == (times[0], float(times[1]))
 

@@ -253,7 +253,7 @@ def test_other_stages_are_priced_as_their_schedules_are(
     taken = stages.price(candidates)
     patterns = list_patterns(len(space.kind_of))
     for row in np.flatnonzero(taken.has_same_flags)[::7]:
-        option, of = space.options[rules.option[number[row]]], pattern[row]
+        option, of = searcher.prices.options[rules.option[number[row]]], pattern[row]
         chosen = option.rule(int(patterns.group_size[of]), int(patterns.num_in_group[of]))
         at, steps = space.settings[setting[row]], max(1, int(num_slots[row]))
         offload = Offload(
