@@ -45,7 +45,7 @@ from offplan.engines.engine import join_flags
 from offplan.engines.export import export_plan
 from offplan.engines.runner import find_runner
 from offplan.engines.vllm import VLLM
-from offplan.held.held import Held, hold_whole
+from offplan.held.held import hold_whole
 from offplan.library.sessions import open_session
 from offplan.plan import Plan, load_plan
 from offplan.runtime.generate import generate
@@ -72,8 +72,8 @@ def say_way(way: str, plan: Path, flags_plan: Path | None, folder: Path, more: s
     """The words after ``vllm serve`` for one way; raises OffplanError where there are none."""
     chosen = load_plan(flags_plan or plan) if way == "flags" else load_plan(plan)
     model = open_model(str(folder))
-    held = Held((hold_whole(model, find_runner("vllm")),))
-    words = ["--model", str(folder), *join_flags(VLLM.serve(chosen, held, None))]
+    stage = hold_whole(model, find_runner("vllm"))
+    words = ["--model", str(folder), *join_flags(VLLM.serve(chosen, [stage], None))]
     words += join_flags(VLLM.divide(chosen.goal.ranks))
     words += ["--skip-tokenizer-init", "--no-enable-prefix-caching"]
     words += ["--compilation-config", WHOLE_GRAPHS]

@@ -29,7 +29,7 @@ def require_runnable(
     ``placement`` is where the decision places the stage's weights, ``batch`` the sequences of a
     step. An engine has a list of its own, its runner's ``demand``.
     """
-    if stage.runner.pass_rules is not None:
+    if stage.pass_rules is not None:
         return
     for why in _list_refusals(stage, placement, offload, on_gpu):
         raise PlanError(why)
@@ -39,12 +39,12 @@ def require_runnable(
 def _list_refusals(
     stage: Stage, placement: Placement, offload: Offload, on_gpu: bool
 ) -> Iterator[str]:
-    if stage.runner.is_stock and placement.expert_slots:
+    if stage.is_stock and placement.expert_slots:
         yield (
             "a rule has cached_experts, and transformers' own passes are to run the model: kept "
             "experts need offplan's own passes, so make a plan with `stock=True`"
         )
-    if stage.runner.is_stock and placement.parts:
+    if stage.is_stock and placement.parts:
         yield (
             "a rule has parts, and transformers' own passes are to run the model, whose layers "
             "take one chunk after the other: make a plan with `stock=True`"

@@ -227,7 +227,9 @@ def test_reports_name_it(fast: Backend) -> None:
 def test_engines_refuse_it_by_name(fast: Backend, engine: str) -> None:
     held = hold_by(MODELS["dense"], engine)
     with pytest.raises(ExportError, match=r"rule 1 has the backend echo, which .* does not"):
-        held.runner.demand(Offload(prefill_chunk=1, rules=(rule(prefill=fast, decode=fast),)), held)
+        held.runner.demand(
+            Offload(prefill_chunk=1, rules=(rule(prefill=fast, decode=fast),)), held.stages
+        )
 
 
 @functools.cache

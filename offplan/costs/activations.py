@@ -200,12 +200,12 @@ def scratch_bytes(stage: Stage) -> int:
     coded = (p for layer in stage.layers for p in layer.parameters if not p.form.is_raw)
     most = max((p.num_weights for p in coded if not p.is_expert), default=0)
     most = max(most, stage.layout.fused_weights)
-    return most * stage.element_bytes * (2 if stage.runner.is_stock else 1)
+    return most * stage.element_bytes * (2 if stage.is_stock else 1)
 
 
 def coded_experts_bytes(stage: Stage) -> int:
     """CODED_EXPERTS_BYTES where offplan runs experts stored as codes, other than packed; else 0."""
-    if stage.runner.pass_rules is not None:
+    if stage.pass_rules is not None:
         return 0
     experts = (p for layer in stage.layers for p in layer.parameters if p.is_expert)
     coded = any(p.form.kind not in (Kind.RAW, Kind.PACKED) for p in experts)

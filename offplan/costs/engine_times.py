@@ -33,7 +33,7 @@ import numpy as np
 from offplan.costs.compute import PassCompute
 from offplan.costs.pass_times import pass_times
 from offplan.costs.timeline import PassTimes, PhaseTimes, add_up, to_ps
-from offplan.held.runner import PassRules
+from offplan.held.pass_rules import PassRules
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement

@@ -21,7 +21,7 @@ Source: estimated.
 
 def kv_cache_bytes(stage: Stage, workload: Workload, prefill_chunk: int) -> int:
     """Bytes of the cache: ``Stage.cache_bytes``, or what the engine that loads the model needs."""
-    engine = stage.runner.pass_rules
+    engine = stage.pass_rules
     if engine is not None and engine.shares_blocks:
         return cache_bytes(stage, workload, prefill_chunk)
     return stage.cache_bytes(workload)

@@ -59,7 +59,7 @@ def list_phase(
     yield Term(f"{phase}.link_bytes", taken.link_bytes, "bytes", formula, inputs)
     copies = Input("copies", taken.num_copies, "count")
     formula = "copies x copy_latency + streamed / h2d"
-    engine = stage.runner.pass_rules
+    engine = stage.pass_rules
     slower: tuple[Input, ...] = ()
     is_step = priced.shapes[0].phase is Phase.DECODE
     if is_step and engine is not None and engine.beside_percent is not None:

@@ -53,7 +53,7 @@ def price_request(
     decode: PassCompute,
 ) -> RequestTimes:
     """Price one request among many like it, by what runs the model: a batch of one plan."""
-    engine, num_passes = stage.runner.pass_rules, len(prefill.shapes)
+    engine, num_passes = stage.pass_rules, len(prefill.shapes)
     asked = placement, stage, machine
     if engine is not None:
         times = [engine_pass_times(engine, *asked, each) for each in (prefill, decode)]

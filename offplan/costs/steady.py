@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offplan.costs.timeline import PassTimes
-from offplan.held.runner import PassRules
+from offplan.held.pass_rules import PassRules
 from offplan.placement import PART_SLOTS, Phase, Placement
 
 Ints = NDArray[np.int64]

@@ -294,7 +294,7 @@ def layer_work(stage: Stage, layer: Layer) -> LayerWork:
     experts = stage.experts
     share = experts.num_experts_per_token / experts.num_in_all if experts else 1.0
     borrowed = 0 if stage.passes is None else stage.passes.borrowed[layer.index]
-    engine, num_ranks = stage.runner.pass_rules, stage.ranks.tensor
+    engine, num_ranks = stage.pass_rules, stage.ranks.tensor
     is_routed = layer.expert_bytes > 0
     return LayerWork(
         key=stage.time_key(layer.key),

@@ -9,8 +9,7 @@ from offplan.checkpoint.parameter import Parameter
 from offplan.engines.mxfp4 import NOTE, Kernels, lay_out_experts
 from offplan.engines.names import EngineParameter, engine_parameters
 from offplan.errors import ExportError
-from offplan.held.held import Held
-from offplan.held.runner import PassRules
+from offplan.held.pass_rules import PassRules
 from offplan.held.stage import Stage
 from offplan.placement import Placement
 from offplan.plan import Offload, Plan, Rule
@@ -49,21 +48,23 @@ class EngineDemand:
         return sum(page_locked_bytes(each.nbytes) for each in self.moved) + self.pinned_elsewhere
 
 
-def join_stages(stages: Sequence[EngineDemand], held: Held) -> EngineDemand:
-    """Return the demand of the stage that is planned for, with the memory that all of them take.
+def join_stages(demands: Sequence[EngineDemand], stages: Sequence[Stage]) -> EngineDemand:
+    """Return the demand of the stage of most weights, with the memory that all of them take.
 
     GPU memory is that of the stage that takes most, page-locked memory that of all ranks.
     """
-    if held.ranks == ONE_RANK:
-        (only,) = stages
+    ranks = stages[0].ranks
+    if ranks == ONE_RANK:
+        (only,) = demands
         return only
-    own = stages[held.planned]
-    pinned_bytes = held.ranks.tensor * sum(stage.pinned_bytes for stage in stages)
+    weights = [stage.loaded_bytes for stage in stages]
+    own = demands[weights.index(max(weights))]
+    pinned_bytes = ranks.tensor * sum(each.pinned_bytes for each in demands)
     return replace(
         own,
-        more_gpu_bytes=max(stage.more_gpu_bytes for stage in stages),
+        more_gpu_bytes=max(each.more_gpu_bytes for each in demands),
         pinned_elsewhere=pinned_bytes - own.pinned_bytes + own.pinned_elsewhere,
-        stages=tuple(stages),
+        stages=tuple(demands),
     )
 
 
@@ -85,9 +86,9 @@ class Engine:
     """
     kernels: Callable[[Stage, Version], tuple[Kernels, Kernels]]
     """Returns the least that kernels make of experts of MXFP4, and the most where none moves."""
-    serve: Callable[[Plan, Held, int | None], Flags]
-    """Says the rest of a plan, given what ranks hold, and the bytes of the GPU where
-    they are known."""
+    serve: Callable[[Plan, Sequence[Stage], int | None], Flags]
+    """Says the rest of a plan, given what a rank of each stage holds, and the bytes of the GPU
+    where they are known."""
     rank_flags: tuple[str, str, str]
     """Options for tensor and pipeline ranks and groups of experts; ``enable-`` begins a switch."""
     command: tuple[str, ...]

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +23,6 @@ from offplan.engines.registry import find_engine
 from offplan.engines.runner import EngineRunner, lower
 from offplan.errors import ExportError
 from offplan.files import StrPath
-from offplan.held.held import Held
 from offplan.held.stage import Stage
 from offplan.plan import PRINTED_TO, Plan, load_plan
 from offplan.units import format_budget, format_bytes
@@ -97,7 +97,8 @@ def export_plan(
     require_stored_weights(plan.offload, chosen)
     goal = plan.goal.model_copy(update={"engine": engine})
     loaded = lower(model, goal, plan.workload).pack(plan.offload.packing)
-    demand = EngineRunner(engine, chosen, version).demand(plan.offload, loaded)
+    stages = loaded.stages
+    demand = EngineRunner(engine, chosen, version).demand(plan.offload, stages)
     host = plan.budget.host_memory
     if host is not None and demand.pinned_bytes > host:
         raise ExportError(
@@ -124,12 +125,12 @@ def export_plan(
         source=_locate(plan),
         revision=plan.model.revision,
         demand=demand,
-        serve={**chosen.serve(plan, loaded, gpu_bytes), **chosen.divide(plan.goal.ranks), **bound},
+        serve={**chosen.serve(plan, stages, gpu_bytes), **chosen.divide(plan.goal.ranks), **bound},
         notes=(
             *demand.notes,
             *_version_notes(chosen, version, demand),
             *_memory_notes(chosen, demand, more, gpu_bytes),
-            *_first_start_notes(chosen, loaded),
+            *_first_start_notes(chosen, stages),
             *(_binding_notes(chosen, numa_nodes) if binds else ()),
         ),
     )
@@ -179,14 +180,14 @@ def _memory_notes(
     return notes
 
 
-def _first_start_notes(engine: Engine, held: Held) -> list[str]:
+def _first_start_notes(engine: Engine, stages: Sequence[Stage]) -> list[str]:
     """Say what vLLM takes where it compiles layers; offplan's worker gives that back.
 
     Source: Qwen3-8B with vLLM 0.33.0 on an H200, as large as its input embedding less the KV cache.
     """
     if engine.name != "vllm":
         return []
-    found = [table for stage in held.stages for table in stage.tables if table.is_input]
+    found = [table for stage in stages for table in stage.tables if table.is_input]
     # of a pipeline not every stage has one, and none has one of its own that the head shares
     size = format_bytes(found[0].nbytes) if found else "as much as its embedding"
     return [

@@ -86,18 +86,19 @@ class Divider:
         whole = self.model.layers[run.start : run.stop]
         layers = tuple(self._divide_layer(index, layer) for index, layer in enumerate(whole))
         architecture = self._architecture(run)
-        return Stage(
+        stage = Stage(
             model=self.model,
             layers=layers,
             outside=group_outside(self._outside(number), architecture),
             architecture=architecture,
             experts=self._divide_experts(layers),
-            runner=self.runner,
+            pass_rules=self.runner.pass_rules,
             ranks=self.ranks,
             number=number,
             first_layer=run.start,
             derived_bytes=absorbed_bytes(self.model, layers),
         )
+        return replace(stage, layout=self.runner.lay_out(stage))
 
     def _architecture(self, run: range) -> Architecture:
         whole, ranks = self.model.architecture, self.ranks

@@ -28,7 +28,8 @@ from offplan.engines.taken import choose_packed, demand_of_worker
 from offplan.errors import ExportError
 from offplan.held.held import Held, hold_stock, hold_whole
 from offplan.held.layout import Layout
-from offplan.held.runner import OWN_RUNTIME, PassRules, Runner
+from offplan.held.pass_rules import PassRules
+from offplan.held.runner import OWN_RUNTIME, STOCK_RUNTIME, Runner
 from offplan.held.stage import Stage
 from offplan.placement import place
 from offplan.plan import Goal, Offload, Plan, Rule, Workload
@@ -43,7 +44,6 @@ class EngineRunner:
     engine: Engine
     version: Version
 
-    is_stock = False
     takes_one_rule = True
     backends = BACKENDS
 
@@ -104,33 +104,33 @@ class EngineRunner:
         kept = self.engine.demand_resident(stage, self.version).more_gpu_bytes - grown
         return Layout(gpu_growth, host_growth, grown, kept)
 
-    def demand(self, offload: Offload, held: Held) -> EngineDemand:
+    def demand(self, offload: Offload, stages: Sequence[Stage]) -> EngineDemand:
         """Return what makes the engine run a decision; raises ExportError if it cannot.
 
-        ``held`` is what the engine's ranks hold by the decision's packing.
+        A rank of each stage is asked once; it holds its weights by the decision's packing.
         """
         engine, version = self.engine, self.version
         require_stored_weights(offload, engine)
         if not offload.rules and offload.embeddings == "device" and offload.packing is None:
-            resident = (engine.demand_resident(stage, version) for stage in held.stages)
+            resident = (engine.demand_resident(stage, version) for stage in stages)
             return max(resident, key=lambda demand: demand.more_gpu_bytes)
         if engine.demand_rule is None:
-            return demand_of_worker(offload, held, version)
+            return demand_of_worker(offload, stages, version)
         rule = _only_rule(offload, engine)
         # each stage starts the pattern anew
-        stages = [
-            engine.demand_rule(rule, place(stage, offload), stage, version) for stage in held.stages
+        demands = [
+            engine.demand_rule(rule, place(stage, offload), stage, version) for stage in stages
         ]
-        demand = join_stages(stages, held)
-        if any(stage.flags != demand.flags for stage in stages):
-            told = "; ".join(" ".join(join_flags(stage.flags)) for stage in stages)
+        demand = join_stages(demands, stages)
+        if any(each.flags != demand.flags for each in demands):
+            told = "; ".join(" ".join(join_flags(each.flags)) for each in demands)
             raise ExportError(
-                f"{held.ranks.label}: {engine.title} gives all stages of a pipeline the same "
+                f"{stages[0].ranks.label}: {engine.title} gives all stages of a pipeline the same "
                 f"flags, and the plan needs others in each ({told})"
             )
         return demand
 
-    def checker(self, held: Held) -> Callable[[Offload], EngineDemand | None]:
+    def checker(self, stages: Sequence[Stage]) -> Callable[[Offload], EngineDemand | None]:
         """Return what demands, or None for a decision that the engine cannot run.
 
         It remembers its answers.
@@ -139,7 +139,7 @@ class EngineRunner:
         @cache
         def find(offload: Offload) -> EngineDemand | None:
             try:
-                return self.demand(offload, held)
+                return self.demand(offload, stages)
             except ExportError:
                 return None
 
@@ -157,9 +157,9 @@ class EngineRunner:
 
         return check
 
-    def note_memory(self, plan: Plan, held: Held) -> list[str]:
+    def note_memory(self, plan: Plan, stages: Sequence[Stage]) -> list[str]:
         """Say what memory the engine takes beyond a plan's, a sentence each."""
-        demand = self.demand(plan.offload, held.pack(plan.offload.packing))
+        demand = self.demand(plan.offload, stages)
         notes = note_more_memory(self.engine, demand.more_gpu_bytes)
         if demand.pinned_bytes > plan.stored_bytes:
             notes.append(note_page_locked(self.engine, demand))
@@ -178,13 +178,13 @@ def lower(model: Model, goal: Goal, workload: Workload) -> Held:
     Raises CheckpointError for one that transformers' own passes cannot be counted of.
     """
     if goal.stock:
-        return Held((hold_stock(model),))
+        return Held((hold_stock(model),), STOCK_RUNTIME)
     runner = find_runner(goal.engine)
     if goal.engine is None or goal.ranks.num_gpus == 1:
-        return Held((hold_whole(model, runner),))
+        return Held((hold_whole(model, runner),), runner)
     divider = Divider(model, runner, goal.ranks)
     stages = tuple(divider.stage(number) for number in range(goal.ranks.pipeline))
-    return Held(stages).plan_for(workload)
+    return Held(stages, runner).plan_for(workload)
 
 
 def _only_rule(offload: Offload, engine: Engine) -> Rule:

@@ -22,8 +22,7 @@ from offplan.engines.mxfp4 import Kernels
 from offplan.engines.names import EngineParameter, engine_parameters
 from offplan.errors import ExportError
 from offplan.forms.form import Kind
-from offplan.held.held import Held
-from offplan.held.runner import PassRules
+from offplan.held.pass_rules import PassRules
 from offplan.held.stage import Stage
 from offplan.placement import Placement
 from offplan.plan import Backend, Plan, Rule
@@ -99,7 +98,7 @@ def find_kernels(stage: Stage, version: Version) -> tuple[Kernels, Kernels]:
     return kernels, kernels
 
 
-def serve(plan: Plan, held: Held, gpu_bytes: int | None) -> Flags:
+def serve(plan: Plan, stages: Sequence[Stage], gpu_bytes: int | None) -> Flags:
     """Hold SGLang to the plan's type, workload and, where the GPU's bytes are known, budget.
 
     Weights, copies ahead and cache are a share of what was free before the weights were loaded.

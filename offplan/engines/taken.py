@@ -24,7 +24,6 @@ from offplan.engines.vllm import (
 from offplan.errors import ExportError
 from offplan.forms.form import Kind, Part
 from offplan.forms.packed import can_pack
-from offplan.held.held import Held
 from offplan.held.packing import is_packed
 from offplan.held.stage import Stage
 from offplan.placement import Placement, place
@@ -129,27 +128,27 @@ class Taken:
             yield from (taken for taken in layer.values() if taken.backend is backend)
 
 
-def demand_of_worker(offload: Offload, held: Held, version: Version) -> EngineDemand:
+def demand_of_worker(offload: Offload, stages: Sequence[Stage], version: Version) -> EngineDemand:
     """Return what a decision demands of offplan's worker in vLLM, but for the plan's file.
 
-    ``held`` is what ranks of vLLM hold. Raises ExportError, naming it, for what the worker cannot
-    do. That is phases that read a parameter in different ways, part of what vLLM fuses, and other
-    stored forms.
+    A rank of vLLM holds each of ``stages``. Raises ExportError, naming it, for what the worker
+    cannot do. That is phases that read a parameter in different ways, part of what vLLM fuses, and
+    other stored forms.
     """
     _require_one_backend(offload)
-    stages = [StageTaken.find(offload, stage, version) for stage in held.stages]
+    found = [StageTaken.find(offload, stage, version) for stage in stages]
     flags: dict[str, tuple[str, ...]] = {"worker-cls": (WORKER,)}
     if offload.packing is not None:
         flags["quantization"] = (QUANTIZATION,)
     environment: dict[str, str] = {}
-    if any(stage.taken.streams for stage in stages):
+    if any(each.taken.streams for each in found):
         flags["compilation-config"] = (json.dumps({"cudagraph_mode": "FULL_DECODE_ONLY"}),)
-        if find_breakable(held.stage) is not None:
+        if find_breakable(stages[0]) is not None:
             environment = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}
-    if any(stage.taken.reads_experts for stage in stages):
+    if any(each.taken.reads_experts for each in found):
         flags["moe-backend"] = ("triton",)
     return replace(
-        join_stages([stage.demand for stage in stages], held),
+        join_stages([each.demand for each in found], stages),
         flags=flags,
         environment=environment,
         notes=("vLLM needs offplan beside it: in a clone of offplan, pip install '.[vllm]'",),

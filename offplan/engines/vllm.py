@@ -4,7 +4,7 @@ Source: vLLM 0.25.0 to 0.33.0, ``config/offload.py``, ``model_executor/offloader
 ``config/vllm.py``.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,7 @@ from offplan.engines.names import EngineParameter, engine_parameters
 from offplan.engines.segments import engine_segments
 from offplan.errors import ExportError
 from offplan.forms.form import Kind
-from offplan.held.held import Held
-from offplan.held.runner import PassRules
+from offplan.held.pass_rules import PassRules
 from offplan.held.stage import Stage
 from offplan.placement import Placement
 from offplan.plan import Backend, Plan, Rule
@@ -133,8 +132,8 @@ def find_kernels(stage: Stage, version: Version) -> tuple[Kernels, Kernels]:
     return MARLIN_KERNELS, ANY_KERNELS if version >= MARLIN else Kernels()
 
 
-def serve(plan: Plan, held: Held, gpu_bytes: int | None) -> Flags:
-    """Hold vLLM to the plan's type, workload and budget; ``held`` is what its ranks hold.
+def serve(plan: Plan, stages: Sequence[Stage], gpu_bytes: int | None) -> Flags:
+    """Hold vLLM to the plan's type, workload and budget; its ranks hold ``stages``.
 
     It is given a KV cache for the plan's workload. By a share of the GPU's memory alone vLLM would
     size a cache itself and leave its context out. The context took 0.75 GiB beyond the budget on an
@@ -149,7 +148,7 @@ def serve(plan: Plan, held: Held, gpu_bytes: int | None) -> Flags:
         max_num_batched_tokens=step_tokens(work, plan.offload.prefill_chunk),
     )
     # stages of fewer layers take of it what these need
-    cached = max(cache_bytes(each, work, plan.offload.prefill_chunk) for each in held.stages)
+    cached = max(cache_bytes(each, work, plan.offload.prefill_chunk) for each in stages)
     if cached:
         flags |= _flags(kv_cache_memory_bytes=cached)
     if gpu_bytes is None:

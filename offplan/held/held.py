@@ -1,6 +1,6 @@
 """A model as the GPUs that run it hold it, a stage for each part of a pipeline."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from offplan.checkpoint.model import KVCache, Layer, Model
@@ -19,6 +19,8 @@ class Held:
 
     stages: tuple[Stage, ...]
     """The stages in the order in which a pass goes through them."""
+    runner: Runner = field(default=OWN_RUNTIME, compare=False)
+    """What loads and runs them."""
     planned: int = 0
     """The stage that is planned for: the one that takes most memory."""
 
@@ -31,11 +33,6 @@ class Held:
     def model(self) -> Model:
         """The whole model, as it is stored."""
         return self.stage.model
-
-    @property
-    def runner(self) -> Runner:
-        """The runtime that loads and runs the model."""
-        return self.stage.runner
 
     @property
     def ranks(self) -> Ranks:
@@ -57,7 +54,7 @@ class Held:
         Each packing is computed once. Raises PlanError as ``pack_stage`` does.
         """
         if packing not in self._packed:
-            stages = tuple(pack_stage(stage, packing) for stage in self.stages)
+            stages = tuple(pack_stage(stage, packing, self.runner) for stage in self.stages)
             self._packed[packing] = replace(self, stages=stages)
         return self._packed[packing]
 
@@ -71,7 +68,8 @@ def hold(model: Model, packing: Packing | None = None, *, stock: bool = False) -
 
     ``stock`` is for transformers' own passes.
     """
-    return pack_stage(hold_whole(model, STOCK_RUNTIME if stock else OWN_RUNTIME), packing)
+    runner = STOCK_RUNTIME if stock else OWN_RUNTIME
+    return pack_stage(hold_whole(model, runner), packing, runner)
 
 
 def hold_stock(model: Model, passes: StockPasses | None = None) -> Stage:
@@ -97,15 +95,17 @@ def hold_whole(model: Model, runner: Runner) -> Stage:
     """
     is_own = runner.pass_rules is None
     left_out = model.not_loaded if is_own else model.not_loaded - model.towers
-    return Stage(
+    stage = Stage(
         model=model,
         layers=model.layers,
         outside=tuple(p for p in model.outside_parameters if p.tensors[0].name not in left_out),
         architecture=model.architecture,
         experts=model.experts,
-        runner=runner,
+        pass_rules=runner.pass_rules,
+        is_stock=runner is STOCK_RUNTIME,
         derived_bytes=0 if is_own else absorbed_bytes(model, model.layers),
     )
+    return replace(stage, layout=runner.lay_out(stage))
 
 
 def absorbed_bytes(model: Model, layers: tuple[Layer, ...]) -> int:

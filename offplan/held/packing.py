@@ -11,6 +11,7 @@ from offplan.checkpoint.tensors import TensorInfo, Tensors
 from offplan.errors import InputError, PlanError
 from offplan.forms.form import RAW, Kind, Part
 from offplan.forms.packed import PACKED, can_pack, packed_parts
+from offplan.held.runner import OWN_RUNTIME, Runner
 from offplan.held.stage import Stage
 from offplan.plan import Packing
 from offplan.ranks import ONE_RANK
@@ -22,13 +23,13 @@ NOTHING = Unpacked()
 
 
 def pack_everything(
-    held: Model | Stage, *, head: bool = True, unpacked: Unpacked = NOTHING
+    held: Model | Stage, unpacked: Unpacked = NOTHING, runner: Runner = OWN_RUNTIME
 ) -> Packing:
     """Return the packing that takes all that can be packed but what is left ``unpacked``.
 
-    ``held`` is a model, or the last stage of ranks. Its head is packed only if ``head`` is true.
+    ``held`` is a model, or what ``runner`` holds of the last stage of ranks.
     """
-    packs_head = head and not unpacked.takes_head and _why_not_pack_head(held) is None
+    packs_head = not unpacked.takes_head and _why_not_pack_head(held, runner) is None
     names = tuple(name for name in unpacked.names if name != OUTPUT_HEAD)
     return Packing(group_size=1, num_in_group=1, output_head=packs_head, leave_unpacked=names)
 
@@ -39,7 +40,7 @@ def leave_unpacked(model: Model, packing: Packing, names: Iterable[str]) -> Pack
     left = tuple(name for name in unpacked.names if name != OUTPUT_HEAD)
     head = packing.output_head and not unpacked.takes_head
     less = packing.model_copy(update={"leave_unpacked": left, "output_head": head})
-    return less if _taken(model, less) else None
+    return less if _taken(model, less, OWN_RUNTIME) else None
 
 
 def check_unpacked(model: Model, unpacked: Unpacked) -> None:
@@ -87,8 +88,8 @@ def name_weights(model: Model, weights: Collection[str]) -> tuple[str, ...]:
     return NOTHING.with_names(names).names
 
 
-def pack_stage(stage: Stage, packing: Packing | None) -> Stage:
-    """Return a stage with the weights packed that a plan says.
+def pack_stage(stage: Stage, packing: Packing | None, runner: Runner) -> Stage:
+    """Return a stage of ``runner`` with the weights packed that a plan says.
 
     Sizes are certain: each packed matrix takes its reserve of patches, whatever its values. The
     pattern of layers starts anew in each stage of a pipeline, as that of a rule does. Raises
@@ -107,7 +108,7 @@ def pack_stage(stage: Stage, packing: Packing | None) -> Stage:
     unmatched = describe_unmatched(packing.cpu_offload_params, model.parameter_names)
     if unmatched is not None:
         raise PlanError(f"packing {unmatched}")
-    packs = _taken(stage, packing)
+    packs = _taken(stage, packing, runner)
 
     def hold(layer: Layer) -> Layer:
         held = tuple(_pack(p) if id(p) in packs else p for p in layer.parameters)
@@ -130,13 +131,14 @@ def pack_stage(stage: Stage, packing: Packing | None) -> Stage:
             )
     outside = stage.outside
     if packing.output_head and not unpacked.takes_head:
-        if why_not := _why_not_pack_head(stage):
+        if why_not := _why_not_pack_head(stage, runner):
             raise PlanError(
                 f"packing takes the output head, and the head of {source} cannot be packed: "
                 f"{why_not}; leave out `output_head`"
             )
         outside = tuple(_pack(p) if _is_head(p, model) else p for p in outside)
-    return replace(stage, layers=layers, outside=outside, packing=packing)
+    packed = replace(stage, layers=layers, outside=outside, packing=packing)
+    return replace(packed, layout=runner.lay_out(packed))
 
 
 def unpack_layer(layer: Layer) -> Layer:
@@ -155,7 +157,9 @@ def is_packed(parameter: Parameter) -> bool:
     return parameter.form.kind is Kind.PACKED
 
 
-def packable(held: Model | Stage, unpacked: Unpacked = NOTHING) -> list[Parameter]:
+def packable(
+    held: Model | Stage, unpacked: Unpacked = NOTHING, runner: Runner = OWN_RUNTIME
+) -> list[Parameter]:
     """List the weights of the layers that can be packed, told from headers and config alone.
 
     Of several ranks they are one's shares. Weights that are left ``unpacked`` are not among them.
@@ -168,7 +172,7 @@ def packable(held: Model | Stage, unpacked: Unpacked = NOTHING) -> list[Paramete
     if architecture.matrices_in_out:
         return []
     fit = [p for layer in held.layers for p in layer.parameters if _fits(p, architecture)]
-    held_so = set(map(id, fit)) if isinstance(held, Model) else held.runner.choose_packed(held, fit)
+    held_so = set(map(id, fit)) if isinstance(held, Model) else runner.choose_packed(held, fit)
     found: list[Parameter] = []
     for layer in held.layers:
         fitting = [
@@ -182,9 +186,9 @@ def packable(held: Model | Stage, unpacked: Unpacked = NOTHING) -> list[Paramete
     return found
 
 
-def _taken(held: Model | Stage, packing: Packing) -> set[int]:
+def _taken(held: Model | Stage, packing: Packing, runner: Runner) -> set[int]:
     """Return the identities of the layers' weights that a packing takes."""
-    packs = {id(parameter) for parameter in packable(held, Unpacked(packing.leave_unpacked))}
+    packs = {id(p) for p in packable(held, Unpacked(packing.leave_unpacked), runner)}
     return {
         id(p)
         for layer in held.layers
@@ -194,7 +198,7 @@ def _taken(held: Model | Stage, packing: Packing) -> set[int]:
     }
 
 
-def _why_not_pack_head(held: Model | Stage) -> str | None:
+def _why_not_pack_head(held: Model | Stage, runner: Runner) -> str | None:
     """Say why the output head of a model whose layers can be packed cannot, None if it can.
 
     Of several ranks each one's rows must allow it, padded as they are, and the whole head, too.
@@ -204,8 +208,8 @@ def _why_not_pack_head(held: Model | Stage) -> str | None:
     if head is None:
         return "it was not found"
     shares = [] if isinstance(held, Model) else [p for p in held.outside if _is_head(p, model)]
-    if not isinstance(held, Model) and len(held.runner.choose_packed(held, shares)) < len(shares):
-        return f"{held.runner.name} builds it as it is stored"
+    if not isinstance(held, Model) and len(runner.choose_packed(held, shares)) < len(shares):
+        return f"{runner.name} builds it as it is stored"
     for each in (head, *shares):
         if not _is_raw_matrix(each) or not can_pack(each.shape):
             found = f"{each.name} of {each.tensors[0].dtype}, {list(each.shape)}"

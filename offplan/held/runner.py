@@ -2,68 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Protocol
 
 from offplan.backends import BACKENDS, Backend
 from offplan.checkpoint.model import Model
+from offplan.checkpoint.parameter import Parameter
+from offplan.checkpoint.tables import Table
 from offplan.held.layout import AS_STORED, Layout
+from offplan.held.pass_rules import PassRules
+from offplan.held.stage import Stage
 from offplan.plan import Offload, Plan
-
-if TYPE_CHECKING:
-    from offplan.checkpoint.parameter import Parameter
-    from offplan.checkpoint.tables import Table
-    from offplan.held.held import Held
-    from offplan.held.stage import Stage
-
-
-@dataclass(frozen=True)
-class PassRules:
-    """How an engine runs a pass; ``costs.engine_times`` has what all engines do alike."""
-
-    copies_in_place: bool
-    """Whether the engine copies what it is told to read in place, each layer before it runs."""
-    allocates_copies: bool
-    """Whether the engine allocates each copy anew, and only then frees the layer that has run,
-    which holds one slot of the ring. After the last layers it then copies the first ones in their
-    order; elsewhere each slot is filled again by the first of its own layers."""
-    copies_first_again: bool
-    """Whether a captured step copies again what the step before it has left in the ring."""
-    shares_blocks: bool
-    """Whether caches of all layers lie in blocks of one size (``vllm_cache``)."""
-    num_pools: int = 1
-    """Pools of GPU memory that hold the engine's copies."""
-    beside_percent: int | None = None
-    """What a captured step's copies take, in percent of the link's time for them, while layers run
-    beside them; None where nothing is computed while a layer is copied."""
-    copy_gap_ps: int = 0
-    """Picoseconds that each such copy takes besides, to begin behind a layer and to be awaited."""
-    layer_overhead_s: float | None = None
-    """Seconds that a layer's launches and small kernels take; None for the machine's figure."""
-    routed_overhead_s: float = 0.0
-    """Seconds that routed experts add to that."""
-    all_reduce_s: float = 0.0
-    """Seconds that ranks of tensor parallelism take to add up what they computed, which they do
-    twice in a layer."""
-
-    def step_copy_ps(self, copy_ps: int) -> int:
-        """Return the picoseconds in a captured step of a copy that takes so many alone."""
-        if self.beside_percent is None:
-            return copy_ps
-        return copy_ps * self.beside_percent // 100 + self.copy_gap_ps
-
-    def overhead_s(self, *, is_routed: bool, num_ranks: int) -> float | None:
-        """Return the seconds that a layer takes beside its roofline; None for the machine's."""
-        if self.layer_overhead_s is None:
-            return None
-        exchanging = 2 * self.all_reduce_s if num_ranks > 1 else 0.0
-        return self.layer_overhead_s + is_routed * self.routed_overhead_s + exchanging
-
-    def slots_ahead(self, num_slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many of a ring's slots are filled ahead of the layer that runs."""
-        return np.maximum(1, num_slots - self.allocates_copies)
 
 
 class Demand(Protocol):
@@ -90,10 +38,6 @@ class Runner(Protocol):
         """How an engine runs a pass; None where the plan's own schedule is executed."""
 
     @property
-    def is_stock(self) -> bool:
-        """Whether offplan's runtime runs transformers' own passes by the plan's schedule."""
-
-    @property
     def takes_one_rule(self) -> bool:
         """Whether a plan has one rule at most, with one backend in both phases."""
 
@@ -101,14 +45,14 @@ class Runner(Protocol):
     def backends(self) -> Sequence[Backend]:
         """The backends that it executes."""
 
-    def places_tables(self, tables: Sequence["Table"]) -> bool:
+    def places_tables(self, tables: Sequence[Table]) -> bool:
         """Whether these may lie on the host, all of a model's."""
 
     @property
     def holds_packed(self) -> bool:
         """Whether it holds weights packed without loss."""
 
-    def choose_packed(self, stage: "Stage", weights: Sequence["Parameter"]) -> set[int]:
+    def choose_packed(self, stage: Stage, weights: Sequence[Parameter]) -> set[int]:
         """Return the identities of those of a stage's weights that it can hold packed.
 
         ``weights`` are matrices whose own types and sizes allow it.
@@ -121,16 +65,16 @@ class Runner(Protocol):
     def require_served(self, model: Model, context: int) -> None:
         """Raise ExportError for a model or a context, in tokens, that the runner does not serve."""
 
-    def lay_out(self, stage: "Stage") -> Layout:
+    def lay_out(self, stage: Stage) -> Layout:
         """Return how the runner lays out the weights of a stage."""
 
-    def demand(self, offload: Offload, held: "Held") -> Demand:
+    def demand(self, offload: Offload, stages: Sequence[Stage]) -> Demand:
         """Return what the runner takes for a decision; raises ExportError if it cannot run it."""
 
-    def checker(self, held: "Held") -> Callable[[Offload], Demand | None] | None:
+    def checker(self, stages: Sequence[Stage]) -> Callable[[Offload], Demand | None] | None:
         """Return what demands, or None for a decision that it cannot run; None if it runs all."""
 
-    def note_memory(self, plan: Plan, held: "Held") -> list[str]:
+    def note_memory(self, plan: Plan, stages: Sequence[Stage]) -> list[str]:
         """Say what memory the runner takes beyond a plan's, a sentence each."""
 
 
@@ -145,16 +89,15 @@ class OwnRuntime:
 
     name = None
     pass_rules = None
-    is_stock = False
     takes_one_rule = False
     holds_packed = True
     max_bytes_unit = 1
 
-    def places_tables(self, tables: Sequence["Table"]) -> bool:
+    def places_tables(self, tables: Sequence[Table]) -> bool:
         """Place any."""
         return True
 
-    def choose_packed(self, stage: "Stage", weights: Sequence["Parameter"]) -> set[int]:
+    def choose_packed(self, stage: Stage, weights: Sequence[Parameter]) -> set[int]:
         """Return all of them."""
         return set(map(id, weights))
 
@@ -166,18 +109,18 @@ class OwnRuntime:
     def require_served(self, model: Model, context: int) -> None:
         """Refuse nothing: a session says what it cannot run."""
 
-    def lay_out(self, stage: "Stage") -> Layout:
+    def lay_out(self, stage: Stage) -> Layout:
         """Return that weights lie as they are held."""
         return AS_STORED
 
-    def demand(self, offload: Offload, held: "Held") -> Demand:
+    def demand(self, offload: Offload, stages: Sequence[Stage]) -> Demand:
         """Return that nothing comes on top of the plan's terms."""
         return _NoDemand()
 
-    def checker(self, held: "Held") -> None:
+    def checker(self, stages: Sequence[Stage]) -> None:
         """Check nothing: it runs every decision."""
 
-    def note_memory(self, plan: Plan, held: "Held") -> list[str]:
+    def note_memory(self, plan: Plan, stages: Sequence[Stage]) -> list[str]:
         """Say nothing: a plan's terms are all that it takes."""
         return []
 
@@ -185,13 +128,12 @@ class OwnRuntime:
 class StockRuntime(OwnRuntime):
     """offplan's own runtime where it runs transformers' own passes: it moves weights, no more."""
 
-    is_stock = True
     holds_packed = False
 
-    def note_memory(self, plan: Plan, held: "Held") -> list[str]:
+    def note_memory(self, plan: Plan, stages: Sequence[Stage]) -> list[str]:
         """Say by which passes the model runs, and what is not priced of them."""
         notes = ["transformers' own passes run this model, uncaptured; offplan moves its weights"]
-        passes = held.stage.passes
+        passes = stages[0].passes
         if passes is not None and (calls := passes.describe_calls()) is not None:
             notes.append(calls)
         return notes

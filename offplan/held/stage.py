@@ -13,8 +13,8 @@ from offplan.checkpoint.model import Experts, Layer, Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tables import Table
 from offplan.checkpoint.tensors import DTYPE_BITS
-from offplan.held.layout import Layout
-from offplan.held.runner import OWN_RUNTIME, Runner
+from offplan.held.layout import AS_STORED, Layout
+from offplan.held.pass_rules import PassRules
 from offplan.held.stock import StockPasses
 from offplan.held.unit import Unit, group_units
 from offplan.plan import Packing, Workload
@@ -36,8 +36,12 @@ class Stage:
     """The model's architecture, with the heads, the experts and the layers of the rank."""
     experts: Experts | None
     """The routed experts of the rank."""
-    runner: Runner = field(default=OWN_RUNTIME, compare=False)
-    """What loads and runs the stage."""
+    pass_rules: PassRules | None = field(default=None, compare=False)
+    """How an engine runs a pass of it; None if offplan's own runtime does."""
+    is_stock: bool = field(default=False, compare=False)
+    """Whether transformers' own passes run it."""
+    layout: Layout = field(default=AS_STORED, compare=False)
+    """How what runs it lays out its weights."""
     ranks: Ranks = field(default=ONE_RANK)
     """The processes that the model is divided among."""
     number: int = 0
@@ -108,11 +112,6 @@ class Stage:
         return {}
 
     @cached_property
-    def layout(self) -> Layout:
-        """How the runner lays out the weights."""
-        return self.runner.lay_out(self)
-
-    @cached_property
     def outside_bytes(self) -> int:
         """Bytes outside the layers once loaded, in the types that they are then in."""
         return sum(
@@ -152,7 +151,7 @@ class Stage:
 
         Transformers' own passes take other times, and so have names of their own.
         """
-        return f"stock-{key}" if self.runner.is_stock else key
+        return f"stock-{key}" if self.is_stock else key
 
     @cached_property
     def tables(self) -> tuple[Table, ...]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from offplan.checkpoint.requantise import requantise
 from offplan.engines.runner import lower
 from offplan.errors import InfeasibleError, PlanError
-from offplan.held.held import Held, hold_stock
+from offplan.held.held import hold_stock
 from offplan.kept import KeptAnswers, installed_versions
 from offplan.plan import Plan
 from offplan.planner.make import make_plan
@@ -70,7 +70,7 @@ def _plan_each(question: Question) -> Iterator[Alternative]:
         if passes is None:
             held = lower(model, goal, question.workload)
         else:  # its own differ little, and take long to count
-            held = Held((hold_stock(model, replace(passes, pinned=())),))
+            held = replace(question.held, stages=(hold_stock(model, replace(passes, pinned=())),))
         try:
             plan = make_plan(replace(question, held=held, goal=goal)).plan
         except (InfeasibleError, PlanError):

@@ -118,7 +118,7 @@ def measure_here(
     skipped: tuple[str, ...] = ()
     if with_cores:
         # their figures are taken of layers that are built for offplan's own passes
-        own = None if held and held[0].runner.is_stock else model
+        own = None if held and held[0].is_stock else model
         profile, skipped = _add_cores(profile, own, device, host_threads, on_stage)
     return Machine(profile, profile.gpu_memory.value - used, skipped=skipped)
 
@@ -155,7 +155,7 @@ def _add_model(
     from offplan.runtime.measuring.stock_times import measure_stock_times
 
     chunks = prefill_chunks(min(workload.prompt_tokens, MOST_TIMED), workload.batch)
-    is_stock = held[0].runner.is_stock
+    is_stock = held[0].is_stock
     chunks = chunks[:1] if is_stock else chunks  # plans have these passes read prompts whole
     measure = measure_stock_times if is_stock else measure_layer_times
     progress = on_stage("measuring the layers")

@@ -71,7 +71,7 @@ def why_not_run(
     all that it depends on: an obstacle also under the packages that are installed.
     """
     model = stage.model
-    is_stock = stage.runner.is_stock
+    is_stock = stage.is_stock
     try:
         if not is_stock:
             refuse_long_texts(model, context)
@@ -165,7 +165,7 @@ def find_obstacle(stage: Stage, offload: Offload | None = None, on_gpu: bool = F
 
     asked = offload or _offload_nothing(stage)
     try:
-        if not asked.rules and not stage.runner.is_stock:  # rules take layers by their number
+        if not asked.rules and not stage.is_stock:  # rules take layers by their number
             with suppress(CheckpointError):  # its words may count all layers
                 fit(shorten(stage), asked, on_gpu=on_gpu)
                 return None
@@ -199,7 +199,7 @@ def check_before_fetching(
 def _ask_process(stage: Stage, offload: Offload, on_gpu: bool) -> str | None:
     command = [sys.executable, "-c", "from offplan.library.runnable import answer; answer()"]
     # without what was worked out of its config, which may hold functions that cannot be pickled
-    asked = pickle.dumps((replace(stage.model), stage.runner.is_stock, offload, on_gpu))
+    asked = pickle.dumps((replace(stage.model), stage.is_stock, offload, on_gpu))
     done = subprocess.run(
         command, input=asked, capture_output=True, timeout=_PATIENCE_S, check=True
     )

@@ -218,7 +218,7 @@ def estimate(
     streams nothing, it finds in each slot what prefill left there.
     """
     space, own = prices.space, prices.numbers
-    table, engine = space.table, space.stage.runner.pass_rules
+    table, engine = space.table, space.stage.pass_rules
     owners, owners_again = (
         np.maximum(0, 2 * num_slots - turns) for turns in (loads.prompt_turns, loads.step_turns)
     )

@@ -100,7 +100,7 @@ class InPlaceRules:
 
     def _copied_bytes(self, option: Option) -> int:
         """Bytes of the copies of the largest layer that an option takes, on engines that copy."""
-        engine = self.space.stage.runner.pass_rules
+        engine = self.space.stage.pass_rules
         if engine is None or not engine.copies_in_place:
             return 0
         taken = self.space.taken(option.segment_class)

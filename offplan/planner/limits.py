@@ -17,7 +17,7 @@ def check_range(space: Space) -> None:
     """
     settings, most_bytes = space.settings, space.stage.loaded_bytes
     copies_ps = to_ps(space.machine.copy_seconds(most_bytes)) + len(space.kind_of) * space.start_ps
-    if space.stage.runner.pass_rules is not None:  # for each chunk, and in a step at most twice
+    if space.stage.pass_rules is not None:  # for each chunk, and in a step at most twice
         copies_ps *= max(2, int(space.table.num_chunks.max()))
     backends = [way for way in space.runner.backends if not way.streams]
     passes = [*(each.prefill for each in settings), space.decode]

@@ -42,7 +42,7 @@ def find_neighbours(question: Question, plan: Plan) -> tuple[Neighbour, ...]:
             offload = Offload.model_validate({**dict(plan.offload), **changes})
             held, machine = question.held.pack(offload.packing), question.planned_machine
             prediction = predict(held, machine, plan.workload, plan.budget, offload)
-            demand = question.held.runner.demand(offload, held)
+            demand = question.held.runner.demand(offload, held.stages)
         except (ValidationError, PlanError, ExportError):
             continue
         moved = plan.model_copy(update={"offload": offload, "prediction": prediction})

@@ -106,7 +106,7 @@ class Prices:
         spans = [slab.span(phase) for phase in Phase]
         sizes = [0 if span is None else span.nbytes for span in spans]
         copies = [space.copying_ps(size) if size else 0 for size in sizes]
-        engine = space.stage.runner.pass_rules
+        engine = space.stage.pass_rules
         if engine is not None and copies[1]:
             copies[1] = engine.step_copy_ps(copies[1])
         in_prefill = [(u, way.prefill) for u, way in chosen if not way.prefill.streams]
@@ -227,5 +227,5 @@ class Prices:
         if own is not None:
             prompt, step = self.numbers.add(prompt, step, setting, own)
         given = prompt, step, space.slowdown, table.num_chunks[setting]
-        prompts, steps, under = price_passes(space.stage.runner.pass_rules, *given)
+        prompts, steps, under = price_passes(space.stage.pass_rules, *given)
         return prompts.astype(float), steps / under

@@ -79,7 +79,7 @@ class Question:
         routing = self.held.stage.routing
         return {
             "model": self.model.key,
-            "runner": [self.held.runner.name, self.held.runner.is_stock],
+            "runner": [self.held.runner.name, self.held.stage.is_stock],
             "stages": [*stages, self.held.planned],
             "routing": None if routing is None else routing.fingerprint,
             "machine": self.machine.fingerprint,

@@ -13,13 +13,13 @@ from offplan.planner.space import Space
 def make_check(space: Space) -> Callable[[Offload, Budget], bool]:
     """Return what tells whether a space's runner can run a plan, and what it takes then fits."""
     question = space.question
-    if space.runner.checker(question.held) is None:
+    if space.runner.checker(question.held.stages) is None:
         return lambda _, __: True
 
     @cache
     def check_by(packing: Packing | None) -> tuple[Held, Callable[[Offload], Demand | None]]:
         held = question.held.pack(packing)  # a rival may be of another packing than the space
-        check = held.runner.checker(held)
+        check = held.runner.checker(held.stages)
         assert check is not None
         return held, check
 

@@ -95,12 +95,13 @@ class Searcher:
     def packed(self) -> "Searcher | None":
         """Searches the same question with all packed that can be; None if nothing may be."""
         question = self.space.question
-        stage, last = question.held.stage, question.held.stages[-1]
-        if not question.may_pack or not packable(stage, question.unpacked):
+        stage, last, runner = question.held.stage, question.held.stages[-1], question.held.runner
+        if not question.may_pack or not packable(stage, question.unpacked, runner):
             return None
+        packing = pack_everything(last, question.unpacked, runner)
         # values of a head are made for many sequences, and take more than packing it saves
-        head = not makes_values(question.workload.batch, question.model.element_bytes)
-        packing = pack_everything(last, head=head, unpacked=question.unpacked)
+        if makes_values(question.workload.batch, question.model.element_bytes):
+            packing = packing.model_copy(update={"output_head": False})
         return Searcher(Space(question, packing))
 
     @cached_property

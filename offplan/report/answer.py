@@ -65,7 +65,7 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
 
 def describe_answer(analysis: Analysis, plan: Plan, machine: MachineProfile) -> list[str]:
     """Answer what is asked of every plan: does it fit, how fast is it, can it be run."""
-    notes = analysis.held.runner.note_memory(plan, analysis.held)
+    notes = analysis.held.runner.note_memory(plan, analysis.held.pack(plan.offload.packing).stages)
     return [
         describe_fit(plan, machine),
         *(f"{note[0].upper()}{note[1:]}." for note in notes),
@@ -87,7 +87,7 @@ def _describe_running(analysis: Analysis, plan: Plan | None = None) -> list[str]
         return []
     if held.model.gguf is not None:
         return []
-    return [describe_running(held.model, analysis.why_not_run, stock=held.runner.is_stock)]
+    return [describe_running(held.model, analysis.why_not_run, stock=held.stage.is_stock)]
 
 
 def describe_file(model: Model) -> list[str]:
@@ -235,7 +235,7 @@ def _describe_rule_plainly(rule: Rule, held: Held, where: str) -> str:
         names = [name.rpartition(".")[2] for name in rule.cpu_offload_params]
         what = "experts" if {*names} == {"experts"} else f"the experts' {', '.join(names)}"
         few = f"the {experts.num_experts_per_token} experts they need"
-    engine, backends = held.stage.runner.pass_rules, (rule.prefill, rule.decode)
+    engine, backends = held.stage.pass_rules, (rule.prefill, rule.decode)
     if engine is not None and engine.copies_in_place:
         backends = (Backend.PREFETCH, Backend.PREFETCH)
     reads = _describe_reads(*backends, few)

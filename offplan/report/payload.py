@@ -40,7 +40,7 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
     return {
         **model_payload(analysis.held.model),
         "ranks": dump([*analysis.shares]),
-        **running_payload(analysis.why_not_run, stock=analysis.held.runner.is_stock),
+        **running_payload(analysis.why_not_run, stock=analysis.held.stage.is_stock),
         "machine": None if machine is None else machine_payload(machine),
         "plan": None if plan is None else plan.model_dump(mode="json"),
         "unpackable": [*analysis.unpackable],

@@ -212,7 +212,7 @@ class OffplanForCausalLM(ModelWithOwnCache):
 
     def _continue(self, texts: Sequence[list[int]]) -> torch.Tensor:
         """Return the logits that follow each text, [batch, vocabulary], on the host."""
-        if self._session.loaded.stage.runner.is_stock:
+        if self._session.loaded.stage.is_stock:
             return self._continue_together(texts)
         if self._rows is None or self._rows.num_rows != len(texts):
             self._rows, self._held = Rows(self._session, len(texts)), {}

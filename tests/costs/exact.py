@@ -21,7 +21,7 @@ def run_request(
     decode: PassCompute,
 ) -> tuple[Fraction, Fraction]:
     """Return picoseconds of the prompt and of a decode step."""
-    engine = stage.runner.pass_rules
+    engine = stage.pass_rules
     if engine is None:
         num_chunks = len(prefill.shapes)
         request = build_steady_request(placement, len(stage.layers), num_chunks=num_chunks)

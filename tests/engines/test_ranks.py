@@ -204,7 +204,7 @@ def test_stages_count_their_layers_anew(tmp_path: Path) -> None:
 def test_all_ranks_lock_memory(tmp_path: Path) -> None:
     whole = read(tmp_path, DENSE)
     held, plan = divide(whole, tensor_parallel=2), write_plan(prefetch("mlp"), prefetch_step=1)
-    said = find_runner("vllm").demand(plan.offload, held)
+    said = find_runner("vllm").demand(plan.offload, held.stages)
     assert {each.layer for each in said.moved} == {1, 3}
     assert said.pinned_bytes == 2 * 2 * (16384 + 8192)  # gate_up of 12 KiB, down of 6
     limits = {
@@ -219,7 +219,7 @@ def test_stages_with_other_flags_are_refused(tmp_path: Path) -> None:
     held = divide(read(tmp_path, DENSE), pipeline_parallel=2)
     plan = write_plan(uva("self_attn"))
     with pytest.raises(ExportError, match="all stages of a pipeline the same flags"):
-        find_runner("vllm").demand(plan.offload, held)
+        find_runner("vllm").demand(plan.offload, held.stages)
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_copies_are_those_that_are_priced(num_layers: int, num_slots: int) -> No
     stage = hold_whole(dense_model(num_layers), find_runner("sglang"))
     rule = Rule(group_size=1, num_in_group=1, prefill=Backend.PREFETCH, decode=Backend.PREFETCH)
     placement = place(stage, Offload(prefetch_step=num_slots, prefill_chunk=1, rules=(rule,)))
-    runtime = stage.runner.pass_rules
+    runtime = stage.pass_rules
     assert runtime is not None
     prompt, decode = (
         [op.span.layer for op in each.operations if isinstance(op, Copy)]

@@ -55,7 +55,7 @@ def test_the_step_is_the_one_that_is_priced(num_slots: int) -> None:
     plan = make_plan(prefetch("experts", group_size=1, num_in_group=1), prefetch_step=num_slots)
     model = deepseek(5)
     stage = hold_whole(model, find_runner("sglang"))
-    placement, runtime = place(stage, plan.offload), stage.runner.pass_rules
+    placement, runtime = place(stage, plan.offload), stage.pass_rules
     assert runtime is not None
     priced = build_engine_pass(runtime, placement, len(model.layers), Phase.DECODE)
     num_copies = sum(isinstance(operation, Copy) for operation in priced.operations)

@@ -1,7 +1,6 @@
 """The KV cache that vLLM is given: enough for it to start, and for the plan's batch."""
 
 import json
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,17 +144,15 @@ def test_a_plan_for_vllm_counts_the_cache_that_vllm_is_given(model: Model) -> No
 
 
 def test_the_stage_with_most_layers_tells(tmp_path: Path) -> None:
-    """Also where another one is planned for, whose weights take more."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**DENSE, "num_hidden_layers": 5}))
     goal = Goal.model_validate({"engine": "vllm", "pipeline_parallel": 2})
     held = lower(open_model(str(path)), goal, ask(256))
     first, last = held.stages
     assert (len(first.layers), len(last.layers)) == (3, 2)
-    planned_for = replace(held, planned=1)
     of_layer = 3 * BLOCK_TOKENS * first.layers[0].kv_cache.bytes_per_token
     plan = make_plan().model_copy(update={"workload": ask(256), "goal": goal})
-    given = VLLM.serve(plan, planned_for, None)["kv-cache-memory-bytes"]
+    given = VLLM.serve(plan, held.stages, None)["kv-cache-memory-bytes"]
     assert given == (str(3 * of_layer),)
 
 

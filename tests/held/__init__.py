@@ -17,7 +17,8 @@ from offplan.plan import Budget, Offload, Packing, Prediction, Workload
 
 def hold_by(model: Model, engine: str | None = None, packing: Packing | None = None) -> Held:
     """What the only GPU of an engine holds; None is offplan's own runtime."""
-    return Held((hold_whole(model, find_runner(engine)),)).pack(packing)
+    runner = find_runner(engine)
+    return Held((hold_whole(model, runner),), runner).pack(packing)
 
 
 def input_embedding(model: Model) -> TensorInfo | None:

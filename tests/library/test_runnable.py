@@ -64,9 +64,7 @@ def test_passes_that_fail_are_not_planned_for(
         raise CheckpointError("fails without weights")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(
-        runnable, "why_not_run", lambda stage, _: None if stage.runner.is_stock else "no"
-    )
+    monkeypatch.setattr(runnable, "why_not_run", lambda stage, _: None if stage.is_stock else "no")
     monkeypatch.setattr(runnable, "find_passes", fail)
     assert not runnable.needs_stock(open_model(str(TINY_MOE)), 64)
     assert asked

@@ -203,7 +203,7 @@ def demand(offload: Offload, question: Question) -> tuple[Demand, Prediction] | 
     held, budget = question.held, question.budget
     assert question.goal.engine is not None
     try:
-        said = find_runner(question.goal.engine).demand(offload, held)
+        said = find_runner(question.goal.engine).demand(offload, held.stages)
     except ExportError:
         return None
     taken = predict(held, question.planned_machine, question.workload, budget, offload)

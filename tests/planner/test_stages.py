@@ -72,7 +72,7 @@ def list_plans(question: Question) -> Iterator[Offload]:
     embeddings: tuple[Any, ...] = ("device",)
     if question.goal.engine == "vllm-worker":
         embeddings = ("device", "host")
-    packings = [None, pack_everything(question.held.stages[-1])]
+    packings = [None, pack_everything(question.held.stages[-1], runner=question.held.runner)]
     chunks = prefill_chunks(WORKLOAD.prompt_tokens, WORKLOAD.batch)
     for chunk, where, packing in product(chunks, embeddings, packings[: 1 + question.may_pack]):
         setting = Offload(prefill_chunk=chunk, embeddings=where, packing=packing)
@@ -95,7 +95,7 @@ def find_all(question: Question) -> list[Plan]:
     @cache
     def hold(packing: Packing | None) -> tuple[Held, Any]:
         held = question.held.pack(packing)
-        return held, runner.checker(held)
+        return held, runner.checker(held.stages)
 
     @cache
     def fixed_bytes(packing: Packing | None, chunk: int) -> int:

@@ -92,7 +92,7 @@ def fit(stage: Stage, offload: Offload, *, on_gpu: bool) -> Prepared:
     that ``run`` refuses. Raises CheckpointError for a model that cannot run, and for files whose
     headers do not fit it.
     """
-    model, stock = stage.model, stage.runner.is_stock
+    model, stock = stage.model, stage.is_stock
     module = build_stock(model) if stock else build_skeleton(model)
     targets = map_tensors(module, stage)
     shared = list_shared(module, targets) if stock else {}
