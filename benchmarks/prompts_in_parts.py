@@ -198,7 +198,7 @@ def count_reads(prediction: Prediction) -> float:
 
 def lacks_layer(question: Question, plan: Plan) -> bool:
     """Whether what a plan leaves is less than what each rule takes of any layer."""
-    stage = question.held.pack(plan.offload.packing).stage
+    stage = question.pack(plan.offload)[0]
     left = plan.budget.gpu_memory - plan.prediction.gpu_memory.total_bytes
     placed = (
         place(stage, plan.offload.model_copy(update={"rules": (rule,)}))
@@ -212,7 +212,7 @@ def lacks_layer(question: Question, plan: Plan) -> bool:
 def list_fitting(question: Question, plan: Plan) -> list[Prediction]:
     """Predict plans in parts that keep a plan's budget: what takes least memory, and reads once."""
     way: dict[str, Any] = {"group_size": 1, "num_in_group": 1, "prefill": "prefetch"}
-    stage = question.held.stage
+    stage = question.stage
     experts = expert_class(stage).segments
     found = []
     for num_parts, chunk, packing in product(NUM_PARTS, CHUNKS, {plan.offload.packing, None}):
@@ -228,8 +228,10 @@ def list_fitting(question: Question, plan: Plan) -> list[Prediction]:
             rules=tuple(map(Rule.model_validate, rules)),
         )
         try:
-            held = question.held.pack(offload.packing)
-            predicted = predict(held, question.planned_machine, plan.workload, plan.budget, offload)
+            stages = question.pack(offload)
+            predicted = predict(
+                stages, question.planned_machine, plan.workload, plan.budget, offload
+            )
         except OffplanError:
             continue
         if predicted.gpu_memory.total_bytes <= plan.budget.gpu_memory:

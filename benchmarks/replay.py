@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,12 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.costs.kept_experts import predict_use
 from offplan.costs.predict import predict
-from offplan.engines.runner import lower
+from offplan.held.held import hold
 from offplan.library.asking import ask
 from offplan.library.held_memory import count_held
 from offplan.library.machines import load_machine
 from offplan.placement import Placement, place
-from offplan.plan import Budget, Goal, Offload, Plan, Rule, Workload, load_plan
+from offplan.plan import Budget, Offload, Plan, Rule, Workload, load_plan
 from offplan.planner.make import make_plan
 from offplan.routing.use_order import UseOrder
 from offplan.runtime.forms.expert_table import NOTED_TOKENS
@@ -255,7 +256,7 @@ def ask_for(options: argparse.Namespace) -> Workload:
 
 def place_offload(model: Model, offload: Offload, options: argparse.Namespace) -> Placement:
     """Place what a plan offloads."""
-    return place(lower(model, Goal(), ask_for(options)).pack(offload.packing).stage, offload)
+    return place(hold(model, offload.packing), offload)
 
 
 def predict_runs(
@@ -263,10 +264,10 @@ def predict_runs(
 ) -> dict[str, Any]:
     """Predict a step by a profile of such traces: its time, and the experts that it hits."""
     workload, machine = ask_for(options), load_machine(options.machine).profile
-    held = lower(model, Goal(), workload).pack(offload.packing)
-    held = held.route(None if reuse == "none" else profile_trace(model, reuse))
-    made = predict(held, machine, workload, Budget(gpu_memory=machine.gpu_memory.value), offload)
-    use = predict_use(place(held.stage, offload), held.stage, workload.batch)
+    routing = None if reuse == "none" else profile_trace(model, reuse)
+    stage = replace(hold(model, offload.packing), routing=routing)
+    made = predict([stage], machine, workload, Budget(gpu_memory=machine.gpu_memory.value), offload)
+    use = predict_use(place(stage, offload), stage, workload.batch)
     return {"step_s": made.decode.step_s, "hits": None if use is None else use.found.hits}
 
 

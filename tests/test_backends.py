@@ -19,6 +19,7 @@ from offplan.backends import BACKENDS, Backend, Words
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.costs.predict import derive_prediction
+from offplan.engines.runner import find_runner
 from offplan.errors import ExportError, PlanError
 from offplan.library.asking import pose
 from offplan.library.repricing import hold_planned
@@ -161,7 +162,7 @@ def test_its_own_rate_prices_it(fast: Backend) -> None:
 def test_explain_has_its_rate(fast: Backend) -> None:
     question = ask(MODELS["moe"], MACHINE, 0.5)
     plan = make_plan(question).plan
-    terms = {each.path: each for each in derive_prediction(question.held, MACHINE, plan)}
+    terms = {each.path: each for each in derive_prediction(question.stages, MACHINE, plan)}
     link = terms["decode.link"]
     assert link.formula.endswith("+ read in place / uva + fetched at use / echo_rate")
     assert [(each.value, each.source) for each in link.inputs if each.name == "echo_rate"] == [
@@ -225,10 +226,10 @@ def test_reports_name_it(fast: Backend) -> None:
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "vllm-worker"])
 def test_engines_refuse_it_by_name(fast: Backend, engine: str) -> None:
-    held = hold_by(MODELS["dense"], engine)
+    stages = hold_by(MODELS["dense"], engine)
     with pytest.raises(ExportError, match=r"rule 1 has the backend echo, which .* does not"):
-        held.runner.demand(
-            Offload(prefill_chunk=1, rules=(rule(prefill=fast, decode=fast),)), held.stages
+        find_runner(engine).demand(
+            Offload(prefill_chunk=1, rules=(rule(prefill=fast, decode=fast),)), stages
         )
 
 

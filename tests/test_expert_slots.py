@@ -5,12 +5,11 @@ from math import comb
 import pytest
 
 from offplan.checkpoint.open import open_model
-from offplan.engines.runner import lower
 from offplan.errors import PlanError
 from offplan.expert_slots import ExpertSlots, find_inner
 from offplan.held.held import hold
 from offplan.placement import place
-from offplan.plan import Goal, Offload, Packing, Rule, Workload
+from offplan.plan import Offload, Packing, Rule
 from tests.cli import ROOT
 
 CONFIGS = ROOT / "benchmarks" / "models"
@@ -71,12 +70,12 @@ def test_packed_experts_are_not_split() -> None:
             "split_expert": True,
         }
     )
-    held = lower(open_model(str(CONFIGS / "mixtral-8x7b" / "config.json")), Goal(), Workload())
+    model = open_model(str(CONFIGS / "mixtral-8x7b" / "config.json"))
     offload = Offload(prefill_chunk=8, rules=(rule,))
-    assert place(held.stage, offload).expert_slots[0].splits
+    assert place(hold(model), offload).expert_slots[0].splits
     packing = Packing(group_size=1, num_in_group=1)
     with pytest.raises(PlanError, match=r"rule 1 has split_expert, .* cannot be split: they are"):
-        place(held.pack(packing).stage, offload.model_copy(update={"packing": packing}))
+        place(hold(model, packing), offload.model_copy(update={"packing": packing}))
 
 
 def test_a_part_is_a_part_of_an_expert() -> None:

@@ -13,7 +13,7 @@ from offplan.errors import InfeasibleError, InputError
 def analyze(query: Query) -> None:
     """Say whether a model fits a machine, how fast it runs there, and by which plan."""
     from offplan.cli.planning import save_plan
-    from offplan.held.held import Held, hold
+    from offplan.held.held import hold
     from offplan.library.analysis import Analysis, analyze_question
     from offplan.library.machines import why_unmeasured
     from offplan.library.runnable import needs_stock, why_not_run
@@ -31,9 +31,9 @@ def analyze(query: Query) -> None:
         return
     with waiting("planning"):
         if question is None:
-            held = hold(model, stock=query.goal.stock or needs_stock(model, 1))
-            why_not = why_not_run(held) if model.gguf is None else model.gguf.remedy
-            analysis = Analysis(Held((held,)), why_not, None, unmeasured=why_unmeasured())
+            stage = hold(model, stock=query.goal.stock or needs_stock(model, 1))
+            why_not = why_not_run(stage) if model.gguf is None else model.gguf.remedy
+            analysis = Analysis((stage,), why_not, None, unmeasured=why_unmeasured())
         else:
             analysis = analyze_question(question)
     result = analysis.result

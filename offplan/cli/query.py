@@ -193,9 +193,7 @@ class Query:
         from offplan.report.poster import draw_poster
 
         if self.svg is not None:
-            picture = draw_poster(
-                portray(plan, question.held.pack(plan.offload.packing), question.machine)
-            )
+            picture = draw_poster(portray(plan, question.pack(plan.offload), question.machine))
             save_file(self.svg, printable(picture), force=self.force)
 
     @property

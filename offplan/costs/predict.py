@@ -24,7 +24,6 @@ from offplan.costs.timeline import (
     to_seconds,
 )
 from offplan.costs.work import decode_shape, prefill_shapes
-from offplan.held.held import Held
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement, place
@@ -92,7 +91,7 @@ class Derivation:
 
 
 def predict(
-    held: Held,
+    stages: Sequence[Stage],
     machine: MachineProfile,
     workload: Workload,
     budget: Budget,
@@ -104,25 +103,25 @@ def predict(
     and GPU memory that of the stage that takes most. A pass goes through the stages of a pipeline
     one after the other. Raises PlanError for rules that do not fit the model.
     """
-    stages = [derive_stage(stage, machine, workload, budget, offload) for stage in held.stages]
-    return _join(stages).predict()
+    asked = machine, workload, budget, offload
+    return _join([derive_stage(stage, *asked) for stage in stages]).predict()
 
 
-def derive_prediction(held: Held, machine: MachineProfile, plan: Plan) -> tuple[Term, ...]:
+def derive_prediction(stages: Sequence[Stage], machine: MachineProfile, plan: Plan) -> list[Term]:
     """Derive every number that ``predict`` gives for a plan; each stage's own come first.
 
-    ``held`` is as the plan's runner holds the model; ``machine`` has the link to the plan's store.
+    ``stages`` are as the plan's runner holds them; ``machine`` has the link to the plan's store.
     Raises PlanError for rules that do not fit the model.
     """
     asked = machine, plan.workload, plan.budget, plan.offload
-    stages = [derive_stage(stage, *asked) for stage in held.stages]
+    derived = [derive_stage(stage, *asked) for stage in stages]
     of_stages = (
         replace(term, path=f"stages.{number}.{term.path}")
-        for number, stage in enumerate(stages)
-        for term in stage.terms
-        if len(stages) > 1
+        for number, each in enumerate(derived)
+        for term in each.terms
+        if len(derived) > 1
     )
-    return (*of_stages, *_join(stages).terms)
+    return [*of_stages, *_join(derived).terms]
 
 
 def derive_stage(

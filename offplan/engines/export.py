@@ -23,6 +23,7 @@ from offplan.engines.registry import find_engine
 from offplan.engines.runner import EngineRunner, lower
 from offplan.errors import ExportError
 from offplan.files import StrPath
+from offplan.held.held import find_largest
 from offplan.held.stage import Stage
 from offplan.plan import PRINTED_TO, Plan, load_plan
 from offplan.units import format_budget, format_bytes
@@ -96,8 +97,7 @@ def export_plan(
     chosen.require_served(model, plan.workload.context)
     require_stored_weights(plan.offload, chosen)
     goal = plan.goal.model_copy(update={"engine": engine})
-    loaded = lower(model, goal, plan.workload).pack(plan.offload.packing)
-    stages = loaded.stages
+    stages = lower(model, goal, plan.offload.packing)
     demand = EngineRunner(engine, chosen, version).demand(plan.offload, stages)
     host = plan.budget.host_memory
     if host is not None and demand.pinned_bytes > host:
@@ -105,8 +105,8 @@ def export_plan(
             f"{chosen.title} page-locks {format_bytes(demand.pinned_bytes)}, each parameter "
             f"rounded up to a power of two, of a budget of {format_budget(host)}"
         )
-    planned = lower(model, plan.goal, plan.workload).pack(plan.offload.packing)
-    more = demand.more_gpu_bytes + _held_beyond(plan, planned.stage, loaded.stage)
+    planned = lower(model, plan.goal, plan.offload.packing)
+    more = demand.more_gpu_bytes + _held_beyond(plan, planned, stages)
     total = plan.prediction.gpu_memory.total_bytes + more
     if more > 0 and total > plan.budget.gpu_memory * (1 + PRINTED_TO):
         raise ExportError(
@@ -136,9 +136,10 @@ def export_plan(
     )
 
 
-def _held_beyond(plan: Plan, planned: Stage, loaded: Stage) -> int:
+def _held_beyond(plan: Plan, of_plan: Sequence[Stage], of_engine: Sequence[Stage]) -> int:
     """Bytes of weights and cache that a rank of the engine holds beyond the rank planned for."""
     work, chunk = plan.workload, plan.offload.prefill_chunk
+    planned, loaded = (find_largest(stages, work) for stages in (of_plan, of_engine))
     cached = kv_cache_bytes(loaded, work, chunk) - kv_cache_bytes(planned, work, chunk)
     if cached <= MARGIN * plan.budget.gpu_memory:
         cached = 0  # a block or so, which the margin has room for

@@ -1,9 +1,8 @@
 """Engines as runners of plans, and what their ranks hold of a model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
@@ -26,13 +25,13 @@ from offplan.engines.ranks import Divider
 from offplan.engines.registry import find_engine
 from offplan.engines.taken import choose_packed, demand_of_worker
 from offplan.errors import ExportError
-from offplan.held.held import Held, hold_stock, hold_whole
+from offplan.held.held import hold_stock, hold_whole, pack_stages
 from offplan.held.layout import Layout
 from offplan.held.pass_rules import PassRules
 from offplan.held.runner import OWN_RUNTIME, STOCK_RUNTIME, Runner
 from offplan.held.stage import Stage
 from offplan.placement import place
-from offplan.plan import Goal, Offload, Plan, Rule, Workload
+from offplan.plan import Goal, Offload, Packing, Plan, Rule
 
 
 @dataclass(frozen=True)
@@ -130,33 +129,6 @@ class EngineRunner:
             )
         return demand
 
-    def checker(self, stages: Sequence[Stage]) -> Callable[[Offload], EngineDemand | None]:
-        """Return what demands, or None for a decision that the engine cannot run.
-
-        It remembers its answers.
-        """
-
-        @cache
-        def find(offload: Offload) -> EngineDemand | None:
-            try:
-                return self.demand(offload, stages)
-            except ExportError:
-                return None
-
-        def check(offload: Offload) -> EngineDemand | None:
-            # what an engine cannot move in every layer it cannot move in some: asked once for all
-            everywhere = {"group_size": 1, "num_in_group": 1}
-            of_all = tuple(
-                rule if rule.max_bytes is not None else rule.model_copy(update=everywhere)
-                for rule in offload.rules
-            )
-            asked = offload.model_copy(update={"prefill_chunk": 1})  # which is said elsewhere
-            if find(asked.model_copy(update={"rules": of_all, "prefetch_step": 1})) is None:
-                return None
-            return find(asked)
-
-        return check
-
     def note_memory(self, plan: Plan, stages: Sequence[Stage]) -> list[str]:
         """Say what memory the engine takes beyond a plan's, a sentence each."""
         demand = self.demand(plan.offload, stages)
@@ -166,25 +138,26 @@ class EngineRunner:
         return notes
 
 
-def find_runner(engine: str | None) -> Runner:
+def find_runner(engine: str | None, *, stock: bool = False) -> Runner:
     """Find the runner that a goal names; raises ExportError for one that there is not."""
-    return OWN_RUNTIME if engine is None else EngineRunner(engine, *find_engine(engine))
+    if engine is None:
+        return STOCK_RUNTIME if stock else OWN_RUNTIME
+    return EngineRunner(engine, *find_engine(engine))
 
 
-def lower(model: Model, goal: Goal, workload: Workload) -> Held:
-    """Lower a model to what the ranks hold that a goal names.
+def lower(model: Model, goal: Goal, packing: Packing | None = None) -> tuple[Stage, ...]:
+    """Lower a model to what the ranks hold that a goal names: one of each stage of a pipeline.
 
     Raises ExportError for a model that the engine cannot divide so, or of which that is not known.
     Raises CheckpointError for one that transformers' own passes cannot be counted of.
     """
+    runner = find_runner(goal.engine, stock=goal.stock)
     if goal.stock:
-        return Held((hold_stock(model),), STOCK_RUNTIME)
-    runner = find_runner(goal.engine)
+        return pack_stages([hold_stock(model)], packing, runner)
     if goal.engine is None or goal.ranks.num_gpus == 1:
-        return Held((hold_whole(model, runner),), runner)
+        return pack_stages([hold_whole(model, runner)], packing, runner)
     divider = Divider(model, runner, goal.ranks)
-    stages = tuple(divider.stage(number) for number in range(goal.ranks.pipeline))
-    return Held(stages, runner).plan_for(workload)
+    return pack_stages(map(divider.stage, range(goal.ranks.pipeline)), packing, runner)
 
 
 def _only_rule(offload: Offload, engine: Engine) -> Rule:

@@ -27,9 +27,8 @@ def find_taken(
     _require_ranks(plan, ranks)
     engine = f"vllm-worker=={format_version(version)}"
     export_plan(plan, model, engine)  # which refuses what cannot be done
-    held = lower(model, plan.goal.model_copy(update={"engine": engine}), plan.workload)
-    packed = held.pack(plan.offload.packing)
-    return StageTaken.find(plan.offload, packed.stages[stage], version).taken
+    goal, offload = plan.goal.model_copy(update={"engine": engine}), plan.offload
+    return StageTaken.find(offload, lower(model, goal, offload.packing)[stage], version).taken
 
 
 def _require_ranks(plan: Plan, ranks: Ranks) -> None:

@@ -1,7 +1,7 @@
-"""A model as the GPUs that run it hold it, a stage for each part of a pipeline."""
+"""A model lowered to what one GPU holds of it."""
 
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from offplan.checkpoint.model import KVCache, Layer, Model
 from offplan.held.packing import pack_stage
@@ -9,58 +9,18 @@ from offplan.held.runner import OWN_RUNTIME, STOCK_RUNTIME, Runner
 from offplan.held.stage import Stage
 from offplan.held.stock import StockPasses, find_passes
 from offplan.plan import Packing, Workload
-from offplan.ranks import Ranks
-from offplan.routing.profile import RoutingProfile
 
 
-@dataclass(frozen=True)
-class Held:
-    """The weights of each stage's ranks; one stage if nothing divides the layers."""
+def find_largest(stages: Sequence[Stage], workload: Workload) -> Stage:
+    """Return the stage of most weights and cache, which is the one that is planned for."""
+    return max(stages, key=lambda each: each.loaded_bytes + each.cache_bytes(workload))
 
-    stages: tuple[Stage, ...]
-    """The stages in the order in which a pass goes through them."""
-    runner: Runner = field(default=OWN_RUNTIME, compare=False)
-    """What loads and runs them."""
-    planned: int = 0
-    """The stage that is planned for: the one that takes most memory."""
 
-    @property
-    def stage(self) -> Stage:
-        """The stage that is planned for."""
-        return self.stages[self.planned]
-
-    @property
-    def model(self) -> Model:
-        """The whole model, as it is stored."""
-        return self.stage.model
-
-    @property
-    def ranks(self) -> Ranks:
-        """The processes that the model is divided among."""
-        return self.stage.ranks
-
-    def plan_for(self, workload: Workload) -> "Held":
-        """Return the same, planned for the stage of most weights and cache."""
-        sizes = [stage.loaded_bytes + stage.cache_bytes(workload) for stage in self.stages]
-        return replace(self, planned=sizes.index(max(sizes)))
-
-    def route(self, routing: RoutingProfile | None) -> "Held":
-        """Return the same with a profile of how experts are chosen."""
-        return replace(self, stages=tuple(replace(each, routing=routing) for each in self.stages))
-
-    def pack(self, packing: Packing | None) -> "Held":
-        """Return the same with the weights packed that a plan says, of each rank its own shares.
-
-        Each packing is computed once. Raises PlanError as ``pack_stage`` does.
-        """
-        if packing not in self._packed:
-            stages = tuple(pack_stage(stage, packing, self.runner) for stage in self.stages)
-            self._packed[packing] = replace(self, stages=stages)
-        return self._packed[packing]
-
-    @cached_property
-    def _packed(self) -> "dict[Packing | None, Held]":
-        return {}
+def pack_stages(
+    stages: Iterable[Stage], packing: Packing | None, runner: Runner
+) -> tuple[Stage, ...]:
+    """Pack a rank's weights in each stage of a pipeline; raises what ``pack_stage`` raises."""
+    return tuple(pack_stage(stage, packing, runner) for stage in stages)
 
 
 def hold(model: Model, packing: Packing | None = None, *, stock: bool = False) -> Stage:

@@ -91,14 +91,22 @@ def name_weights(model: Model, weights: Collection[str]) -> tuple[str, ...]:
 def pack_stage(stage: Stage, packing: Packing | None, runner: Runner) -> Stage:
     """Return a stage of ``runner`` with the weights packed that a plan says.
 
-    Sizes are certain: each packed matrix takes its reserve of patches, whatever its values. The
-    pattern of layers starts anew in each stage of a pipeline, as that of a rule does. Raises
-    PlanError for packing that takes nothing, or some of a layer's experts alone, or a head that
-    cannot be packed. Raises PlanError for a name that it leaves out and that is not there.
+    Each packing is computed once, and a stage is packed by one alone. Sizes are certain: each
+    packed matrix takes its reserve of patches, whatever its values. The pattern of layers starts
+    anew in each stage of a pipeline, as that of a rule does. Raises PlanError for packing that
+    takes nothing, or some of a layer's experts alone, or a head that cannot be packed. Raises
+    PlanError for a name that it leaves out and that is not there.
     """
-    assert stage.packing is None, "a stage is packed once"
-    if packing is None:
+    assert stage.packing in (None, packing), "a stage is packed once"
+    if packing is None or stage.packing is not None:
         return stage
+    if packing not in stage.memo:
+        stage.memo[packing] = _pack_stage(stage, packing, runner)
+    packed: Stage = stage.memo[packing]
+    return packed
+
+
+def _pack_stage(stage: Stage, packing: Packing, runner: Runner) -> Stage:
     model, source = stage.model, stage.model.source
     unpacked = Unpacked(packing.leave_unpacked)
     try:

@@ -1,6 +1,6 @@
 """What offplan asks of whatever runs a plan: its own runtime, or an engine."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,9 +71,6 @@ class Runner(Protocol):
     def demand(self, offload: Offload, stages: Sequence[Stage]) -> Demand:
         """Return what the runner takes for a decision; raises ExportError if it cannot run it."""
 
-    def checker(self, stages: Sequence[Stage]) -> Callable[[Offload], Demand | None] | None:
-        """Return what demands, or None for a decision that it cannot run; None if it runs all."""
-
     def note_memory(self, plan: Plan, stages: Sequence[Stage]) -> list[str]:
         """Say what memory the runner takes beyond a plan's, a sentence each."""
 
@@ -116,9 +113,6 @@ class OwnRuntime:
     def demand(self, offload: Offload, stages: Sequence[Stage]) -> Demand:
         """Return that nothing comes on top of the plan's terms."""
         return _NoDemand()
-
-    def checker(self, stages: Sequence[Stage]) -> None:
-        """Check nothing: it runs every decision."""
 
     def note_memory(self, plan: Plan, stages: Sequence[Stage]) -> list[str]:
         """Say nothing: a plan's terms are all that it takes."""

@@ -108,7 +108,7 @@ class Stage:
 
     @cached_property
     def memo(self) -> dict[Hashable, Any]:
-        """What an engine found out about the stage, kept for the next plan of it."""
+        """What was found out about the stage, kept for the next plan of it."""
         return {}
 
     @cached_property

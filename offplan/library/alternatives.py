@@ -66,13 +66,13 @@ def _plan_each(question: Question) -> Iterator[Alternative]:
         if model is None:
             continue
         goal = question.goal.model_copy(update={"leave_unpacked": ()})
-        passes = question.held.stage.passes
+        passes = question.stage.passes
         if passes is None:
-            held = lower(model, goal, question.workload)
+            stages = lower(model, goal)
         else:  # its own differ little, and take long to count
-            held = replace(question.held, stages=(hold_stock(model, replace(passes, pinned=())),))
+            stages = (hold_stock(model, replace(passes, pinned=())),)
         try:
-            plan = make_plan(replace(question, held=held, goal=goal)).plan
+            plan = make_plan(replace(question, stages=stages, goal=goal)).plan
         except (InfeasibleError, PlanError):
             continue
         yield Alternative(

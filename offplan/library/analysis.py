@@ -5,7 +5,9 @@ from functools import cached_property
 
 from offplan.checkpoint.model import Model
 from offplan.errors import InfeasibleError, PlanError
-from offplan.held.held import Held, hold
+from offplan.held.held import hold, pack_stages
+from offplan.held.runner import OWN_RUNTIME, Runner
+from offplan.held.stage import Stage
 from offplan.library.alternatives import Alternative, find_alternatives
 from offplan.library.runnable import why_not_run
 from offplan.library.shares import StageShare, list_shares
@@ -22,8 +24,8 @@ from offplan.planner.question import Question
 class Analysis:
     """The findings of ``analyze``: a result, why there is none, or what could not be measured."""
 
-    held: Held
-    """The ranks' weights, nothing of them packed."""
+    stages: tuple[Stage, ...]
+    """Each stage's rank: its weights, nothing of them packed."""
     why_not_run: str | None
     """Why ``run`` cannot execute the model; None where it can."""
     machine: MachineProfile | None
@@ -36,19 +38,27 @@ class Analysis:
     """Why no plan fits; None where one does."""
     unmeasured: str | None = None
     """The figures that could not be measured, so that nothing was planned; None if all were."""
+    runner: Runner = OWN_RUNTIME
+    """The runtime or engine that loads and runs them."""
+
+    @cached_property
+    def packed(self) -> tuple[Stage, ...]:
+        """The same, with the weights packed that the plan says."""
+        packing = None if self.result is None else self.result.plan.offload.packing
+        return pack_stages(self.stages, packing, self.runner)
 
     @cached_property
     def unpackable(self) -> tuple[str, ...]:
         """Weights that the plan packs and that a sample of local files shows not to pack."""
         if self.result is None:
             return ()
-        return find_unpackable(self.held.model, self.result.plan.offload.packing)
+        return find_unpackable(self.stages[0].model, self.result.plan.offload.packing)
 
     @cached_property
     def shares(self) -> tuple[StageShare, ...]:
         """Each stage's rank: what it holds, and takes by the plan; none for one GPU."""
         plan = None if self.result is None else self.result.plan
-        return tuple(list_shares(self.held, self._linked, plan))
+        return tuple(list_shares(self.stages, self._linked, plan))
 
     @cached_property
     def _linked(self) -> MachineProfile | None:
@@ -70,20 +80,20 @@ def analyze_question(question: Question) -> Analysis:
         if question.model.gguf is not None:
             why_not = question.model.gguf.remedy
         others = find_alternatives(question, None)
-        return Analysis(
-            question.held, why_not, question.machine, alternatives=others, infeasible=error
-        )
+        asked = question.stages, why_not, question.machine
+        return Analysis(*asked, alternatives=others, infeasible=error, runner=question.runner)
 
 
 def analyze_result(question: Question, result: PlanResult) -> Analysis:
     """Look at the plan that answers a question."""
     plan = result.plan
     return Analysis(
-        question.held,
+        question.stages,
         why_not_plan(question.model, plan),
         question.machine,
         result,
         find_alternatives(question, plan),
+        runner=question.runner,
     )
 
 

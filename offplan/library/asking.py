@@ -146,13 +146,15 @@ def pose(
     if goal.engine is None and not goal.stock and needs_stock(model, workload.context):
         goal = goal.model_copy(update={"stock": True})
     try:
-        find_runner(goal.engine).require_served(model, workload.context)
-        held = lower(model, goal, workload)
+        runner = find_runner(goal.engine, stock=goal.stock)
+        runner.require_served(model, workload.context)
+        stages = lower(model, goal)
     except ExportError as error:
         raise InputError(f"`engine={goal.engine}`: {error}") from None
     if routing_file is not None:
-        held = held.route(read_routing(routing_file, model, goal.engine))
-    asked = Question(held, machine, workload, budget, goal, store, profile, routing_file)
+        routing = read_routing(routing_file, model, goal.engine)
+        stages = tuple(replace(each, routing=routing) for each in stages)
+    asked = Question(stages, runner, machine, workload, budget, goal, store, profile, routing_file)
     planned, host = asked.planned_machine, budget.host_memory
     if planned.host_memory is not None:
         most = planned.host_memory.value

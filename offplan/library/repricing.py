@@ -1,6 +1,6 @@
 """A plan held against its own decision, so that an edited one promises what it does."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offplan.checkpoint.model import Model
 from offplan.costs.kept_experts import predict_use
@@ -8,7 +8,7 @@ from offplan.costs.predict import predict
 from offplan.engines.runner import lower
 from offplan.errors import PlanError, ProfileError
 from offplan.expert_slots import ExpertsFound
-from offplan.held.held import Held
+from offplan.held.stage import Stage
 from offplan.library.planned import find_planned_routing, open_planned_machine
 from offplan.machine.profile import MachineProfile, load_profile
 from offplan.placement import place
@@ -92,8 +92,8 @@ def compare_experts(
     """Put what a plan predicts of kept experts beside what was counted; None without."""
     if counted is None:
         return None
-    held = hold_planned(plan, model)
-    use = predict_use(place(held.stage, plan.offload), held.stage, plan.workload.batch)
+    stage, *_ = hold_planned(plan, model)
+    use = predict_use(place(stage, plan.offload), stage, plan.workload.batch)
     return ComparedExperts(None if use is None else use.found, counted)
 
 
@@ -118,7 +118,7 @@ def price_on(plan: Plan, model: Model, machine: MachineProfile) -> Plan:
     return plan.model_copy(update={"prediction": prediction})
 
 
-def hold_planned(plan: Plan, model: Model) -> Held:
+def hold_planned(plan: Plan, model: Model) -> tuple[Stage, ...]:
     """Lower a plan's model to what the ranks hold that the plan is for, packed as it says.
 
     It has the plan's routing profile, if that is there still.
@@ -126,8 +126,8 @@ def hold_planned(plan: Plan, model: Model) -> Held:
     Raises ExportError for ranks that its engine cannot divide the model among, and PlanError for
     packing that does not fit it.
     """
-    held = lower(model, plan.goal, plan.workload).pack(plan.offload.packing)
-    return held.route(find_planned_routing(plan))
+    stages, routing = lower(model, plan.goal, plan.offload.packing), find_planned_routing(plan)
+    return tuple(replace(each, routing=routing) for each in stages)
 
 
 def list_changes(before: Plan, after: Plan) -> list[str]:

@@ -1,9 +1,9 @@
 """Weights and memory of a rank of each stage, by a plan of several GPUs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offplan.costs.predict import derive_stage
-from offplan.held.held import Held
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.plan import GPUMemoryPrediction, Plan
@@ -32,15 +32,15 @@ class StageShare:
 
 
 def list_shares(
-    held: Held, machine: MachineProfile | None = None, plan: Plan | None = None
+    stages: Sequence[Stage], machine: MachineProfile | None = None, plan: Plan | None = None
 ) -> list[StageShare]:
     """List what a rank of each stage holds, and takes by a plan; none for one GPU.
 
-    ``held`` is as a question has it.
+    ``stages`` are as a question has them.
     """
-    if held.ranks == ONE_RANK:
+    if stages[0].ranks == ONE_RANK:
         return []
-    return [_describe(stage, machine, plan) for stage in held.stages]
+    return [_describe(stage, machine, plan) for stage in stages]
 
 
 def _describe(stage: Stage, machine: MachineProfile | None, plan: Plan | None) -> StageShare:

@@ -76,7 +76,7 @@ def find_plan(searcher: Searcher, question: Question, below_s: float = NEVER) ->
         num_candidates=search.num_candidates,
         num_priced=search.num_priced,
         second_rule_gain=search.second_rule_gain,
-        max_rules=1 if space.runner.takes_one_rule else MAX_RULES,
+        max_rules=1 if space.question.runner.takes_one_rule else MAX_RULES,
         floor=find_floor_of(searcher, question.budget),
     )
 
@@ -109,6 +109,6 @@ def _fastest_ps(ways: Sequence[PassCompute]) -> int:
 
 def write_plan(searcher: Searcher, question: Question, offload: Offload) -> Plan:
     """Write the plan of a question that offloads so, maybe with only some layers packed."""
-    workload, budget, held = question.workload, question.budget, searcher.hold(offload)
-    prediction = predict(held, searcher.space.machine, workload, budget, offload)
+    workload, budget, stages = question.workload, question.budget, question.pack(offload)
+    prediction = predict(stages, searcher.space.machine, workload, budget, offload)
     return question.answer(offload, prediction)

@@ -91,7 +91,7 @@ class InPlaceRules:
         needed = lacking + self._copied_bytes(option)
         last = bisect_left(off_gpu, min(needed, off_gpu[-1]))
         max_bytes = _roundest(sums[last - 1] if last else 0, sums[last])
-        unit = self.space.runner.max_bytes_unit
+        unit = self.space.question.runner.max_bytes_unit
         if unit > 1:  # and the engine may take no more than it is told
             max_bytes = -(-max(max_bytes, needed) // unit) * unit
             last = bisect_left(sums, min(max_bytes, sums[-1]))

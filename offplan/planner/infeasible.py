@@ -96,7 +96,7 @@ def _refuse_layers(question: Question) -> str:
     rule = Rule(group_size=1, num_in_group=1, prefill=way, decode=way)
     offload = Offload(prefill_chunk=1, rules=(rule,))
     try:
-        question.held.runner.demand(offload, question.held.stages)
+        question.runner.demand(offload, question.stages)
     except ExportError as error:
         return f": {error}"
     return ""

@@ -19,7 +19,7 @@ def check_range(space: Space) -> None:
     copies_ps = to_ps(space.machine.copy_seconds(most_bytes)) + len(space.kind_of) * space.start_ps
     if space.stage.pass_rules is not None:  # for each chunk, and in a step at most twice
         copies_ps *= max(2, int(space.table.num_chunks.max()))
-    backends = [way for way in space.runner.backends if not way.streams]
+    backends = [way for way in space.question.runner.backends if not way.streams]
     passes = [*(each.prefill for each in settings), space.decode]
     reads = [*(space.reading_ps(each.row_bytes[0]) for each in settings), 0]
     for kind, count in Counter(space.kind_of).items():

@@ -40,9 +40,9 @@ def find_neighbours(question: Question, plan: Plan) -> tuple[Neighbour, ...]:
     for change, changes in _steps(question, plan.offload):
         try:
             offload = Offload.model_validate({**dict(plan.offload), **changes})
-            held, machine = question.held.pack(offload.packing), question.planned_machine
-            prediction = predict(held, machine, plan.workload, plan.budget, offload)
-            demand = question.held.runner.demand(offload, held.stages)
+            stages, machine = question.pack(offload), question.planned_machine
+            prediction = predict(stages, machine, plan.workload, plan.budget, offload)
+            demand = question.runner.demand(offload, stages)
         except (ValidationError, PlanError, ExportError):
             continue
         moved = plan.model_copy(update={"offload": offload, "prediction": prediction})
@@ -61,8 +61,8 @@ def _steps(question: Question, offload: Offload) -> Iterator[tuple[str, dict[str
     at = chunks.index(offload.prefill_chunk)
     for chunk in (*chunks[max(0, at - 1) : at], *chunks[at + 1 : at + 2]):
         yield f"prefill_chunk {offload.prefill_chunk} -> {chunk}", {"prefill_chunk": chunk}
-    runner = question.held.runner
-    if runner.places_tables(question.held.stage.model.tables):
+    runner = question.runner
+    if runner.places_tables(question.model.tables):
         place = "device" if offload.embeddings == "host" else "host"
         yield f"embeddings {offload.embeddings} -> {place}", {"embeddings": place}
     if offload.packing is not None:

@@ -399,7 +399,7 @@ def list_options(space: Space) -> tuple[Option, ...]:
 
     Classes whose parameters are all empty are left out: a rule of one frees nothing.
     """
-    takes_one = space.runner.takes_one_rule
+    takes_one = space.question.runner.takes_one_rule
     ways = backend_pairs(space.question.backends, space.machine.store)
     ways = [way for way in ways if not takes_one or way[0] is way[1]]
     # where so many experts are asked for, all that go are kept so

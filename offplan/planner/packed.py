@@ -71,7 +71,7 @@ def _find_fewest(plain: Space, packed: Space, budget: Budget, aim: Aim) -> Found
 
     The output head is packed where it is in plans that pack all, or stays as it is stored.
     """
-    if any(parameter.is_expert for parameter in packable(plain.stage, runner=plain.runner)):
+    if any(p.is_expert for p in packable(plain.stage, runner=plain.question.runner)):
         return None  # the search packs experts in all layers or in none
     if plain.question.goal.pipeline_parallel > 1:
         return None  # whose other stages would have to fit as well

@@ -9,8 +9,10 @@ from offplan.capabilities.goal import Asked
 from offplan.checkpoint.model import Model
 from offplan.choices import Store
 from offplan.errors import InputError
-from offplan.held.held import Held
+from offplan.held.held import find_largest, pack_stages
 from offplan.held.packing import check_unpacked
+from offplan.held.runner import Runner
+from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.plan import (
     Budget,
@@ -38,8 +40,10 @@ class Question:
     not known.
     """
 
-    held: Held
-    """Weights of the ranks, nothing of them packed."""
+    stages: tuple[Stage, ...]
+    """Weights of a rank of each stage of a pipeline, in their order, nothing of them packed."""
+    runner: Runner
+    """What loads and runs them."""
     machine: MachineProfile
     workload: Workload
     budget: Budget
@@ -50,7 +54,7 @@ class Question:
     profile: str | None = None
     """The name by which the machine's profile is found again; None if it was measured."""
     routing_file: str | None = None
-    """The file of ``held``'s routing profile; None if tokens choose all experts alike."""
+    """The file of the routing profile; None if tokens choose all experts alike."""
 
     def __post_init__(self) -> None:
         engine = self.goal.engine
@@ -60,7 +64,7 @@ class Question:
                 f"`engine={engine}` and `store={self.store}`: no engine's flags reach a second "
                 "GPU's memory; leave one of them out"
             )
-        routing = self.held.stage.routing
+        routing = self.stage.routing
         if routing is not None and self.goal.objective == "latency":
             routing.of_batch(self.workload.batch)
         # a plan for throughput chooses its batch
@@ -75,12 +79,12 @@ class Question:
 
         The names of files are left out, whose content is there.
         """
-        stages = [[each.ranks, each.number, each.outside_key] for each in self.held.stages]
-        routing = self.held.stage.routing
+        stages = [[each.ranks, each.number, each.outside_key] for each in self.stages]
+        routing = self.stage.routing
         return {
             "model": self.model.key,
-            "runner": [self.held.runner.name, self.held.stage.is_stock],
-            "stages": [*stages, self.held.planned],
+            "runner": [self.runner.name, self.stage.is_stock],
+            "stages": [*stages, self.stage.number],
             "routing": None if routing is None else routing.fingerprint,
             "machine": self.machine.fingerprint,
             "workload": self.workload.model_dump(mode="json"),
@@ -92,12 +96,21 @@ class Question:
     @property
     def backends(self) -> tuple[Backend, ...]:
         """The backends that plans may have: the runner's, and the host's cores where asked for."""
-        return (*self.held.runner.backends, *self.goal.more_backends)
+        return (*self.runner.backends, *self.goal.more_backends)
+
+    @cached_property
+    def stage(self) -> Stage:
+        """The stage that is planned for."""
+        return find_largest(self.stages, self.workload)
+
+    def pack(self, offload: Offload) -> tuple[Stage, ...]:
+        """Return the stages with the weights packed that a decision says."""
+        return pack_stages(self.stages, offload.packing, self.runner)
 
     @property
     def model(self) -> Model:
         """The model, as it is stored."""
-        return self.held.model
+        return self.stages[0].model
 
     @cached_property
     def planned_machine(self) -> MachineProfile:
@@ -107,7 +120,7 @@ class Question:
     @property
     def may_pack(self) -> bool:
         """True if weights may be packed: in GPU memory there are kernels that multiply them."""
-        return self.goal.packing and self.held.runner.holds_packed and not self.machine.is_cpu
+        return self.goal.packing and self.runner.holds_packed and not self.machine.is_cpu
 
     @property
     def unpacked(self) -> Unpacked:
@@ -122,11 +135,11 @@ class Question:
     def with_workload(self, **changes: int) -> "Question":
         """Ask the same for another batch, or another context."""
         workload = self.workload.model_copy(update=changes)
-        return replace(self, workload=workload, held=self.held.plan_for(workload))
+        return replace(self, workload=workload)
 
     def answer(self, offload: Offload, prediction: Prediction) -> Plan:
         """Write the plan that answers the question by a decision, with all that was asked."""
-        machine, routing = self.planned_machine, self.held.stage.routing
+        machine, routing = self.planned_machine, self.stage.routing
         return Plan(
             model=ModelRef.model_validate(self.model, from_attributes=True),
             workload=self.workload,

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offplan.costs.work import makes_values
-from offplan.held.held import Held
 from offplan.held.packing import pack_everything, packable
 from offplan.plan import Budget, Offload
 from offplan.planner.aims import NEVER, Aim, Fastest, Floats, limits_ps
@@ -95,7 +94,7 @@ class Searcher:
     def packed(self) -> "Searcher | None":
         """Searches the same question with all packed that can be; None if nothing may be."""
         question = self.space.question
-        stage, last, runner = question.held.stage, question.held.stages[-1], question.held.runner
+        stage, last, runner = question.stage, question.stages[-1], question.runner
         if not question.may_pack or not packable(stage, question.unpacked, runner):
             return None
         packing = pack_everything(last, question.unpacked, runner)
@@ -115,10 +114,6 @@ class Searcher:
     def spaces(self) -> list[Space]:
         """All that are searched: this one, and that with all packed."""
         return [self.space, *([] if self.packed is None else [self.packed.space])]
-
-    def hold(self, offload: Offload) -> Held:
-        """Return what the ranks hold by a plan that was found, whichever layers it packs."""
-        return self.space.question.held.pack(offload.packing)
 
     @property
     def fastest(self) -> Fastest:
@@ -185,7 +180,7 @@ class Searcher:
         run.try_all(choose(firsts.rows, firsts.rows.is_plan), 16)
         if rival is not None:
             run.offer(rival.rank, rival.times_ps, rival.write)
-        if not self.space.runner.takes_one_rule and max_rules > 1:
+        if not self.space.question.runner.takes_one_rule and max_rules > 1:
             run.try_all(run.list_pairs(firsts.rows), 64)
         run.search.best = run.choose()
         singles = (each.value for each in run.found if each.rank[0] <= 1)

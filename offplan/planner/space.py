@@ -35,8 +35,7 @@ from offplan.costs.link import rows_bytes, uva_slowdown
 from offplan.costs.memory import kv_cache_bytes, overhead_bytes
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import decode_shape, prefill_shapes
-from offplan.held.held import Held
-from offplan.held.runner import Runner
+from offplan.held.held import pack_stages
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit, group_units
 from offplan.machine.profile import MachineProfile
@@ -105,24 +104,19 @@ class Space:
     """What all its plans hold packed."""
 
     @cached_property
-    def held(self) -> Held:
-        """What the ranks hold by its plans."""
-        return self.question.held.pack(self.packing)
+    def stages(self) -> tuple[Stage, ...]:
+        """What a rank of each stage holds by its plans."""
+        return pack_stages(self.question.stages, self.packing, self.question.runner)
 
-    @property
+    @cached_property
     def stage(self) -> Stage:
         """The stage that is searched: the one that takes most memory."""
-        return self.held.stage
+        return self.stages[self.question.stage.number]
 
     @cached_property
     def machine(self) -> MachineProfile:
         """The machine, with the link to the store."""
         return self.question.planned_machine
-
-    @property
-    def runner(self) -> Runner:
-        """What is to run the plan."""
-        return self.question.held.runner
 
     @property
     def weights(self) -> tuple[int, float]:
@@ -204,7 +198,7 @@ class Space:
         """The chunks to try, the largest first, with embeddings in either place."""
         stage = self.stage
         places: tuple[tuple[Table, ...], ...] = ((),)
-        if stage.tables and self.runner.places_tables(stage.model.tables):
+        if stage.tables and self.question.runner.places_tables(stage.model.tables):
             places = ((), stage.tables)
         workload = self.question.workload
         sizes = prefill_chunks(workload.prompt_tokens, workload.batch)

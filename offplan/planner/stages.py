@@ -44,7 +44,7 @@ class StageSpace(Space):
     other: Stage
     largest: Space
 
-    @property
+    @cached_property
     def stage(self) -> Stage:
         """What a rank of the stage holds."""
         return self.other
@@ -86,8 +86,8 @@ class Stages:
     @cached_property
     def _prices(self) -> list[tuple[int, StagePrices]]:
         """How many stages there are of each that differs in what it costs, and its prices."""
-        question, held = self.largest.question, self.largest.held
-        others = [stage for number, stage in enumerate(held.stages) if number != held.planned]
+        question, number = self.largest.question, self.largest.stage.number
+        others = [each for each in self.largest.stages if each.number != number]
         keys = [
             (tuple(layer.key for layer in each.layers), each.outside_key, each.head is None)
             for each in others

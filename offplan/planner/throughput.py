@@ -22,7 +22,7 @@ def plan_throughput(question: Question) -> PlanResult | None:
     """
     best: PlanResult | None = None
     tried: set[int] = set()
-    routing = question.held.stage.routing
+    routing = question.stage.routing
 
     def attempt(batch: int) -> None:
         """Keep the plan of a batch if it is the best."""

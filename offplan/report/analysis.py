@@ -32,7 +32,7 @@ def describe_running(model: Model, why_not: str | None, *, stock: bool = False) 
 
 def render_analysis(analysis: Analysis) -> list[RenderableType]:
     """Show all that a plan rests on, part by part: the model, the machine, reasons and terms."""
-    parts = render_model(analysis.held.model)
+    parts = render_model(analysis.stages[0].model)
     if analysis.machine is not None:
         parts.append(render_machine(analysis.machine))
     if analysis.result is not None:

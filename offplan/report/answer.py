@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -13,8 +14,8 @@ from offplan.checkpoint.tables import describe_tables
 from offplan.checkpoint.weights import has_weights
 from offplan.engines.export import export_plan
 from offplan.errors import ExportError
-from offplan.held.held import Held
 from offplan.held.packing import is_packed
+from offplan.held.stage import Stage
 from offplan.library.analysis import Analysis
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Packing, Plan, Rule
@@ -32,7 +33,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 def render_answer(analysis: Analysis, command: str, output: Path | None) -> list[RenderableType]:
     """Answer first; ``command`` is what was asked, ``output`` the plan's file if one is written."""
-    held, model = analysis.held, analysis.held.model
+    model = analysis.stages[0].model
     head = [*map(Text, describe_file(model)), Text(describe_model(model))]
     if analysis.infeasible is not None:
         # memory that lacks, or a target that is missed
@@ -46,6 +47,7 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
         answer = Group(*head, *map(Text, told))
         return [answer, *render_model(model)[1:]]
     plan = analysis.result.plan
+    stages = analysis.packed
     head += [
         *map(Text, describe_answer(analysis, plan, analysis.machine)),
         # in one piece, to be copied
@@ -54,22 +56,21 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
     parts: list[RenderableType] = [Group(*head)]
     if plan.offload.rules:
         legend = "Layers, first to last: as high as their share on the GPU"
-        legend += ", a strip for each stage" * (len(held.stages) > 1)
-        packed = held.pack(plan.offload.packing)
-        strips = (make_layer_strip(stage, plan.offload) for stage in packed.stages)
+        legend += ", a strip for each stage" * (len(stages) > 1)
+        strips = (make_layer_strip(stage, plan.offload) for stage in stages)
         parts.append(Group(Text(legend), *strips))
     bar = MemoryBar(memory_parts(plan.prediction.gpu_memory), plan.budget.gpu_memory)
     parts.append(Group(Text(f"GPU memory, {format_budget(bar.total)}"), bar))
-    return [*parts, Text(describe_plainly(plan, held))]
+    return [*parts, Text(describe_plainly(plan, stages))]
 
 
 def describe_answer(analysis: Analysis, plan: Plan, machine: MachineProfile) -> list[str]:
     """Answer what is asked of every plan: does it fit, how fast is it, can it be run."""
-    notes = analysis.held.runner.note_memory(plan, analysis.held.pack(plan.offload.packing).stages)
+    notes = analysis.runner.note_memory(plan, analysis.packed)
     return [
         describe_fit(plan, machine),
         *(f"{note[0].upper()}{note[1:]}." for note in notes),
-        *describe_ranks(plan, analysis.held, machine),
+        *describe_ranks(plan, analysis.stages, machine),
         describe_speed(plan),
         *describe_cores(plan, machine),
         *describe_advice(analysis, plan),
@@ -82,12 +83,12 @@ def _describe_running(analysis: Analysis, plan: Plan | None = None) -> list[str]
 
     Of a GGUF file ``describe_file`` says it.
     """
-    held = analysis.held
+    model, stock = analysis.stages[0].model, analysis.stages[0].is_stock
     if plan is not None and plan.goal.engine is not None and analysis.why_not_run is None:
         return []
-    if held.model.gguf is not None:
+    if model.gguf is not None:
         return []
-    return [describe_running(held.model, analysis.why_not_run, stock=held.stage.is_stock)]
+    return [describe_running(model, analysis.why_not_run, stock=stock)]
 
 
 def describe_file(model: Model) -> list[str]:
@@ -129,9 +130,9 @@ def describe_fit(plan: Plan, machine: MachineProfile) -> str:
     return f"{told}, {format_bytes(locked)} of {room} of page-locked host memory.{left}"
 
 
-def describe_ranks(plan: Plan, held: Held, machine: MachineProfile) -> list[str]:
+def describe_ranks(plan: Plan, stages: Sequence[Stage], machine: MachineProfile) -> list[str]:
     """Say what one of several ranks holds, and what is not counted; nothing for one GPU."""
-    ranks, stages = held.ranks, held.stages
+    ranks = stages[0].ranks
     if ranks == ONE_RANK:
         return []
     weights = " and ".join(format_bytes(stage.loaded_bytes) for stage in stages)
@@ -187,27 +188,26 @@ def describe_cores(plan: Plan, machine: MachineProfile) -> list[str]:
     ]
 
 
-def describe_plainly(plan: Plan, held: Held) -> str:
-    """Say what a plan does in sentences that need no glossary."""
+def describe_plainly(plan: Plan, stages: Sequence[Stage]) -> str:
+    """Say what a plan does in sentences that need no glossary; ``stages`` are packed as it says."""
     offload = plan.offload
     packed = []
     if offload.packing is not None:
-        packed.append(_describe_packing_plainly(offload.packing, held))
+        packed.append(_describe_packing_plainly(offload.packing, stages))
     if not offload.rules and offload.embeddings == "device":
         return "The plan: " + "; ".join(["everything stays on the GPU", *packed]) + "."
     where = "in host memory" if offload.store == "host" else "on the second GPU"
-    sentences = [_describe_rule_plainly(rule, held, where) for rule in offload.rules]
+    sentences = [_describe_rule_plainly(rule, stages, where) for rule in offload.rules]
     if offload.embeddings == "host":
-        tables = {table.name: table for stage in held.stages for table in stage.tables}
+        tables = {table.name: table for stage in stages for table in stage.tables}
         stays = "stays" if len(tables) == 1 else "stay"
         what = describe_tables(tables.values())
         sentences.append(f"{what} {stays} in host memory, read row by row")
     return "The plan: " + "; ".join([*sentences, *packed]) + "."
 
 
-def _describe_packing_plainly(packing: Packing, held: Held) -> str:
+def _describe_packing_plainly(packing: Packing, stages: Sequence[Stage]) -> str:
     """Say which weights a plan holds packed, and how much smaller they are so."""
-    stages = (held if held.stage.packing == packing else held.pack(packing)).stages
     packed = [
         [p for p in layer.parameters if is_packed(p)] for stage in stages for layer in stage.layers
     ]
@@ -220,22 +220,22 @@ def _describe_packing_plainly(packing: Packing, held: Held) -> str:
     return f"{what} of {count} layers{head} are held packed without loss: {share:.2f} of their size"
 
 
-def _describe_rule_plainly(rule: Rule, held: Held, where: str) -> str:
-    layers = [layer for stage in held.stages for layer in stage.layers]
+def _describe_rule_plainly(rule: Rule, stages: Sequence[Stage], where: str) -> str:
+    layers = [layer for stage in stages for layer in stage.layers]
     taken = [
         layer
         for layer in layers
         if rule.selects_layer(layer.index) and any(rule.matches(p.name) for p in layer.parameters)
     ]
     what, few = ", ".join(rule.cpu_offload_params) or "weights", "the weights"
-    experts = held.stage.experts
+    experts = stages[0].experts
     if experts is not None and all(
         p.is_expert for layer in taken for p in layer.parameters if rule.matches(p.name)
     ):
         names = [name.rpartition(".")[2] for name in rule.cpu_offload_params]
         what = "experts" if {*names} == {"experts"} else f"the experts' {', '.join(names)}"
         few = f"the {experts.num_experts_per_token} experts they need"
-    engine, backends = held.stage.pass_rules, (rule.prefill, rule.decode)
+    engine, backends = stages[0].pass_rules, (rule.prefill, rule.decode)
     if engine is not None and engine.copies_in_place:
         backends = (Backend.PREFETCH, Backend.PREFETCH)
     reads = _describe_reads(*backends, few)
@@ -259,14 +259,14 @@ def _describe_reads(prefill: Backend, decode: Backend, few: str) -> str:
 
 def _name_next(analysis: Analysis, command: str, output: Path | None) -> str:
     """Name the command to run after this one: one that works, weights fetched first."""
-    if (gguf := analysis.held.model.gguf) is not None:
+    if (gguf := analysis.stages[0].model.gguf) is not None:
         if not gguf.bases:
             return gguf.runs_with[0]
-        return command.replace(shlex.quote(analysis.held.model.source), gguf.bases[0], 1)
+        return command.replace(shlex.quote(analysis.stages[0].model.source), gguf.bases[0], 1)
     if output is None:
         return f"{command} -o plan.yaml"
     assert analysis.result is not None, "it is asked of plans"
-    plan, model = analysis.result.plan, analysis.held.model
+    plan, model = analysis.result.plan, analysis.stages[0].model
     engine = plan.goal.engine
     fetch, folder = describe_fetch(model)
     elsewhere = f" --model {folder}" if folder else ""

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from offplan.costs.lanes import RequestLanes, trace_plan
-from offplan.held.held import Held
+from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Goal, Plan
 from offplan.planner.frontier import Point
@@ -31,8 +31,8 @@ class Portrait:
     """A plan, and what is known of it."""
 
     plan: Plan
-    held: Held
-    """Weights of the plan's ranks."""
+    stages: Sequence[Stage]
+    """Weights of a rank of each stage, packed as the plan says."""
     machine: MachineProfile | None = None
     """The machine that the plan is for; None if its figures are not known."""
     lanes: RequestLanes | None = None
@@ -47,11 +47,11 @@ class Portrait:
         fit, ranks = self.plan.describe_excess(), list[str]()
         if self.machine is not None:
             fit = fit or describe_fit(self.plan, self.machine)
-            ranks = describe_ranks(self.plan, self.held, self.machine)
+            ranks = describe_ranks(self.plan, self.stages, self.machine)
         # a file may say anything
         speed = describe_speed(self.plan) if self.plan.prediction.decode.step_s else None
-        lines = [fit, *ranks, speed, describe_plainly(self.plan, self.held)]
-        return [describe_model(self.held.model), *filter(None, lines)]
+        lines = [fit, *ranks, speed, describe_plainly(self.plan, self.stages)]
+        return [describe_model(self.stages[0].model), *filter(None, lines)]
 
     def headline(self) -> list[tuple[str, str]]:
         """Return the four figures that people ask for first, each with what it is."""
@@ -75,7 +75,7 @@ class Portrait:
         """
         plan, basis = self.plan, self.plan.prediction.basis
         piles = "First to last, a column each; the one apart is what lies outside of them."
-        stages = self.held.stages
+        stages = self.stages
         places = [f" in stage {n}" * (len(stages) > 1) for n in range(len(stages))]
         for where, stage in zip(places, stages, strict=True):
             yield f"Layers{where}", piles, draw_layers(stage, plan.offload)
@@ -103,8 +103,8 @@ class Portrait:
             yield "Predicted and measured", " ".join(lines), draw_comparison(self.bench)
 
 
-def portray(plan: Plan, held: Held, machine: MachineProfile) -> Portrait:
-    """Follow a plan of a machine through time; ``held`` is packed as it says.
+def portray(plan: Plan, stages: Sequence[Stage], machine: MachineProfile) -> Portrait:
+    """Follow a plan of a machine through time; ``stages`` are packed as it says.
 
     Raises PlanError for rules that do not fit the model, and ProfileError where the link to the
     plan's store is not known.
@@ -112,5 +112,5 @@ def portray(plan: Plan, held: Held, machine: MachineProfile) -> Portrait:
     goal = plan.goal
     linked = machine.with_link(plan.offload.store, goal.ranks, goal.host_threads)
     # an engine's queues are not the schedule's
-    lanes = trace_plan(plan, held.stage, linked) if plan.goal.engine is None else None
-    return Portrait(plan, held, machine, lanes)
+    lanes = trace_plan(plan, stages[0], linked) if plan.goal.engine is None else None
+    return Portrait(plan, stages, machine, lanes)

@@ -105,7 +105,7 @@ def test_a_layer_waits_for_its_copy_and_is_followed_by_that_of_another() -> None
 
 def test_sglang_copies_the_first_layers_in_their_order_after_the_last() -> None:
     """Three layers, two ahead: it has no slots, and starts the copy of the one two further on."""
-    stage = hold_by(dense_model(6), "sglang").stage
+    (stage,) = hold_by(dense_model(6), "sglang")
     placement, runtime = placements.place(stage, every(2, slots=3)), stage.pass_rules
     assert runtime is not None
     first, second, third = placement.spans(Phase.PREFILL)

@@ -9,7 +9,8 @@ import pytest
 from offplan.checkpoint.open import open_model
 from offplan.costs.predict import derive_prediction
 from offplan.costs.term import Term
-from offplan.held.held import Held, hold
+from offplan.held.held import hold
+from offplan.held.stage import Stage
 from offplan.library.asking import ask, ask_again
 from offplan.library.machines import load_machine
 from offplan.library.repricing import price_on
@@ -50,7 +51,7 @@ def test_every_number_is_derived(name: str) -> None:
     folder = PLANS[name]
     model = None if folder is None else str(ROOT / "tests" / "models" / folder / "config.json")
     question = ask_again(plan, model=model)
-    check(question.held.pack(plan.offload.packing), question.planned_machine, plan)
+    check(question.pack(plan.offload), question.planned_machine, plan)
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "gptq"])
@@ -58,15 +59,15 @@ def test_so_is_that_of_a_stored_form(tmp_path: Path, name: str) -> None:
     model = open_model(str(write_quantised(tmp_path, FORMATS[name])))
     question = ask(model, load_machine("h200-pcie5"), gpu_memory=2**31)
     plan = make_plan(question).plan
-    check(question.held.pack(plan.offload.packing), question.planned_machine, plan)
+    check(question.pack(plan.offload), question.planned_machine, plan)
 
 
 def test_so_is_what_packing_saves() -> None:
     plan = load_plan(ROOT / "plans" / "qwen3-8b-h200-8gib.yaml")
     model = open_model(str(ROOT / "tests" / "models" / "qwen3-8b" / "config.json"))
     assert plan.offload.packing is not None
-    held = hold_by(model, packing=plan.offload.packing)
-    resident = derive_prediction(held, load_machine("h200-pcie5").profile, plan)[0]
+    packed = hold_by(model, packing=plan.offload.packing)
+    resident = derive_prediction(packed, load_machine("h200-pcie5").profile, plan)[0]
     weights, saved, *others = (each.value for each in resident.inputs)
     assert weights == hold(model).loaded_bytes
     assert 0.2 * weights < saved < 0.25 * weights
@@ -79,8 +80,8 @@ def test_so_is_what_engines_copy(engine: str, twice: bool) -> None:
     model = open_model(str(ROOT / "tests" / "models" / "deepseek-v2-lite" / "config.json"))
     question = ask(model, load_machine("h200-pcie5"), gpu_memory=16 * 2**30, engine=engine)
     plan = make_plan(question).plan
-    check(question.held.pack(plan.offload.packing), question.planned_machine, plan)
-    terms = derive_prediction(question.held, question.planned_machine, plan)
+    check(question.pack(plan.offload), question.planned_machine, plan)
+    terms = derive_prediction(question.stages, question.planned_machine, plan)
     formulas = {term.path: term.formula for term in terms}
     assert ("copy the first layers twice" in formulas["decode.stall"]) == twice
     assert "twice" not in formulas["prefill.stall"]
@@ -100,22 +101,22 @@ def test_so_is_what_ranks_and_stages_take(ranks: Ranks) -> None:
         pipeline_parallel=ranks.pipeline,
         expert_parallel=ranks.expert,
     )
-    check(question.held, question.planned_machine, make_plan(question).plan)
+    check(question.stages, question.planned_machine, make_plan(question).plan)
 
 
-def check(held: Held, machine: MachineProfile, plan: Plan) -> None:
+def check(stages: Sequence[Stage], machine: MachineProfile, plan: Plan) -> None:
     """Hold each term against what is predicted, to the byte, and against its own formula."""
-    priced = price_on(plan, held.model, machine)
-    terms = derive_prediction(held, machine, priced)
+    priced = price_on(plan, stages[0].model, machine)
+    terms = derive_prediction(stages, machine, priced)
     joined = [term for term in terms if not term.path.startswith("stages.")]
-    assert len(terms) - len(joined) == (len(held.stages) > 1) * len(held.stages) * len(joined)
+    assert len(terms) - len(joined) == (len(stages) > 1) * len(stages) * len(joined)
     figures = list_figures(priced)
     assert figures.pop("peer_memory") == 0
     assert {term.path: term.value for term in joined} == figures
-    for number in range(len(held.stages)):
-        before = f"stages.{number}." if len(held.stages) > 1 else ""
+    for number in range(len(stages)):
+        before = f"stages.{number}." if len(stages) > 1 else ""
         check_formulas([term for term in terms if term.path.startswith(before)], before)
-    if len(held.stages) > 1:
+    if len(stages) > 1:
         check_stages(terms, joined)
     used = {each.name for term in terms for each in term.inputs if each.source}
     assert {"h2d", "uva", "copy_latency", "gpu_overhead"} <= used

@@ -101,9 +101,9 @@ def test_the_largest_stage_counts(model: Model) -> None:
     """Of five layers the first stage of vLLM's has three."""
     goal = Goal(engine="vllm", tensor_parallel=2, pipeline_parallel=2)
     plan = make_plan().model_copy(update={"goal": goal})
-    held = lower(model, goal, plan.workload)
-    assert len(held.stages) == 2
-    more = [growth(stage, ANY_KERNELS) for stage in held.stages]
+    stages = lower(model, goal)
+    assert len(stages) == 2
+    more = [growth(stage, ANY_KERNELS) for stage in stages]
     assert export_plan(plan, model, "vllm").demand.more_gpu_bytes == max(more) == more[0]
     assert more[0] * 2 == more[1] * 3
 
@@ -114,6 +114,6 @@ def test_ranks_of_sglang_that_have_whole_experts_expand_them(model: Model) -> No
         hold(model), Kernels()
     )
     goal = Goal(engine="sglang", tensor_parallel=2, expert_parallel=2)
-    held = lower(model, goal, plan.workload)
+    stages = lower(model, goal)
     said = export_plan(plan.model_copy(update={"goal": goal}), model, "sglang").demand
-    assert said.more_gpu_bytes == growth(held.stage, Kernels(code_growth=4))
+    assert said.more_gpu_bytes == growth(stages[0], Kernels(code_growth=4))

@@ -13,7 +13,7 @@ from offplan.engines.export import export_plan
 from offplan.engines.ranks import split_layers
 from offplan.engines.runner import find_runner, lower
 from offplan.errors import ExportError, InputError
-from offplan.held.held import Held, hold_whole
+from offplan.held.held import find_largest, hold_whole
 from offplan.held.stage import Stage
 from offplan.library.asking import pose
 from offplan.plan import Budget, Goal, Workload
@@ -35,13 +35,13 @@ def read(folder: Path, config: Mapping[str, Any]) -> Model:
     return open_model(str(path))
 
 
-def divide(model: Model, engine: str = "vllm", **ranks: int) -> Held:
-    return lower(model, Goal.model_validate({"engine": engine, **ranks}), SHORT)
+def divide(model: Model, engine: str = "vllm", **ranks: int) -> tuple[Stage, ...]:
+    return lower(model, Goal.model_validate({"engine": engine, **ranks}))
 
 
 def hold(model: Model, engine: str = "vllm", **ranks: int) -> Stage:
     """What a rank of the stage that is planned for holds."""
-    return divide(model, engine, **ranks).stage
+    return find_largest(divide(model, engine, **ranks), SHORT)
 
 
 def shapes(model: Model | Stage) -> dict[str, tuple[int, ...]]:
@@ -188,8 +188,8 @@ def test_layers_of_stages(engine: str, num_layers: int, num_stages: int, counts:
 
 
 def test_stages_count_their_layers_anew(tmp_path: Path) -> None:
-    held = divide(read(tmp_path, DENSE), pipeline_parallel=2)
-    first, last = held.stages
+    stages = divide(read(tmp_path, DENSE), pipeline_parallel=2)
+    first, last = stages
     assert [[layer.index for layer in stage.layers] for stage in (first, last)] == [
         [0, 1, 2],
         [0, 1],
@@ -198,13 +198,13 @@ def test_stages_count_their_layers_anew(tmp_path: Path) -> None:
     assert [p.name for p in first.outside] == ["model.embed_tokens.weight"]
     assert [p.name for p in last.outside] == ["lm_head.weight", "model.norm.weight"]
     assert (first.head, last.head is not None) == (None, True)
-    assert held.planned == 0  # the one of three layers
+    assert find_largest(stages, SHORT) is first  # the one of three layers
 
 
 def test_all_ranks_lock_memory(tmp_path: Path) -> None:
     whole = read(tmp_path, DENSE)
-    held, plan = divide(whole, tensor_parallel=2), write_plan(prefetch("mlp"), prefetch_step=1)
-    said = find_runner("vllm").demand(plan.offload, held.stages)
+    stages, plan = divide(whole, tensor_parallel=2), write_plan(prefetch("mlp"), prefetch_step=1)
+    said = find_runner("vllm").demand(plan.offload, stages)
     assert {each.layer for each in said.moved} == {1, 3}
     assert said.pinned_bytes == 2 * 2 * (16384 + 8192)  # gate_up of 12 KiB, down of 6
     limits = {
@@ -216,10 +216,10 @@ def test_all_ranks_lock_memory(tmp_path: Path) -> None:
 
 
 def test_stages_with_other_flags_are_refused(tmp_path: Path) -> None:
-    held = divide(read(tmp_path, DENSE), pipeline_parallel=2)
+    stages = divide(read(tmp_path, DENSE), pipeline_parallel=2)
     plan = write_plan(uva("self_attn"))
     with pytest.raises(ExportError, match="all stages of a pipeline the same flags"):
-        find_runner("vllm").demand(plan.offload, held.stages)
+        find_runner("vllm").demand(plan.offload, stages)
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,12 @@ from safetensors.torch import save_file
 from offplan.backends import Backend
 from offplan.checkpoint.open import open_model
 from offplan.engines.engine import join_flags
+from offplan.engines.runner import find_runner
 from offplan.engines.startup import read_log
 from offplan.engines.taken import StageTaken
 from offplan.engines.vllm import FACTS, VLLM
 from offplan.errors import DriftError, ExportError, PlanError
-from offplan.held.packing import pack_everything
+from offplan.held.packing import pack_everything, pack_stage
 from offplan.plan import Packing, Plan, Rule
 from offplan.ranks import Ranks
 from offplan.unpacked import Unpacked
@@ -84,9 +85,9 @@ def test_what_the_plan_packs_lies_where_the_plan_has_it(
 ) -> None:
     """Every parameter, its bytes and its bits; copies of the ring are those of the layer."""
     save(family, tmp_path, num_hidden_layers=4)
-    whole = hold_by(open_model(str(tmp_path)), "vllm-worker")
+    (whole,) = hold_by(open_model(str(tmp_path)), "vllm-worker")
     plain = load(tmp_path, quantised=False)
-    plan = write_plan(tmp_path, pack_everything(whole.stage, runner=whole.runner), *rules)
+    plan = write_plan(tmp_path, pack_everything(whole, runner=find_runner("vllm-worker")), *rules)
     model, offloader = load_planned(worker, tmp_path)
     offloader.verify()
     taken = offloader._taken
@@ -115,8 +116,10 @@ def test_what_the_plan_packs_lies_where_the_plan_has_it(
 
 def test_the_embedding_is_read_in_place_beside_a_packed_head(tmp_path: Path, worker: Any) -> None:
     save("llama", tmp_path, num_hidden_layers=4)
-    whole = hold_by(open_model(str(tmp_path)), "vllm-worker")
-    write_plan(tmp_path, pack_everything(whole.stage, runner=whole.runner), embeddings="host")
+    (whole,) = hold_by(open_model(str(tmp_path)), "vllm-worker")
+    write_plan(
+        tmp_path, pack_everything(whole, runner=find_runner("vllm-worker")), embeddings="host"
+    )
     model, offloader = load_planned(worker, tmp_path)
     offloader.verify()
     assert offloader._taken.packs_head
@@ -242,14 +245,14 @@ def test_vllm_packs_exactly_what_the_plan_does(
     if architecture.startswith("Qwen3_5"):
         pytest.importorskip("torchvision")  # as vLLM's module of these models does
     model = open_model(str(real_vllm.write_config(tmp_path, architecture)))
-    held = hold_by(model, "vllm-worker")
-    packing = pack_everything(held.stage, runner=held.runner)
+    (stage,), runner = hold_by(model, "vllm-worker"), find_runner("vllm-worker")
+    packing = pack_everything(stage, runner=runner)
     offload = make_plan().offload.model_copy(update={"packing": packing})
     if architecture == "GPT2LMHeadModel":  # which stores its matrices transposed
         with pytest.raises(PlanError, match="packing takes nothing"):
-            held.pack(packing)
+            pack_stage(stage, packing, runner)
         return
-    taken = StageTaken.find(offload, held.pack(packing).stage, (0, 33, 0)).taken
+    taken = StageTaken.find(offload, pack_stage(stage, packing, runner), (0, 33, 0)).taken
     words = ["serve", str(tmp_path), "--max-model-len", "64", "--dtype", "bfloat16"]
     words += ["--load-format", "dummy", "--quantization", "offplan_packed"]
     config = real_vllm.parse_command(words)

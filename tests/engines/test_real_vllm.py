@@ -117,12 +117,12 @@ def test_what_ranks_hold(architecture: str, ranks: Ranks, tmp_path: Path) -> Non
     too_many = ranks.tensor > 2 and architecture in FACTS["repeats_no_heads"]
     if too_many or (ranks.expert > 1 and model.experts is None):
         with pytest.raises(ExportError, match=r"no routed experts|heads of keys"):
-            lower(model, goal, plan.workload)
+            lower(model, goal)
         return
-    held = lower(model, goal, plan.workload)
+    stages = lower(model, goal)
     export = export_plan(plan.model_copy(update={"goal": goal}), model, "vllm")
-    assert len(held.stages) == ranks.pipeline
-    for number, stage in enumerate(held.stages):
+    assert len(stages) == ranks.pipeline
+    for number, stage in enumerate(stages):
         config = parse_command(export.command[1:])
         real, outside_bytes = record_stage(config, tmp_path, number)
         check_layers(stage, real)
@@ -148,10 +148,10 @@ def test_vllm_moves_what_the_plan_says_of_ranks(
     goal = Goal(engine="vllm", tensor_parallel=ranks.tensor, pipeline_parallel=ranks.pipeline)
     plan = with_source(make_plan(rule, prefetch_step=1), path, model)
     plan = plan.model_copy(update={"goal": goal})
-    held = lower(model, goal, plan.workload)
+    stages = lower(model, goal)
     command = export_plan(plan, model, "vllm").command
-    assert len(held.stages) == ranks.pipeline
-    for number, stage in enumerate(held.stages):
+    assert len(stages) == ranks.pipeline
+    for number, stage in enumerate(stages):
         engine, version = find_engine("vllm")
         assert engine.demand_rule is not None
         demand = engine.demand_rule(rule, place(stage, plan.offload), stage, version)
@@ -207,12 +207,12 @@ def test_experts_of_mxfp4(
     rules = [] if kernels else [prefetch("experts", group_size=2, num_in_group=1)]
     plan = with_source(make_plan(*rules, prefetch_step=1), path, model)
     plan = plan.model_copy(update={"goal": goal, "budget": Budget(gpu_memory=2**40)})
-    held = lower(model, goal, plan.workload)
+    stages = lower(model, goal)
     export = export_plan(plan, model, "vllm")
     chosen = ["--moe-backend", kernels] if kernels else []
     real = record_layers(parse_command([*export.command[1:], *chosen]), tmp_path)
     laid_out = lay_out_experts(
-        engine_parameters(held.stage, {}), vllm.ANY_KERNELS if kernels else vllm.MARLIN_KERNELS
+        engine_parameters(stages[0], {}), vllm.ANY_KERNELS if kernels else vllm.MARLIN_KERNELS
     )
     assert len(laid_out) == 6 * len(real)
     stored = sum(each.nbytes for each in laid_out)

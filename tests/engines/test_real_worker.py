@@ -203,9 +203,9 @@ def test_the_worker_of_a_rank_takes_what_its_share_has(
             find_taken(plan, model, (0, 33, 0), ranks)
         return
     config = configure(tmp_path, path, *join_flags(VLLM.divide(ranks)))
-    held = lower(model, plan.goal, plan.workload)
-    assert len(held.stages) == ranks.pipeline
-    for number, stage in enumerate(held.stages):
+    stages = lower(model, plan.goal)
+    assert len(stages) == ranks.pipeline
+    for number, stage in enumerate(stages):
         offloader = seam.worker.PlanOffloader(seam.worker.take_plan(config, number), lambda: None)
         build_on_meta(seam, config, offloader, tmp_path, number)
         hold_against(place(stage, plan.offload), offloader, rules)

@@ -130,7 +130,7 @@ def staged(engine: str, name: str, rule: Rule) -> tuple[Plan, Model, list[tuple[
     goal = Goal(engine=engine, tensor_parallel=2, pipeline_parallel=2)
     plan = make_plan(rule, prefetch_step=1)
     plan = plan.model_copy(update={"goal": goal, "budget": Budget(gpu_memory=64 * GIB)})
-    stages = lower(model, goal, plan.workload).stages
+    stages = lower(model, goal)
     figures = []
     for said, stage in zip(export_plan(plan, model, engine).demand.stages, stages, strict=True):
         moved = sum(each.nbytes for each in said.moved)
@@ -366,7 +366,7 @@ def pack(ranks: Ranks = ONE_RANK) -> tuple[Plan, Model, list[str]]:
     budget = Budget(gpu_memory=64 * GIB)
     plan = plan.model_copy(update={"goal": goal, "offload": offload, "budget": budget})
     lines = [VERSION.format("0.33.0")]
-    for number, stage in enumerate(lower(model, goal, plan.workload).pack(offload.packing).stages):
+    for number, stage in enumerate(lower(model, goal, offload.packing)):
         taken = StageTaken.find(offload, stage, (0, 33, 0)).taken
         moved = sum(each.nbytes for layer in taken.layers for each in layer.values())
         stays = stage.loaded_bytes - moved + taken.ring_bytes

@@ -13,13 +13,13 @@ from offplan.checkpoint.open import open_model
 from offplan.checkpoint.parameter import Parameter
 from offplan.engines.export import export_plan
 from offplan.engines.formats import render_export
-from offplan.engines.runner import lower
+from offplan.engines.runner import find_runner, lower
 from offplan.engines.taken import Taken
 from offplan.engines.worker import find_taken
 from offplan.errors import ExportError, PlanError
 from offplan.forms.form import Form, Kind, Part
 from offplan.forms.packed import packed_parts
-from offplan.held.packing import is_packed, pack_everything
+from offplan.held.packing import is_packed, pack_everything, pack_stage
 from offplan.plan import Backend, Goal, Packing, Plan, Rule
 from offplan.ranks import Ranks
 from tests.engines.builders import (
@@ -267,10 +267,10 @@ def test_what_a_share_is_too_small_for_stays(tmp_path: Path) -> None:
     """Of two ranks each has 32 rows of keys, and of what vLLM fuses nothing is packed then."""
     model = read_qwen3(tmp_path)
     goal = Goal(engine="vllm-worker", tensor_parallel=2)
-    held = lower(model, goal, make_plan().workload)
-    packing = pack_everything(held.stage, runner=held.runner)
+    (stage,), runner = lower(model, goal), find_runner(goal.engine)
+    packing = pack_everything(stage, runner=runner)
     assert not packing.output_head, "160 rows"
-    packed = held.pack(packing).stage
+    packed = pack_stage(stage, packing, runner)
     names = {p.name for layer in packed.layers for p in layer.parameters if is_packed(p)}
     of_mlp = {f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
     assert names == {"self_attn.o_proj.weight"} | of_mlp

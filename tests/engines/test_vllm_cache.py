@@ -137,7 +137,7 @@ def test_a_plan_for_vllm_counts_the_cache_that_vllm_is_given(model: Model) -> No
     work, goal = ask(4096), Goal(engine="vllm")
     question = pose(model, make_machine(), work, Budget(gpu_memory=2**36), goal)
     decision = Offload(prefill_chunk=CHUNK)
-    taken = predict(question.held, make_machine(), work, question.budget, decision)
+    taken = predict(question.stages, make_machine(), work, question.budget, decision)
     plan = make_plan().model_copy(update={"workload": work, "goal": goal})
     given = export_plan(plan, model, "vllm").serve["kv-cache-memory-bytes"]
     assert given == (str(taken.gpu_memory.kv_cache_bytes),)
@@ -147,12 +147,12 @@ def test_the_stage_with_most_layers_tells(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**DENSE, "num_hidden_layers": 5}))
     goal = Goal.model_validate({"engine": "vllm", "pipeline_parallel": 2})
-    held = lower(open_model(str(path)), goal, ask(256))
-    first, last = held.stages
+    stages = lower(open_model(str(path)), goal)
+    first, last = stages
     assert (len(first.layers), len(last.layers)) == (3, 2)
     of_layer = 3 * BLOCK_TOKENS * first.layers[0].kv_cache.bytes_per_token
     plan = make_plan().model_copy(update={"workload": ask(256), "goal": goal})
-    given = VLLM.serve(plan, held.stages, None)["kv-cache-memory-bytes"]
+    given = VLLM.serve(plan, stages, None)["kv-cache-memory-bytes"]
     assert given == (str(3 * of_layer),)
 
 
@@ -167,7 +167,7 @@ def test_stages_have_parts_of_the_groups_of_all_layers(tmp_path: Path) -> None:
     config["layer_types"] = ["sliding_attention", "full_attention"] * 4
     path.write_text(json.dumps(config))
     goal = Goal.model_validate({"engine": "vllm", "pipeline_parallel": 3})
-    stages = lower(open_model(str(path)), goal, ask(100)).stages
+    stages = lower(open_model(str(path)), goal)
     of_layer = BLOCK_TOKENS * stages[0].layers[0].kv_cache.bytes_per_token
     found = [cache_bytes(stage, ask(100), CHUNK) for stage in stages]
     assert found == [each * of_layer * (1 + 1 + 2) for each in (2, 2, 1)]

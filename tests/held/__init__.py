@@ -8,17 +8,19 @@ from offplan.checkpoint.open import open_model
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs import predict as costs
 from offplan.engines.runner import find_runner
-from offplan.held.held import Held, hold, hold_whole
+from offplan.held.held import hold, hold_whole, pack_stages
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Placement
 from offplan.plan import Budget, Offload, Packing, Prediction, Workload
 
 
-def hold_by(model: Model, engine: str | None = None, packing: Packing | None = None) -> Held:
+def hold_by(
+    model: Model, engine: str | None = None, packing: Packing | None = None
+) -> tuple[Stage, ...]:
     """What the only GPU of an engine holds; None is offplan's own runtime."""
     runner = find_runner(engine)
-    return Held((hold_whole(model, runner),), runner).pack(packing)
+    return pack_stages([hold_whole(model, runner)], packing, runner)
 
 
 def input_embedding(model: Model) -> TensorInfo | None:
@@ -40,8 +42,8 @@ def predict(
     engine: str | None = None,
 ) -> Prediction:
     """Predict what a decision costs on one GPU."""
-    held = hold_by(model, engine, offload.packing)
-    return costs.predict(held, machine, workload, budget, offload)
+    stages = hold_by(model, engine, offload.packing)
+    return costs.predict(stages, machine, workload, budget, offload)
 
 
 def open_stage(source: Path | str) -> Stage:

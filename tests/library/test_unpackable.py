@@ -200,11 +200,11 @@ def test_analyze_says_what_a_sample_shows(folder: Path) -> None:
     plan, model = plan_for(folder), open_model(str(folder))
     question = ask(model, load_machine("h200-pcie5"), plan.workload, gpu_memory=2**31)
     result = replace(make_plan(question), plan=plan)
-    analysis = Analysis(question.held, None, question.machine, result)
+    analysis = Analysis(question.stages, None, question.machine, result)
     assert analysis.unpackable == ("1.self_attn.q_proj",)
     lines = describe_answer(analysis, plan, question.machine)
     assert [line for line in lines if "--leave-unpacked 1.self_attn.q_proj plans" in line]
     none = Analysis(
-        question.held, None, question.machine, make_plan(question)
+        question.stages, None, question.machine, make_plan(question)
     )  # which packs nothing
     assert none.unpackable == ()

@@ -59,7 +59,7 @@ class BruteForce:
     def _all_rules(self) -> Iterator[tuple[Rule, ...]]:
         """Every rule, without a thought for which could be good."""
         yield ()
-        stage = self.question.held.stage
+        stage = self.question.stage
         for each in segment_classes(stage):
             for group, backends in product(_groups(len(stage.layers)), _backend_pairs()):
                 yield (_make(each, group, backends),)
@@ -80,10 +80,10 @@ class BruteForce:
 
     def _all_pairs(self) -> Iterator[tuple[Rule, ...]]:
         """Every two rules whose classes have no parameter in common."""
-        layers = self.question.held.stage.layers
+        layers = self.question.stage.layers
         taken = {
             each: {unit for layer in layers for unit in filter(each.takes, group_units(layer))}
-            for each in segment_classes(self.question.held.stage)
+            for each in segment_classes(self.question.stage)
         }
         for classes in combinations(taken, 2):
             if taken[classes[0]] & taken[classes[1]]:
@@ -96,7 +96,7 @@ class BruteForce:
         """Of patterns that take as many layers of each kind, those with the smallest groups."""
         having = [
             layer.key if any(map(segment_class.takes, group_units(layer))) else None
-            for layer in self.question.held.stage.layers
+            for layer in self.question.stage.layers
         ]
         found: dict[tuple[str, ...], tuple[int, int]] = {}
         for group in _groups(len(having)):
@@ -120,7 +120,7 @@ class BruteForce:
                 rules=rules,
             )
             try:
-                placement = place(question.held.stage, offload)
+                placement = place(question.stage, offload)
             except PlanError:  # a pattern that takes nothing, a tied embedding
                 continue
             turns = max(len(placement.spans(phase)) for phase in Phase)
@@ -142,7 +142,7 @@ class BruteForce:
 
     def _time(self, offload: Offload, placement: Placement) -> Priced:
         prompt, step = self._passes[offload.prefill_chunk]
-        stage, machine = self.question.held.stage, self.question.planned_machine
+        stage, machine = self.question.stage, self.question.planned_machine
         prompt_ps, step_ps = run_request(placement, stage, machine, prompt, step)
         request_ps = prompt_ps + self.question.workload.num_steps * step_ps
         return Priced(offload, *map(to_seconds, (prompt_ps, step_ps, request_ps)))
@@ -151,7 +151,7 @@ class BruteForce:
     def _fixed_bytes(self) -> dict[int, int]:
         """What each chunk takes of the GPU beside weights and ring."""
         question = self.question
-        stage, workload = question.held.stage, question.workload
+        stage, workload = question.stage, question.workload
         kept = overhead_bytes(question.planned_machine, question.budget)
         return {
             size: kept
@@ -163,7 +163,7 @@ class BruteForce:
     @cached_property
     def _passes(self) -> dict[int, tuple[PassCompute, PassCompute]]:
         question = self.question
-        compute = ModelCompute(question.held.stage, question.planned_machine)
+        compute = ModelCompute(question.stage, question.planned_machine)
         step = compute.price(decode_shape(question.workload))
         return {
             size: (compute.price(*prefill_shapes(question.workload, size)), step)

@@ -1,5 +1,6 @@
 """Questions for the planner: small models, budgets that hold a share of them, and strategies."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -8,7 +9,8 @@ from offplan.checkpoint.model import Model
 from offplan.costs.memory import MARGIN
 from offplan.costs.predict import predict
 from offplan.engines.runner import lower
-from offplan.held.held import Held
+from offplan.held.held import find_largest
+from offplan.held.stage import Stage
 from offplan.library.asking import pose
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Goal, Offload, Plan, Workload
@@ -57,11 +59,14 @@ def budget_for(
     return _budget_for(hold_by(model), machine, share, workload)
 
 
-def _budget_for(held: Held, machine: MachineProfile, share: float, workload: Workload) -> Budget:
+def _budget_for(
+    stages: Sequence[Stage], machine: MachineProfile, share: float, workload: Workload
+) -> Budget:
     smallest = Offload(prefill_chunk=prefill_chunks(workload.prompt_tokens, workload.batch)[-1])
-    terms = predict(held, machine, workload, UNLIMITED, smallest).gpu_memory
-    fixed = terms.kv_cache_bytes + terms.activation_bytes + held.stage.outside_bytes
-    layers = held.stage.loaded_bytes - held.stage.outside_bytes
+    terms = predict(stages, machine, workload, UNLIMITED, smallest).gpu_memory
+    stage = find_largest(stages, workload)
+    fixed = terms.kv_cache_bytes + terms.activation_bytes + stage.outside_bytes
+    layers = stage.loaded_bytes - stage.outside_bytes
     return Budget(gpu_memory=round((fixed + share * layers) / (1 - MARGIN)))
 
 
@@ -75,7 +80,7 @@ def ask(
 ) -> Question:
     """Ask for a plan with room for this share of the layers' weights, as they are loaded."""
     goal = goal or Goal(packing=False)
-    budget = _budget_for(lower(model, goal, workload), machine, share, workload)
+    budget = _budget_for(lower(model, goal), machine, share, workload)
     return pose(model, machine, workload, budget, goal, **others)
 
 

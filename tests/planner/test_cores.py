@@ -60,7 +60,7 @@ def test_slow_cores_are_not_chosen() -> None:
 def test_what_they_read_does_not_cross_the_link() -> None:
     question = ask(MODELS["moe"], MACHINE, 0.5, goal=WITH_CORES)
     plan = make_plan(question).plan
-    terms = {each.path: each for each in derive_prediction(question.held, MACHINE, plan)}
+    terms = {each.path: each for each in derive_prediction(question.stages, MACHINE, plan)}
     inputs = {each.name: each.value for each in terms["decode.stall"].inputs}
     assert inputs["round trips"] > 0
     assert inputs["bytes read by the host's cores"] > plan.prediction.decode.link_bytes

@@ -103,7 +103,7 @@ def test_a_question_of_no_engine_asks_of_the_model_as_run_loads_it() -> None:
     asked = ask(qwen3(), make_machine(), 0.5, goal=Goal(engine="vllm"))
     again = ask(qwen3(), make_machine(), 0.5)
     plain = pose(asked.model, asked.machine, asked.workload, again.budget)
-    assert (asked.held.runner.name, plain.held.runner.name) == ("vllm", None)
+    assert (asked.runner.name, plain.runner.name) == ("vllm", None)
     decided = make_plan(plain).plan
     assert decided.prediction == make_plan(again).plan.prediction
 
@@ -200,12 +200,12 @@ def test_how_much_more_of_either_memory_an_engine_wants_is_told() -> None:
 
 def demand(offload: Offload, question: Question) -> tuple[Demand, Prediction] | None:
     """What the engine needs and what the plan takes; None where the engine cannot run it."""
-    held, budget = question.held, question.budget
+    stages, budget = question.stages, question.budget
     assert question.goal.engine is not None
     try:
-        said = find_runner(question.goal.engine).demand(offload, held.stages)
+        said = find_runner(question.goal.engine).demand(offload, stages)
     except ExportError:
         return None
-    taken = predict(held, question.planned_machine, question.workload, budget, offload)
+    taken = predict(stages, question.planned_machine, question.workload, budget, offload)
     fits = taken.gpu_memory.total_bytes + said.more_gpu_bytes <= budget.gpu_memory
     return (said, taken) if fits else None

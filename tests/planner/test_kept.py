@@ -89,7 +89,7 @@ def ask(
     said = {"cached_experts": kept, "packing": False, "host_cores": cores}
     goal = Goal.model_validate(said)
     question = pose(model, machine, workload, budget, goal)
-    return question if routing is None else replace(question, held=question.held.route(routing))
+    return replace(question, stages=(replace(question.stage, routing=routing),))
 
 
 @cache
@@ -271,7 +271,7 @@ def test_a_step_waits_for_the_longest_of_three(shared_behind: bool) -> None:
     if shared_behind:
         model = replace(model, model_type="deepseek_v2")
     question = ask(model, 0.5, machine=machine)
-    stage, batch = question.held.stage, question.workload.batch
+    stage, batch = question.stage, question.workload.batch
     shared_s = sum(p.nbytes for p in stage.layers[0].parameters if "shared" in p.name) / 1e9
     assert shared_s
     waiting = {}

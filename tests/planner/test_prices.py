@@ -95,10 +95,10 @@ def draw_options(draw: Callable[..., Any], searcher: Searcher) -> list[int]:
     """Choose one option, or two that have no parameter in common; one for an engine."""
     numbers = st.integers(0, len(searcher.prices.options) - 1)
     first = draw(numbers)
-    if searcher.space.runner.name is not None:
+    if searcher.space.question.runner.name is not None:
         # SGLang reads no group of layers in place, and its flags cannot say one
         option = searcher.prices.options[first]
-        assume(option.decode is Backend.PREFETCH or searcher.space.runner.name == "vllm")
+        assume(option.decode is Backend.PREFETCH or searcher.space.question.runner.name == "vllm")
         return [first]
     partners = np.flatnonzero(searcher.disjoint[first]).tolist()
     return [
@@ -162,7 +162,7 @@ def test_the_search_prices_as_the_schedule_does(
     held -= activation_bytes(stage, workload, chunk)
     own_bytes = least_own_bytes(searcher, case)
     assert [off_gpu[0] - own_bytes] == [stage.loaded_bytes - setting.host_bytes - on_gpu - held]
-    if searcher.space.runner.name is None:
+    if searcher.space.question.runner.name is None:
         assert on_host.tolist() == [placement.slab_bytes]
 
 

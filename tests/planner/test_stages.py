@@ -21,7 +21,7 @@ from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.engines.export import export_plan
 from offplan.engines.runner import find_runner
 from offplan.errors import InfeasibleError, OffplanError
-from offplan.held.held import Held
+from offplan.held.held import find_largest, pack_stages
 from offplan.held.packing import pack_everything
 from offplan.library.asking import pose
 from offplan.placement import place
@@ -59,8 +59,8 @@ def ask(model: Model, share: float, stages: int = 2, engine: str = "vllm", **goa
     asked = Goal(engine=engine, pipeline_parallel=stages, **goal)
     everything = pose(model, machine, WORKLOAD, Budget(gpu_memory=2**40), asked)
     nothing = Offload(prefill_chunk=512)
-    taken = predict(everything.held, machine, WORKLOAD, everything.budget, nothing).gpu_memory
-    layers = sum(layer.nbytes for layer in everything.held.stage.layers)
+    taken = predict(everything.stages, machine, WORKLOAD, everything.budget, nothing).gpu_memory
+    layers = sum(layer.nbytes for layer in everything.stage.layers)
     margin = taken.overhead_bytes - machine.gpu_overhead.value
     budget = taken.total_bytes - margin - round((1 - share) * layers)
     return everything.with_gpu_memory(round(budget / 0.997) + 1)
@@ -72,13 +72,13 @@ def list_plans(question: Question) -> Iterator[Offload]:
     embeddings: tuple[Any, ...] = ("device",)
     if question.goal.engine == "vllm-worker":
         embeddings = ("device", "host")
-    packings = [None, pack_everything(question.held.stages[-1], runner=question.held.runner)]
+    packings = [None, pack_everything(question.stages[-1], runner=question.runner)]
     chunks = prefill_chunks(WORKLOAD.prompt_tokens, WORKLOAD.batch)
     for chunk, where, packing in product(chunks, embeddings, packings[: 1 + question.may_pack]):
         setting = Offload(prefill_chunk=chunk, embeddings=where, packing=packing)
         yield setting
-        for each, (backend, steps) in product(segment_classes(question.held.stage), pairs):
-            patterns = list_patterns(len(question.held.stage.layers))
+        for each, (backend, steps) in product(segment_classes(question.stage), pairs):
+            patterns = list_patterns(len(question.stage.layers))
             groups = zip(patterns.group_size.tolist(), patterns.num_in_group.tolist(), strict=True)
             for group, num_slots in product(groups, steps):
                 said = rule(*each.segments, group=group, prefill=backend, decode=backend)
@@ -93,13 +93,9 @@ def find_all(question: Question) -> list[Plan]:
     machine, budget = question.planned_machine, question.budget
 
     @cache
-    def hold(packing: Packing | None) -> tuple[Held, Any]:
-        held = question.held.pack(packing)
-        return held, runner.checker(held.stages)
-
-    @cache
     def fixed_bytes(packing: Packing | None, chunk: int) -> int:
-        stage = hold(packing)[0].stage
+        packed = pack_stages(question.stages, packing, question.runner)
+        stage = find_largest(packed, WORKLOAD)
         cache = kv_cache_bytes(stage, WORKLOAD, chunk)
         activations = activation_bytes(stage, WORKLOAD, chunk)
         return cache + activations + overhead_bytes(machine, budget)
@@ -107,13 +103,14 @@ def find_all(question: Question) -> list[Plan]:
     found = []
     for offload in list_plans(question):
         try:
-            held, check = hold(offload.packing)
-            placed = place(held.stage, offload)
+            held = question.pack(offload)
+            placed = place(find_largest(held, WORKLOAD), offload)
             # most plans take too much of the largest stage alone, which is seen soonest
             weights = placed.resident_bytes + placed.ring_bytes
             least = weights + fixed_bytes(offload.packing, offload.prefill_chunk)
-            if least > budget.gpu_memory or (said := check(offload)) is None:
+            if least > budget.gpu_memory:
                 continue
+            said = runner.demand(offload, held)
             taken = predict(held, machine, WORKLOAD, budget, offload)
         except OffplanError:
             continue
@@ -270,11 +267,11 @@ def test_other_stages_are_priced_as_their_schedules_are(
 
 def price_others(question: Question, offload: Offload) -> tuple[int, Fraction]:
     """Picoseconds of prompt and step in all stages but the largest."""
-    held = question.held.pack(offload.packing)
-    assert len(held.stages) > 1
+    held = question.pack(offload)
+    assert len(held) > 1
     prompt_ps, step_ps = 0, Fraction(0)
-    for number, stage in enumerate(held.stages):
-        if number == held.planned:
+    for stage in held:
+        if stage.number == question.stage.number:
             continue
         compute = ModelCompute(stage, question.planned_machine)
         prompt = compute.price(*prefill_shapes(WORKLOAD, offload.prefill_chunk))

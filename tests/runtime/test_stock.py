@@ -18,7 +18,7 @@ from offplan.costs.predict import predict
 from offplan.engines.export import export_plan
 from offplan.errors import CheckpointError, ExportError, InputError
 from offplan.forms.form import Form, Kind, Part
-from offplan.held.held import Held, hold, hold_stock
+from offplan.held.held import hold, hold_stock
 from offplan.library.asking import ask
 from offplan.library.machines import load_machine
 from offplan.library.runnable import why_not_run
@@ -248,7 +248,7 @@ def test_predicted_bytes_are_those_that_cross(
     decision = offload(*rules, prefetch_step=slots, prefill_chunk=chunk)
     workload = Workload(batch=1, prompt_tokens=14, output_tokens=8, context=48)
     machine, budget = load_machine("h200-pcie5").profile, Budget(gpu_memory=2**30)
-    priced = predict(Held((hold_stock(model),)), machine, workload, budget, decision)
+    priced = predict([hold_stock(model)], machine, workload, budget, decision)
     with open_session(tmp_path, decision, stock=True) as session:
         session.warm_up(1, 14)
         before = session.link_bytes
@@ -279,7 +279,7 @@ def test_shared_weights_lie_and_count_once(family: str, part: str, tmp_path: Pat
     workload = Workload(batch=1, prompt_tokens=14, output_tokens=8, context=48)
     machine, budget = load_machine("h200-pcie5").profile, Budget(gpu_memory=2**30)
     decision = offload(group(1, 1), prefetch_step=1)
-    priced = predict(Held((stage,)), machine, workload, budget, decision)
+    priced = predict([stage], machine, workload, budget, decision)
     with open_session(tmp_path, decision, stock=True) as session:
         store, state = session.loaded.store, session.loaded.module.state_dict()
         shared = [value.data_ptr() for name, value in state.items() if part in name]

@@ -8,7 +8,7 @@ import torch
 
 from offplan.checkpoint.open import open_model
 from offplan.costs.predict import predict
-from offplan.held.held import Held, hold, hold_stock
+from offplan.held.held import hold, hold_stock
 from offplan.library.asking import ask
 from offplan.library.machines import measure_here
 from offplan.machine import measure_cpu
@@ -57,7 +57,7 @@ def test_a_plan_takes_the_times_that_were_measured(family: str, tmp_path: Path) 
         assert all(each.samples == samples and each.spread is not None for each in found)
     assert parse_profile(dump_profile(profile), "measured") == profile
     decision = offload(group(2, 1))
-    priced = predict(Held((stage,)), profile, WORKLOAD, Budget(gpu_memory=2**30), decision)
+    priced = predict([stage], profile, WORKLOAD, Budget(gpu_memory=2**30), decision)
     assert priced.basis == "measured"
     seconds = {each.layer: each.seconds for each in profile.layer_times if each.phase == "decode"}
     assert stage.passes is not None

@@ -179,10 +179,10 @@ def test_a_plan_counts_towers_where_they_are_loaded(folder: Path, engine: Any) -
     question = ask(model, load_machine("cpu"), workload, gpu_memory=2**30, engine=engine)
     plan = make_plan(question).plan
     loaded = hold(model).loaded_bytes if engine is None else model.total_bytes
-    assert plan.prediction.gpu_memory.resident_bytes == loaded == question.held.stage.loaded_bytes
+    assert plan.prediction.gpu_memory.resident_bytes == loaded == question.stage.loaded_bytes
     assert price_again(plan, model) is plan
-    assert find_obstacle(question.held.stage) is None
-    assert question.held.stage.outside_key == hold(model).outside_key
+    assert find_obstacle(question.stage) is None
+    assert question.stage.outside_key == hold(model).outside_key
     if engine:
         assert export_plan(plan, model, engine).flags == []
 
