@@ -98,7 +98,7 @@ class Divider:
             first_layer=run.start,
             derived_bytes=absorbed_bytes(self.model, layers),
         )
-        return replace(stage, layout=self.runner.lay_out(stage))
+        return stage.with_layout(self.runner.lay_out(stage))
 
     def _architecture(self, run: range) -> Architecture:
         whole, ranks = self.model.architecture, self.ranks

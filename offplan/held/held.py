@@ -65,7 +65,7 @@ def hold_whole(model: Model, runner: Runner) -> Stage:
         is_stock=runner is STOCK_RUNTIME,
         derived_bytes=0 if is_own else absorbed_bytes(model, model.layers),
     )
-    return replace(stage, layout=runner.lay_out(stage))
+    return stage.with_layout(runner.lay_out(stage))
 
 
 def absorbed_bytes(model: Model, layers: tuple[Layer, ...]) -> int:

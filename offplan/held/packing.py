@@ -146,7 +146,7 @@ def _pack_stage(stage: Stage, packing: Packing, runner: Runner) -> Stage:
             )
         outside = tuple(_pack(p) if _is_head(p, model) else p for p in outside)
     packed = replace(stage, layers=layers, outside=outside, packing=packing)
-    return replace(packed, layout=runner.lay_out(packed))
+    return packed.with_layout(runner.lay_out(packed))
 
 
 def unpack_layer(layer: Layer) -> Layer:

@@ -73,6 +73,12 @@ class Stage:
         )
         return replace(self, layers=tuple(layers))
 
+    def with_layout(self, layout: Layout) -> "Stage":
+        """Return the same, laid out so, with what was found out about it."""
+        laid_out = replace(self, layout=layout)
+        laid_out.memo.update(self.memo)
+        return laid_out
+
     def reuse(self, batch: int) -> BatchReuse | None:
         """Return how decode steps of a batch choose experts; None where that is not known."""
         recorded = () if self.routing is None else self.routing.batches
