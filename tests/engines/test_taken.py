@@ -215,13 +215,13 @@ def test_a_tied_head_stays_as_it_is_stored(ranks: Ranks, tmp_path: Path) -> None
     goal = Goal(
         engine="vllm-worker", tensor_parallel=ranks.tensor, pipeline_parallel=ranks.pipeline
     )
-    stages = lower(model, goal, make_plan().workload).stages
-    assert not any(pack_everything(stage).output_head for stage in stages)
+    stages, runner = lower(model, goal), find_runner(goal.engine)
+    assert not any(pack_everything(stage, runner=runner).output_head for stage in stages)
     packing = pack_everything(model)
     assert packing.output_head
     for stage in stages:
         with pytest.raises(PlanError, match="cannot be packed: vllm-worker builds it as it is"):
-            pack_stage(stage, packing)
+            pack_stage(stage, packing, runner)
 
 
 def test_packing_in_part_is_what_the_plan_says(tmp_path: Path) -> None:
