@@ -89,6 +89,19 @@ def test_rows_that_fill_no_vector(
     check(made, x.double() @ values_of(form, parts).mT, tolerance(library, kernels, form.kind))
 
 
+@pytest.mark.parametrize(("name", "num_in"), [("mxfp4", 32), ("nvfp4", 16)])
+def test_rows_of_one_group(library: Library, kernels: int, name: str, num_in: int) -> None:
+    """A chunk's other groups have no scale: nothing is read of what lay on the stack there."""
+    form, parts = make_weight(name, 128, 128)
+    parts[Part.SCALE].view(torch.uint8).fill_(255)  # no finite scale in either type
+    team, x = library.team(1), torch.randn(5, 128).to(torch.bfloat16)
+    cores.multiply(team, kernels, cores.describe(form, parts), x)
+    form, parts = make_weight(name, 128, num_in)
+    x = torch.randn(5, num_in).to(torch.bfloat16)
+    made = cores.multiply(team, kernels, cores.describe(form, parts), x, precise=True)
+    check(made, x.double() @ values_of(form, parts).mT, tolerance(library, kernels, form.kind))
+
+
 @pytest.mark.parametrize("num_out", [1, 6, 63, 67])
 def test_any_number_of_rows(team: Team, kernels: int, num_out: int) -> None:
     form, parts = make_weight("bf16", num_out, 200)

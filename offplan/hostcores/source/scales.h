@@ -8,9 +8,11 @@
 static const int64_t CHUNK_SCALES = 8;
 static const int64_t MOST_SCALES = MOST_COLUMNS / CHUNK * CHUNK_SCALES;
 
-// Scales of a chunk: one for 128 columns or more, else one for each group.
+// Scales of a chunk: one for 128 columns or more, else one for each group. A row of one group alone
+// has one, but of FP4, whose kernels read those of all groups of a chunk.
 INLINE int64_t scales_of_chunk(const Matrix& a) {
-  return a.scale_columns >= CHUNK || a.row_scales == 1 ? 1 : CHUNK / a.scale_columns;
+  const bool is_one = a.scale_columns >= CHUNK || (a.row_scales == 1 && a.kind != FP4);
+  return is_one ? 1 : CHUNK / a.scale_columns;
 }
 
 template <class Load>
