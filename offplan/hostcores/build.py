@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -43,26 +43,18 @@ _DEFINES = (
     f"-DCHUNK_COLUMNS={CHUNK_COLUMNS}",
     f"-DMOST_COLUMNS_OF_A_ROW={MOST_COLUMNS}",
 )
-_FILES = {
-    "library.cpp": ("-march=x86-64",),
-    "coordinator.cpp": ("-march=x86-64",),
-    "products.cpp": ("-march=x86-64",),
-    "avx2.cpp": ("-march=x86-64-v3",),
-    "avx512.cpp": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi"),
+_OBJECTS = {
+    "library": ("library.cpp", "x86-64"),
+    "coordinator": ("coordinator.cpp", "x86-64"),
+    "products": ("products.cpp", "x86-64"),
+    "avx2": ("kernels.cpp", "x86-64-v3"),
+    "avx512": ("kernels.cpp", "x86-64-v4+avx512bf16+avx512vbmi"),
 }
-"""Flags of each file. Code for any processor is linked first: the linker keeps the first copy of
-what several files have in common."""
+"""Source and processor of each object file. Code for any processor is linked first: the linker
+keeps the first copy of what several objects have in common."""
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Has the library in wheels for Linux on x86-64, and nothing in a checkout."""
 _ZIG = (sys.executable, "-m", "ziglang", "c++", "-target", "x86_64-linux-gnu.2.17", "-s")
-_ZIG_PROCESSORS = {
-    "library.cpp": ("-mcpu=x86_64",),
-    "coordinator.cpp": ("-mcpu=x86_64",),
-    "products.cpp": ("-mcpu=x86_64",),
-    "avx2.cpp": ("-mcpu=x86_64_v3",),
-    "avx512.cpp": ("-mcpu=x86_64_v4+avx512bf16+avx512vbmi",),
-}
-"""Flags of ``_FILES``, as zig names processors."""
 _TIMEOUT_S = 300
 
 
@@ -252,7 +244,7 @@ def prebuild() -> Path:
     PREBUILT.mkdir()
     with _room_to_compile() as made:
         built = made / "hostcores.so"
-        _compile([*_ZIG], made, built, _ZIG_PROCESSORS)
+        _compile([*_ZIG], made, built)
         path = _keep(built, PREBUILT, _digest())
     path.chmod(0o755)
     return path
@@ -263,27 +255,31 @@ def _digest(compiler: Sequence[str] = ()) -> str:
     digest = hashlib.sha256()
     for path in sorted(SOURCE.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    digest.update(repr((_FLAGS, _DEFINES, _FILES, compiler)).encode())
+    digest.update(repr((_FLAGS, _DEFINES, _OBJECTS, compiler)).encode())
     if compiler:
         told = subprocess.run([*compiler, "--version"], capture_output=True, check=False)
         digest.update(told.stdout)
     return digest.hexdigest()[:32]
 
 
-def _compile(
-    compiler: list[str],
-    folder: Path,
-    library: Path,
-    processors: Mapping[str, Sequence[str]] = _FILES,
-) -> None:
-    """Compile the files, each for its processor, in ``folder``, and link them to ``library``."""
-    objects = [(folder / name).with_suffix(".o") for name in _FILES]
-    commands = [
-        [*compiler, *_FLAGS, *_DEFINES, *flags, "-c", str(SOURCE / name), "-o", str(to)]
-        for (name, flags), to in zip(processors.items(), objects, strict=True)
-    ]
-    _run(commands)
-    _run([[*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(library)]])
+def _compile(compiler: Sequence[str], folder: Path, library: Path) -> None:
+    """Compile the objects, each for its processor, in ``folder``, and link them to ``library``."""
+    objects = [str(folder / f"{name}.o") for name in _OBJECTS]
+    _run(
+        [
+            [*compiler, *_FLAGS, *_DEFINES, *_for_processor(compiler, processor), "-c",
+             str(SOURCE / source), "-o", to]
+            for (source, processor), to in zip(_OBJECTS.values(), objects, strict=True)
+        ]
+    )  # fmt: skip
+    _run([[*compiler, "-shared", "-pthread", *objects, "-o", str(library)]])
+
+
+def _for_processor(compiler: Sequence[str], processor: str) -> list[str]:
+    """Name a processor and what it has beside; zig writes both in its own way."""
+    if tuple(compiler) == _ZIG:
+        return [f"-mcpu={processor.replace('-', '_')}"]
+    return f"-march={processor}".replace("+", " -m").split()
 
 
 def _run(commands: list[list[str]]) -> None:

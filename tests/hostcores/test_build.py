@@ -44,7 +44,7 @@ def load() -> Path:
 def test_it_is_built_once(cache: Path, fake: Path) -> None:
     first = load()
     num_calls = len(fake.read_text().splitlines())
-    assert num_calls == 6  # five files and the link
+    assert num_calls == 6  # five objects and the link
     assert load() == first
     assert len(fake.read_text().splitlines()) == num_calls
     assert [each.name for each in cache.iterdir()] == [first.name]
@@ -77,10 +77,6 @@ def test_what_comes_with_a_wheel_needs_no_compiler(
     monkeypatch.setattr(build, "_FLAGS", ("-O1",))
     with pytest.raises(OffplanError, match="found none of"):
         load()
-
-
-def test_zig_compiles_the_same_files() -> None:
-    assert build._ZIG_PROCESSORS.keys() == build._FILES.keys()
 
 
 def test_what_others_can_write_is_not_loaded(cache: Path, fake: Path) -> None:

@@ -136,8 +136,8 @@ EXPORT void offplan_row_order(int64_t order) { row_order = (RowOrder)order; }
 
 EXPORT void offplan_tables(const float* fp4, const float* fp8) {
   const int64_t found = offplan_instruction_sets();
-  if (found & 1) avx2_tables(fp4, fp8);
-  if (found & 2) avx512_tables(fp4, fp8);
+  if (found & 1) AVX2.set_tables(fp4, fp8);
+  if (found & 2) AVX512.set_tables(fp4, fp8);
 }
 
 EXPORT int64_t offplan_sizes(int64_t which) {

@@ -4,6 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 
+// inlined, since other files are compiled for other processors
+#define METHOD inline __attribute__((always_inline))
+#define INLINE static METHOD
+
 enum Kind : int64_t { RAW, FP8, FP4, INT4, INT8, PACKED };
 enum ScaleType : int64_t { NO_SCALE, FLOAT32, FLOAT16, BFLOAT16, EXPONENT, E4M3 };
 enum ZeroType : int64_t { NO_ZERO, BYTES, WORDS };
@@ -38,26 +42,25 @@ struct Matrix {
   int64_t stored_in;                  // columns that a row has in memory: num_in, or more
   double factor;                      // what all values are multiplied by
 
-  // inlined, since others are compiled for other processors
-  __attribute__((always_inline)) inline Matrix of(int64_t expert) const {
+  METHOD Matrix of(int64_t expert) const {
     Matrix one = *this;
     for (int i = 0; i < NUM_PARTS; i++)
       if (one.part[i]) one.part[i] += expert * step[i];
     return one;
   }
-  __attribute__((always_inline)) inline int64_t chunks() const { return (num_in + CHUNK - 1) / CHUNK; }
+  METHOD int64_t chunks() const { return (num_in + CHUNK - 1) / CHUNK; }
   // The first columns of the same rows: a multiple of CHUNK, and not of packed weights.
-  __attribute__((always_inline)) inline Matrix first_columns(int64_t columns) const {
+  METHOD Matrix first_columns(int64_t columns) const {
     Matrix some = *this;
     some.num_in = columns;
     return some;
   }
   // Bytes from a row of codes to the next one.
-  __attribute__((always_inline)) inline int64_t row_bytes() const {
+  METHOD int64_t row_bytes() const {
     return kind == RAW ? 2 * stored_in : kind == FP4 || kind == INT4 ? stored_in / 2 : stored_in;
   }
   // Bytes of a chunk that lie in a run.
-  __attribute__((always_inline)) inline int64_t run_bytes() const {
+  METHOD int64_t run_bytes() const {
     return kind == RAW ? 2 * CHUNK : kind == FP8 || kind == INT8 ? CHUNK : CHUNK / 2;
   }
 };
@@ -107,7 +110,7 @@ struct Rows {
 // the same rows, or beyond their end into the rows that come next.
 struct Ahead {
   int64_t last, within, beyond;
-  __attribute__((always_inline)) inline int64_t of(int64_t chunk) const {
+  METHOD int64_t of(int64_t chunk) const {
     return chunk < last ? within : beyond;
   }
 };
@@ -122,7 +125,7 @@ static inline Ahead look_ahead(int64_t row_bytes, int64_t chunks, int64_t width,
 
 // The products of one instruction set.
 struct Kernels {
-  // Bytes of one row of inputs as the kernels of a matrix take it: a multiple of 64.
+  // Bytes of one row of inputs as the kernels of a matrix take it.
   int64_t (*prepared_bytes)(const Matrix&);
   // Lay a row of inputs out, bfloat16 of [num_in].
   void (*prepare)(const Matrix&, const uint16_t* x, uint8_t* prepared);
@@ -130,14 +133,11 @@ struct Kernels {
   // both are multiples of BLOCK, or `stop` is the last row.
   void (*rows)(const Matrix&, const uint8_t* const* x, float* const* y, int64_t num_inputs,
                int64_t first, int64_t stop);
+  // Told once what codes stand for, from forms' own tables: [16] of FP4 and [256] of FP8.
+  void (*set_tables)(const float* fp4, const float* fp8);
 };
 extern const Kernels AVX512, AVX2;
 
-// What codes stand for, from forms' own tables. [16] of FP4 and [256] of FP8, float32.
-void avx512_tables(const float* fp4, const float* fp8);
-void avx2_tables(const float* fp4, const float* fp8);
-
-#define INLINE static inline __attribute__((always_inline))
 static inline float from_bf16(uint16_t bits) {
   uint32_t word = (uint32_t)bits << 16;
   float value;
