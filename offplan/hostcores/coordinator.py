@@ -24,13 +24,8 @@ _TROUBLES = {
 }
 
 
-class JobKind(IntEnum):
-    """The kind of product that a job computes."""
-
-    NOTHING = 0
-    DENSE = 1
-    EXPERTS = 2
-    SLEEP = 3
+JobKind = IntEnum("JobKind", "NOTHING DENSE EXPERTS SLEEP", start=0)
+"""The kind of product that a job computes, as ``coordinator.h`` has it."""
 
 
 class _Call(Structure):

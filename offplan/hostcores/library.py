@@ -23,83 +23,30 @@ from functools import cache
 from offplan.errors import OffplanError
 from offplan.hostcores.build import load_code, refuse
 
-_NUM_PARTS = 8
+# Kinds of forms, as kernels tell them apart; types of scales and zeros; the places of a part's
+# address; the activation of the first product of routed experts; and the order in which AVX-512
+# kernels of one input take rows: as matrix.h and products.h have them.
+Kind = IntEnum("Kind", "RAW FP8 FP4 INT4 INT8 PACKED", start=0)
+ScaleType = IntEnum("ScaleType", "NONE FLOAT32 FLOAT16 BFLOAT16 EXPONENT E4M3", start=0)
+ZeroType = IntEnum("ZeroType", "NONE BYTES WORDS", start=0)
+Place = IntEnum("Place", "CODES SCALES ZEROS WHOLE EXPONENTS BASES PATCHES PATCH_BLOCKS", start=0)
+Activation = IntEnum("Activation", "SILU GELU GELU_TANH RELU RELU_SQUARED", start=0)
+RowOrder = IntEnum("RowOrder", "OF_PROCESSOR ONE_BY_ONE BESIDE APART", start=0)
+InstructionSet = IntEnum("InstructionSet", "AVX2 AVX512", start=0)
 
 
-class Kind(IntEnum):
-    """The kind of a form, as kernels tell forms apart."""
-
-    RAW = 0
-    FP8 = 1
-    FP4 = 2
-    INT4 = 3
-    INT8 = 4
-    PACKED = 5
-
-
-class ScaleType(IntEnum):
-    """The type of scales."""
-
-    NONE = 0
-    FLOAT32 = 1
-    FLOAT16 = 2
-    BFLOAT16 = 3
-    EXPONENT = 4
-    E4M3 = 5
-
-
-class ZeroType(IntEnum):
-    """The type in which zeros are stored."""
-
-    NONE = 0
-    BYTES = 1
-    WORDS = 2
-
-
-class Place(IntEnum):
-    """The place of a part's address in a Matrix."""
-
-    CODES = 0
-    SCALES = 1
-    ZEROS = 2
-    WHOLE = 3
-    EXPONENTS = 4
-    BASES = 5
-    PATCHES = 6
-    PATCH_BLOCKS = 7
-
-
-class Activation(IntEnum):
-    """The activation of the first product of routed experts."""
-
-    SILU = 0
-    GELU = 1
-    GELU_TANH = 2
-    RELU = 3
-    RELU_SQUARED = 4
-
-
-class InstructionSet(IntEnum):
-    """The instruction set that kernels are compiled for."""
-
-    AVX2 = 0
-    AVX512 = 1
+def _each(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
 
 
 class Matrix(Structure):
     """A matrix [num_out, num_in] of a stored form, or those of all experts; see ``matrix.h``."""
 
     _fields_ = (
-        ("part", c_void_p * _NUM_PARTS),
-        ("step", c_int64 * _NUM_PARTS),
-        *(
-            (name, c_int64)
-            for name in (
-                *("num_out", "num_in", "kind", "scale_type", "zero_type", "scale_rows"),
-                *("scale_columns", "row_scales", "whole_rows", "whole_divides", "rows_ahead"),
-                *("unsigned_codes", "stored_in"),
-            )
-        ),
+        ("part", c_void_p * len(Place)),
+        ("step", c_int64 * len(Place)),
+        *_each(c_int64, "num_out num_in kind scale_type zero_type scale_rows scale_columns"),
+        *_each(c_int64, "row_scales whole_rows whole_divides rows_ahead unsigned_codes stored_in"),
         ("factor", c_double),
     )
 
@@ -111,8 +58,7 @@ class Dense(Structure):
         ("kernels", c_void_p),
         ("weight", Matrix),
         ("num_inputs", c_int64),
-        ("inputs", c_void_p),
-        ("outputs", c_void_p),
+        *_each(c_void_p, "inputs outputs"),
         ("precise", c_int64),
     )
 
@@ -122,34 +68,14 @@ class Experts(Structure):
 
     _fields_ = (
         ("kernels", c_void_p),
-        ("up", Matrix),
-        ("down", Matrix),
-        ("up_bias", c_void_p),
-        ("down_bias", c_void_p),
-        ("num_experts", c_int64),
-        ("is_gated", c_int64),
-        ("activation", c_int64),
-        ("is_interleaved", c_int64),
-        ("alpha", c_double),
-        ("limit", c_double),
-        ("offset", c_double),
-        ("num_tokens", c_int64),
-        ("num_chosen", c_int64),
-        ("inputs", c_void_p),
-        ("chosen", c_void_p),
-        ("factors", c_void_p),
-        ("outputs", c_void_p),
+        *_each(Matrix, "up down"),
+        *_each(c_void_p, "up_bias down_bias"),
+        *_each(c_int64, "num_experts is_gated activation is_interleaved"),
+        *_each(c_double, "alpha limit offset"),
+        *_each(c_int64, "num_tokens num_chosen"),
+        *_each(c_void_p, "inputs chosen factors outputs"),
         ("precise", c_int64),
     )
-
-
-class RowOrder(IntEnum):
-    """The order in which AVX-512 kernels of one input take rows; see ``matrix.h``."""
-
-    OF_PROCESSOR = 0
-    ONE_BY_ONE = 1
-    BESIDE = 2
-    APART = 3
 
 
 class Words(Structure):
@@ -161,6 +87,26 @@ class Words(Structure):
         ("answer", c_uint32),
         ("_end", c_uint8 * 60),
     )
+
+
+_FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "instruction_sets": (c_int64, ()),
+    "kernels": (c_void_p, (c_int64,)),
+    "row_order": (None, (c_int64,)),
+    "tables": (None, (POINTER(c_float), POINTER(c_float))),
+    "sizes": (c_int64, (c_int64,)),
+    "openmp": (c_void_p, (c_int64, c_void_p, c_void_p, c_void_p)),
+    "pool": (c_void_p, (c_int64, POINTER(c_int64))),
+    "end": (None, (c_void_p,)),
+    "multiply": (c_int64, (c_void_p, c_void_p)),
+    "multiply_experts": (c_int64, (c_void_p, c_void_p)),
+    "read": (None, (c_void_p, c_void_p, c_int64)),
+    "coordinator": (c_void_p, (c_void_p, c_void_p, c_int64)),
+    "add_job": (c_int64, (c_void_p, c_int64, c_void_p, c_int64)),
+    "trouble": (c_int64, (c_void_p,)),
+    "end_coordinator": (c_int64, (c_void_p,)),
+}
+"""Result and arguments of each function of ``library.cpp``."""
 
 
 class Team:
@@ -201,25 +147,9 @@ class Library:
         Raises OffplanError if the processor has not what it needs.
         """
         self.calls = calls
-        calls.offplan_instruction_sets.restype = c_int64
-        calls.offplan_kernels.argtypes, calls.offplan_kernels.restype = [c_int64], c_void_p
-        calls.offplan_row_order.argtypes = [c_int64]
-        calls.offplan_tables.argtypes = [POINTER(c_float), POINTER(c_float)]
-        calls.offplan_sizes.argtypes, calls.offplan_sizes.restype = [c_int64], c_int64
-        calls.offplan_openmp.argtypes = [c_int64, c_void_p, c_void_p, c_void_p]
-        calls.offplan_pool.argtypes = [c_int64, POINTER(c_int64)]
-        calls.offplan_openmp.restype = calls.offplan_pool.restype = c_void_p
-        calls.offplan_end.argtypes = [c_void_p]
-        calls.offplan_multiply.argtypes = [c_void_p, c_void_p]
-        calls.offplan_multiply_experts.argtypes = [c_void_p, c_void_p]
-        calls.offplan_multiply.restype = calls.offplan_multiply_experts.restype = c_int64
-        calls.offplan_read.argtypes = [c_void_p, c_void_p, c_int64]
-        calls.offplan_coordinator.argtypes = [c_void_p, c_void_p, c_int64]
-        calls.offplan_coordinator.restype = c_void_p
-        calls.offplan_add_job.argtypes = [c_void_p, c_int64, c_void_p, c_int64]
-        calls.offplan_trouble.argtypes = calls.offplan_end_coordinator.argtypes = [c_void_p]
-        for name in ("add_job", "trouble", "end_coordinator"):
-            getattr(calls, f"offplan_{name}").restype = c_int64
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(calls, f"offplan_{name}")
+            function.restype, function.argtypes = result, arguments
         for which, structure in enumerate((Matrix, Dense, Experts, Words)):
             assert calls.offplan_sizes(which) == ctypes.sizeof(structure), structure
         bits = calls.offplan_instruction_sets()
