@@ -31,7 +31,7 @@ _WORDS = {
     **dict.fromkeys(("", "exllamav2", "tritonv2"), (WordOrder.GPTQ_V2, "auto-round gptq")),
 }
 """The order of words and the layout by the second part of the packing format: ``auto_gptq``."""
-_FLOATS = {
+_FLOATS: dict[tuple[Any, ...], tuple[Form, str]] = {
     ("llm_compressor", "mx_fp", 4, 32): (Form(Kind.MXFP4, (1, 32)), "compressed-tensors mxfp4"),
     ("llm_compressor", "mx_fp", 8, 32): (Form(Kind.FP8_BLOCK, (1, 32)), "modelopt fp8_block"),
     ("llm_compressor", "nv_fp", 4, 16): (Form(Kind.NVFP4, (1, 16)), "compressed-tensors nvfp4"),

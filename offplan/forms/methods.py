@@ -138,8 +138,8 @@ def _read_deepseek_v4(stated: Mapping[str, Any], form: Form, experts: str) -> Qu
     dense = Scheme(form, "deepseek fp8_block")
     routed = Scheme(Form(Kind.MXFP4, (1, 32)), "deepseek mxfp4") if experts == "fp4" else dense
     named = _schemes_by_layer(stated.get("quantized_layers"))
-    if refused := leave_unread("fp8", stated, quantized_layers=named is not None):
-        return refused
+    if named is None:
+        return Quantisation("fp8", unread={"quantized_layers": stated.get("quantized_layers")})
     inputs = {"FP8", *_modelopt_inputs(stated.get("quantized_layers"))}
 
     def find(module: str) -> Scheme | None:
@@ -160,7 +160,7 @@ def _read_mxfp4(stated: Mapping[str, Any], model: _Model) -> Quantisation:
 def _read_bitsandbytes(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     note = None
     has_bytes = stated.get("load_in_8bit") is True or stated.get("_load_in_8bit") is True
-    name = stated.get("bnb_4bit_quant_type")
+    name = str(stated.get("bnb_4bit_quant_type"))
     refused = leave_unread(
         "bitsandbytes",
         stated,
@@ -195,9 +195,9 @@ def _read_gptq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     order = orders.get(layout)
     # groups that were told beforehand follow each other, in whatever order columns were quantised
     choices = {Part.GROUP_INDEX: stated.get("desc_act") is True and not stated.get("static_groups")}
-    scheme = order and read_words(
-        stated.get("bits"), stated.get("group_size"), order, "gptq", choices
-    )
+    scheme = None
+    if order is not None:
+        scheme = read_words(stated.get("bits"), stated.get("group_size"), order, "gptq", choices)
     # GPTQModel's exceptions: "-:" and a pattern of what is left as it is, or else other settings
     dynamic = stated.get("dynamic") or {}
     excepted = list(dynamic) if is_record(dynamic) else [""]

@@ -76,8 +76,10 @@ def build_skeleton(model: Model) -> PreTrainedModel:
     return skeleton.eval().requires_grad_(False)
 
 
-_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-_SIZES += ("head_dim", "vocab_size", "layer_types", "sliding_window")
+_SIZES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "layer_types", "sliding_window"),
+)
 """Keys of a language model that its class takes as they are stated, or not at all."""
 
 
