@@ -175,6 +175,21 @@ def name_cache(model: Any) -> str:
     return next((name for name in CACHES if name in taken), CACHES[0])
 
 
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Build modules on the meta device, and draw no values for them.
+
+    A draw without values goes through Python, for which torch imports sympy.
+    """
+    own = {name: vars(nn.init)[name] for name in ("normal_", "uniform_", "kaiming_uniform_")}
+    vars(nn.init).update(dict.fromkeys(own, lambda tensor, *_, **__: tensor))
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        vars(nn.init).update(own)
+
+
 def build_eager(model_class: Any, config: Any) -> PreTrainedModel:
     """Build a model by its class, with no kernels that its config may ask to be fetched."""
     built: PreTrainedModel = model_class._from_config(

@@ -21,6 +21,7 @@ ARROWS = {
     "records": ["errors", "units", "files"],
     "progress": [],
     "choices": [],
+    "lean": [],
     "transformers_private": [],
     "hostmem": ["errors", "units"],
     "forms": ["errors"],
@@ -74,7 +75,7 @@ ARROWS = {
     "runtime.measuring": ["runtime.generate", "machine"],
     "library.planned": ["machine", "routing"],
     "library.held_memory": ["placement"],
-    "library.runnable": ["held", "runtime.loading"],
+    "library.runnable": ["held", "lean", "runtime.loading", "runtime.measuring"],
     "library.unpackable": ["library.held_memory", "packing_sample", "runtime.memory"],
     "library.sessions": [
         "library.planned",
@@ -89,7 +90,7 @@ ARROWS = {
     "upkeep": ["library"],
     "report": ["upkeep", "runtime.joined"],
     "serve": ["runtime.joined", "runtime.prompts"],
-    "cli": ["report", "serve"],
+    "cli": ["lean", "report", "serve"],
     "__main__": ["cli"],
 }
 """Room by room, what it may import; what that room may import in turn is allowed too."""

@@ -73,7 +73,7 @@ KINDS = [
     ),
     Kind(header_cache._HEADERS, (SHARD, {**SHARD, "shard": "other"}), (start(3), start(300))),
     Kind(LAYER_TIMES, (TIMED, {**TIMED, "torch": "3"}), (times(0.1 + 0.2), times(1e-5))),
-    Kind(stock._PASSES, (ASKED, {**ASKED, "held": ["x"]}), (passes([0, 1]), passes([0]))),
+    Kind(stock._PASSES, (ASKED, {**ASKED, "held": ["x"]}), (passes([0, 1]), "it fails")),
     Kind(runnable._NEEDS_STOCK, (ASKED, {**ASKED, "held": ["x"]}), ("runs", "runs")),
     Kind(runnable._RUNNABLE, (ASKED, {**ASKED, "held": ["x"]}), ("runs", "runs")),
     Kind(runnable._OBSTACLES, (ASKED, {**ASKED, "held": ["x"]}), ("no class", "no kernel")),

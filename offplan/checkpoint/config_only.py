@@ -131,13 +131,12 @@ def _build_tensors(config: Mapping[str, Any], where: str) -> BuiltTensors:
 
     They are named as in the checkpoint.
     """
-    import torch
     import transformers
 
     from offplan.checkpoint.transformers_config import build_config, cannot_build
-    from offplan.transformers_private import build_eager, list_saved
+    from offplan.transformers_private import build_eager, list_saved, on_meta
 
-    with quietly(transformers.logging), torch.device("meta"):
+    with quietly(transformers.logging), on_meta():
         built = build_config(config, where)
         model_class = _model_class(built, where)
         try:

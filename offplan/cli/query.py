@@ -19,6 +19,7 @@ from offplan.cli.output import (
 )
 from offplan.cli.printable import printable
 from offplan.errors import InputError
+from offplan.lean import import_less
 from offplan.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -130,6 +131,8 @@ class Query:
         from offplan.library.asking import ask, read_routing
         from offplan.library.machines import check_threads, find_machine
 
+        if self.machine is not None:  # else it is measured
+            import_less()
         goal = asdict(self.goal)
         if self.batch is not None:  # a named batch leaves none to be chosen
             goal["objective"] = "latency"

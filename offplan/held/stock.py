@@ -4,13 +4,13 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 
 from offplan.checkpoint.model import Model
 from offplan.errors import CheckpointError
-from offplan.kept import KeptAnswers, installed_versions
+from offplan.kept import KeptAnswers, installed_packages, installed_versions
 
 _PATIENCE_S = 600
 """Seconds after which counting is given up."""
@@ -67,32 +67,45 @@ class StockPasses:
         return f"a pass makes {len(called)} calls of {len({*called})} layers, each with its weights"
 
 
-def _encode(answer: StockPasses) -> bytes:
-    return json.dumps(asdict(answer)).encode()
+def _encode(answer: StockPasses | str) -> bytes:
+    return json.dumps(answer if isinstance(answer, str) else asdict(answer)).encode()
 
 
-def _decode(content: bytes) -> StockPasses:
-    return StockPasses(**json.loads(content))
+def _decode(content: bytes) -> StockPasses | str:
+    told = json.loads(content)
+    return told if isinstance(told, str) else StockPasses(**told)
 
 
 _PASSES = KeptAnswers("stock", _MAX_BYTES, _encode, _decode)
 
 
-def find_passes(model: Model) -> StockPasses:
+def find_passes(
+    model: Model, count: Callable[[Model], StockPasses | str] | None = None
+) -> StockPasses:
     """Find what transformers' own passes of a model take.
 
-    No weight is read. Raises CheckpointError where they cannot be counted.
+    No weight is read. ``count`` counts them in this process, or returns why it cannot; left out, a
+    process of its own does. The answer is kept on disk: a refusal under all that is installed, as a
+    package may be missing. Raises CheckpointError where the passes cannot be counted.
     """
     key = {"model": model.key, **installed_versions()}
-    found = _PASSES.find(key)
+    refusal_key = {**key, "source": model.source, "packages": installed_packages()}
+    found = _PASSES.find(key) or _PASSES.find(refusal_key)
     if found is None:
-        found = _ask_process(model)
-        _PASSES.keep(key, found)
+        found = _decode(_encode((count or _ask_process)(model)))
+        is_refusal = isinstance(found, str)
+        if not is_refusal or model.code is None:  # a checkpoint's own code may change its mind
+            _PASSES.keep(refusal_key if is_refusal else key, found)
+    if isinstance(found, str):
+        raise CheckpointError(found)
     return found
 
 
-def _ask_process(model: Model) -> StockPasses:
-    command = "from offplan.runtime.measuring.stock_passes import answer; answer()"
+def _ask_process(model: Model) -> StockPasses | str:
+    command = (
+        "from offplan.lean import import_less; import_less(); "
+        "from offplan.runtime.measuring.stock_passes import answer; answer()"
+    )
     try:
         done = subprocess.run(
             [sys.executable, "-c", command],
@@ -101,12 +114,9 @@ def _ask_process(model: Model) -> StockPasses:
             timeout=_PATIENCE_S,
             check=True,
         )
-        told = json.loads(done.stdout)
+        return _decode(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise CheckpointError(
             f"{model.source}: what transformers' own passes take could not be counted "
             f"({type(error).__name__})"
         ) from None
-    if isinstance(told, str):
-        raise CheckpointError(told)
-    return StockPasses(**told)

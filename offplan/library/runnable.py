@@ -14,8 +14,9 @@ from offplan.checkpoint.model import Model
 from offplan.errors import CheckpointError, OffplanError, PlanError
 from offplan.held.held import hold
 from offplan.held.stage import Stage
-from offplan.held.stock import find_passes
+from offplan.held.stock import StockPasses, find_passes
 from offplan.kept import KeptAnswers, installed_packages, installed_versions
+from offplan.lean import import_less, imports_less
 from offplan.placement import Placement, place
 from offplan.plan import Offload
 from offplan.refusals import require_runnable
@@ -147,11 +148,19 @@ def needs_stock(model: Model, context: int) -> bool:
     if why_not_run(hold(model, stock=True), context) is not None:
         return False
     try:
-        find_passes(model)
+        # a process that plans alone does it itself, if it has imported torch
+        counts_here = imports_less() and "torch" in sys.modules
+        find_passes(model, _count_passes if counts_here else None)
     except CheckpointError:  # they fail on a config that their class does not take as it is written
         return False
     _NEEDS_STOCK.keep(key, _RUNS)
     return True
+
+
+def _count_passes(model: Model) -> StockPasses | str:
+    from offplan.runtime.measuring.stock_passes import try_to_count
+
+    return try_to_count(model)
 
 
 def _offload_nothing(stage: Stage) -> Offload:
@@ -210,6 +219,7 @@ def _ask_process(stage: Stage, offload: Offload, on_gpu: bool) -> str | None:
 def answer() -> None:
     """Read a model of our own making from stdin, and print what keeps ``run`` from executing it."""
     gc.disable()  # a process of one question: there is no garbage worth the time
+    import_less()
     model, stock, offload, on_gpu = pickle.load(sys.stdin.buffer)
     stage = hold(model, offload.packing, stock=stock)
     print(json.dumps(find_obstacle(stage, offload, on_gpu)))

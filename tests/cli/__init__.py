@@ -40,6 +40,8 @@ class CLI:
 
     def __call__(self, *arguments: object) -> Finished:
         self._monkeypatch.setattr(sys, "argv", ["offplan", *map(str, arguments)])
+        # this process runs models, too
+        self._monkeypatch.setattr("offplan.cli.query.import_less", lambda: None)
         self._capsys.readouterr()
         with pytest.raises(SystemExit) as stopped:
             main()

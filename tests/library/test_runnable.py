@@ -2,19 +2,23 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.cli.output import JSON_VERSION
 from offplan.errors import CheckpointError, MemoryLimitError, OffplanError
+from offplan.held import stock
 from offplan.held.held import hold
 from offplan.held.stage import Stage
+from offplan.held.stock import find_passes
 from offplan.hostmem import limits
 from offplan.library import runnable
 from offplan.library.runnable import check_before_fetching, find_obstacle, why_not_run
@@ -59,7 +63,7 @@ def test_passes_that_fail_are_not_planned_for(
     """Transformers' class of Step-3.7 leaves out what its published config has beside parts."""
     asked = []
 
-    def fail(model: Model) -> None:
+    def fail(model: Model, count: object) -> None:
         asked.append(model)
         raise CheckpointError("fails without weights")
 
@@ -68,6 +72,24 @@ def test_passes_that_fail_are_not_planned_for(
     monkeypatch.setattr(runnable, "find_passes", fail)
     assert not runnable.needs_stock(open_model(str(TINY_MOE)), 64)
     assert asked
+
+
+def test_a_refusal_to_count_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    model, asked = open_model(str(TINY_MOE)), []
+
+    def count(model: Model) -> str:
+        asked.append(model.source)
+        return f"{model.source}: fails without weights"
+
+    for each in (model, model, replace(model, source="other"), replace(model, code="c" * 64)):
+        with pytest.raises(CheckpointError, match=f"^{each.source}: fails without weights"):
+            find_passes(each, count)
+    assert asked == [model.source, "other", model.source]
+    monkeypatch.setattr(stock, "installed_packages", lambda: ["one more"])
+    with pytest.raises(CheckpointError):
+        find_passes(model, count)
+    assert len(asked) == 4
 
 
 def test_headers_that_no_parameter_takes(both_ways: Path) -> None:

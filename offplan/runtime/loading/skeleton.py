@@ -25,7 +25,12 @@ from offplan.runtime.model.linear import find_linear, take_in_spans
 from offplan.runtime.model.probe import PROBE, probe_attention
 from offplan.runtime.model.routed import route
 from offplan.runtime.refusal import refuse
-from offplan.transformers_private import choose_attention, complete_outputs, cut_by_constants
+from offplan.transformers_private import (
+    choose_attention,
+    complete_outputs,
+    cut_by_constants,
+    on_meta,
+)
 
 LAYER_LISTS = ("layers", "h")
 """Names of the list of a decoder's layers. Where encoders keep theirs, ``layer``, positions count
@@ -48,7 +53,7 @@ def build_skeleton(model: Model) -> PreTrainedModel:
     # GPT-J chooses a class by the attention's name, and knows none that is registered
     attention = "eager" if config.model_type in INLINED_TYPES else ATTENTION_NAME
     try:
-        with torch.device("meta"):
+        with on_meta():
             skeleton = auto_class.from_config(
                 config, dtype=getattr(torch, model.dtype), attn_implementation=attention
             )

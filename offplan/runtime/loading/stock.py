@@ -17,7 +17,7 @@ from offplan.runtime.loading.skeleton import (
     set_types,
 )
 from offplan.runtime.refusal import refuse
-from offplan.transformers_private import asks_for_decoders, build_own, rename
+from offplan.transformers_private import asks_for_decoders, build_own, on_meta, rename
 
 
 def build_stock(model: Model) -> PreTrainedModel:
@@ -46,7 +46,7 @@ def build_stock(model: Model) -> PreTrainedModel:
     if model.stores_head:  # it is used, whatever the config says
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     try:
-        with torch.device("meta"):
+        with on_meta():
             skeleton = _build(model, auto_class, config)
     except Exception as error:
         raise cannot_build(model.source, error) from error

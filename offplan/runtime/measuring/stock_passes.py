@@ -7,6 +7,7 @@ Source: torch's ``FakeTensorMode``; its memory tracker, ``torch.distributed._too
 counts storages as they come and go as ``LiveBytes`` does.
 """
 
+import gc
 import json
 import logging
 import pickle
@@ -20,6 +21,7 @@ from math import ceil
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from offplan.checkpoint.jsontext import describe
 from offplan.checkpoint.model import Model
+from offplan.checkpoint.quiet import quietly
 from offplan.errors import CheckpointError
 from offplan.held.held import hold
 from offplan.held.stock import StockPasses
@@ -72,7 +75,8 @@ class LiveBytes(TorchDispatchMode):
         self._seen = weakref.WeakKeyDictionary[Any, None]()
 
     def begin(self) -> None:
-        """Begin a pass."""
+        """Begin a pass; tensors in cycles of what ran before live no longer."""
+        gc.collect()
         self.peak = self.now
         self.operators.clear()
         self.moved.clear()
@@ -118,6 +122,28 @@ def _stored_bytes(value: torch.Tensor) -> int:
 
 def count_passes(model: Model) -> StockPasses:
     """Count what the passes of a model take; raises CheckpointError for one that cannot be run."""
+    with _collecting_between_passes():
+        return _count_somehow(model)
+
+
+@contextmanager
+def _collecting_between_passes() -> Iterator[None]:
+    """Have ``begin`` alone collect garbage, of what is made from here on.
+
+    When Python does depends on all that the process does, and tensors in cycles count until then.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+def _count_somehow(model: Model) -> StockPasses:
     try:
         return _count(model, TOKENS, is_fake=True)
     except CheckpointError:
@@ -338,13 +364,18 @@ def _fit_line(sizes: Sequence[int], found: Sequence[float]) -> tuple[float, floa
 
 def answer() -> None:
     """Read a model of our own making from stdin, and print what its passes take, or why not."""
-    import transformers
+    told = try_to_count(pickle.load(sys.stdin.buffer))
+    print(json.dumps(told if isinstance(told, str) else asdict(told)))
 
+
+def try_to_count(model: Model) -> StockPasses | str:
+    """Return what ``count_passes`` counts, or the reason why it cannot; libraries write nothing."""
+    before = logging.root.manager.disable
     logging.disable(logging.ERROR)  # torch tells of fakes that fail
-    transformers.logging.set_verbosity_error()
-    model = pickle.load(sys.stdin.buffer)
     try:
-        told: Any = asdict(count_passes(model))
+        with quietly(transformers.logging):
+            return count_passes(model)
     except CheckpointError as error:
-        told = str(error)
-    print(json.dumps(told))
+        return str(error)
+    finally:
+        logging.disable(before)
