@@ -53,9 +53,11 @@ holds as many tokens as it ever does that fill no block yet.
 """
 FEW_TOKENS = (8, 16, 32, 64)
 """Tokens of those that are run on zeros."""
-LEAST_SIZES, MOST_GROWTH = 3, 4
-"""Sizes that a fit needs, and the multiple of the first prompt's operators beyond which no longer
-one is run: the model reads a prompt token by token, which would take minutes."""
+LEAST_SIZES, MANY_OPERATORS = 3, 5_000
+"""Sizes that a fit needs, and operators of a prompt after which no longer one is run.
+
+An operator takes 0.3 ms here; seconds would make the answer depend on how busy the host is.
+"""
 BLOCK_BYTES = 512
 """What the CUDA allocator rounds sizes up to. Source: c10/cuda/CUDACachingAllocator.cpp."""
 
@@ -75,7 +77,7 @@ class LiveBytes(TorchDispatchMode):
         self._seen = weakref.WeakKeyDictionary[Any, None]()
 
     def begin(self) -> None:
-        """Begin a pass; tensors in cycles of what ran before live no longer."""
+        """Begin a pass; tensors in cycles of what ran before it live no longer."""
         gc.collect()
         self.peak = self.now
         self.operators.clear()
@@ -128,13 +130,9 @@ def count_passes(model: Model) -> StockPasses:
 
 @contextmanager
 def _collecting_between_passes() -> Iterator[None]:
-    """Have ``begin`` alone collect garbage, of what is made from here on.
-
-    When Python does depends on all that the process does, and tensors in cycles count until then.
-    """
+    """Have ``begin`` alone collect garbage: when Python does depends on all that a process does."""
     was_enabled = gc.isenabled()
     gc.disable()
-    gc.freeze()
     try:
         yield
     finally:
@@ -176,12 +174,14 @@ def _count(model: Model, sizes: Sequence[int], *, is_fake: bool) -> StockPasses:
         )
     layers = decoder_layers(skeleton)
     kinds = list_kinds(model.layers, skeleton.config.get_text_config())
+    _run(skeleton, layers, kinds, sizes[0])  # its imports leave frames behind, with their tensors
+    gc.collect()
+    gc.freeze()  # what is there by now need not be looked through again
     counted: list[_Counted] = []
     for num_tokens in sizes:
         counted.append(_run(skeleton, layers, kinds, num_tokens))
-        first_run, last_run = (sum(each.operators["prefill"]) for each in (counted[0], counted[-1]))
-        if len(counted) >= LEAST_SIZES and last_run > MOST_GROWTH * first_run:
-            break
+        if len(counted) >= LEAST_SIZES and counted[-1].prompt_operators > MANY_OPERATORS:
+            break  # some read a prompt token by token
     first, sizes = counted[0], sizes[: len(counted)]
     kept = [num_tokens + 1 for num_tokens in sizes]  # the step's token is kept, too
     return StockPasses(
@@ -245,7 +245,7 @@ class _Counted:
         self.operators: dict[str, list[int]] = {}
         self.moved: dict[str, list[int]] = {}
         self.cache_bytes = [0] * num_layers
-        self.prompt_bytes = self.step_bytes = 0
+        self.prompt_bytes = self.step_bytes = self.prompt_operators = 0
 
 
 def _run(
@@ -276,6 +276,7 @@ def _run(
                 del logits
                 if phase == "prefill":
                     counted.prompt_bytes = taken
+                    counted.prompt_operators = live.operators.total()
                 else:
                     counted.step_bytes = taken
                 ran = [first[k] if is_alike else n for n, k in enumerate(kinds)]
