@@ -1,13 +1,21 @@
-"""Files that appear whole or not at all."""
+"""Files: those that appear whole or not at all, and those that offplan ships."""
 
 import os
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 StrPath = str | os.PathLike[str]
 """The path of a file or a folder, as the library takes it everywhere."""
+
+
+def load_facts(path: Path) -> Any:
+    """Read a YAML file that offplan ships, by libyaml where it is there, ten times as fast."""
+    import yaml
+
+    return yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def write_whole(path: Path, content: bytes, *, mode: int | None = None, sync: bool = True) -> None:

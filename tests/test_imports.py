@@ -24,7 +24,7 @@ ARROWS = {
     "lean": [],
     "transformers_private": [],
     "hostmem": ["errors", "units"],
-    "forms": ["errors"],
+    "forms": ["errors", "files"],
     "hostcores": ["errors", "files", "forms"],
     "checkpoint": ["errors", "units", "progress", "kept", "kinds", "forms", "transformers_private"],
     "machine": ["records", "kinds", "progress", "kept", "hostmem", "choices", "ranks"],

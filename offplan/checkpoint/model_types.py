@@ -6,9 +6,9 @@ They stand in ``model_types.yaml``, with their sources, so that planning imports
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
+from offplan.files import load_facts
 
-_FACTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_bytes())
+_FACTS: dict[str, Any] = load_facts(Path(__file__).with_suffix(".yaml"))
 
 TIED_BY_DEFAULT = dict.fromkeys(_FACTS["tied"], True) | dict.fromkeys(_FACTS["untied"], False)
 """Whether a model type's head is the embedding, not a matrix of its own, unless the config says."""

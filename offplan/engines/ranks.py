@@ -13,8 +13,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-
 from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.group import group_outside
 from offplan.checkpoint.model import (
@@ -30,13 +28,14 @@ from offplan.checkpoint.tables import INPUT_EMBEDDINGS
 from offplan.checkpoint.tensors import TensorInfo, Tensors
 from offplan.engines.engine import family_of
 from offplan.errors import ExportError
+from offplan.files import load_facts
 from offplan.forms.form import Kind, Part
 from offplan.held.held import absorbed_bytes
 from offplan.held.runner import Runner
 from offplan.held.stage import Stage
 from offplan.ranks import Ranks
 
-FACTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_bytes())
+FACTS: dict[str, Any] = load_facts(Path(__file__).with_suffix(".yaml"))
 
 FORMS = (Kind.RAW, Kind.FP8_BLOCK, Kind.FP8_CHANNEL, Kind.FP8_TENSOR, Kind.MXFP4)
 """Stored forms whose parts are known to be divided as their weights are."""

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from offplan.costs.vllm_cache import cache_bytes
 from offplan.costs.work import step_tokens
 from offplan.engines.engine import (
@@ -25,13 +23,14 @@ from offplan.engines.mxfp4 import Kernels, lay_out_experts
 from offplan.engines.names import EngineParameter, engine_parameters
 from offplan.engines.segments import engine_segments
 from offplan.errors import ExportError
+from offplan.files import load_facts
 from offplan.forms.form import Kind
 from offplan.held.pass_rules import PassRules
 from offplan.held.stage import Stage
 from offplan.placement import Placement
 from offplan.plan import Backend, Plan, Rule
 
-FACTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_bytes())
+FACTS: dict[str, Any] = load_facts(Path(__file__).with_suffix(".yaml"))
 
 PLAIN_HEADS = frozenset(FACTS["plain_heads"])
 """Architectures whose output head stays as it is stored."""

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
+from offplan.files import load_facts
 from offplan.forms.form import BITS, NESTED_BLOCK, Form, Kind, Part, WordOrder
 from offplan.forms.recognise import WORD_BITS
 
@@ -17,7 +16,7 @@ _BNB4_BLOCK = 64
 """Weights of bitsandbytes that share a scale."""
 _CHOICES = (Part.ZERO, Part.GROUP_INDEX, Part.INPUT_SCALE, Part.NESTED_SCALE)
 """Parts that a config may choose to store."""
-_LAYOUTS = yaml.safe_load(Path(__file__).with_name("layouts.yaml").read_bytes())
+_LAYOUTS = load_facts(Path(__file__).with_name("layouts.yaml"))
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from offplan.checkpoint.jsontext import quote
 from offplan.errors import CheckpointError
+from offplan.files import load_facts
 
-_TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("architectures.yaml").read_bytes())
+_TABLE: dict[str, Any] = load_facts(Path(__file__).with_name("architectures.yaml"))
 COMMON: dict[str, str] = _TABLE["common"]
 """Keys of configs by those of GGUF, which follow the architecture's name."""
 ARCHITECTURES: dict[str, dict[str, Any]] = _TABLE["architectures"]
