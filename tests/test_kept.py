@@ -51,7 +51,7 @@ def times(seconds: float) -> tuple[LayerTime, ...]:
     return (decode, decode.model_copy(update={"phase": "prefill", "tokens": 8}))
 
 
-def passes(called: list[int]) -> stock.StockPasses:
+def passes(called: list[int]) -> stock.StockPasses | str:
     """What transformers' own passes of a model take, as it comes out of JSON."""
     calls = {"prefill": called, "decode": called}
     sizes = {"prompt_bytes": [1.0, 2.0, 0.5], "step_bytes": [3.0, 4.0], "caches": [[8, None, 0]]}
