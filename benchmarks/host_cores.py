@@ -28,9 +28,9 @@ import torch
 from offplan.forms.form import RAW, Form, Kind, Part, WordOrder
 from offplan.hostcores.library import Activation, Experts, InstructionSet, Matrix, RowOrder, Team
 from offplan.hostmem.block import HostBlock
-from offplan.runtime.forms import cores
 from offplan.runtime.forms.packing import pack
 from offplan.runtime.forms.reference import Parts
+from offplan.runtime.host_cores import cores
 
 ROUNDS = 15
 MOST_S = 4.0

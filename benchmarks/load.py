@@ -29,9 +29,11 @@ from offplan.held.held import hold
 from offplan.held.packing import pack_everything
 from offplan.hostmem.block import HostBlock
 from offplan.plan import Backend, Offload, Rule
+from offplan.runtime.executors import EXECUTORS
 from offplan.runtime.loading import loaded as runtime_loaded
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.loader import NUM_THREADS, load_weights
+from offplan.runtime.loading.prepared import prepare
 from offplan.runtime.loading.staging import EXTENT_BYTES
 
 SHARD_BYTES = 4 * 10**9
@@ -141,7 +143,7 @@ def load(
 
     vars(runtime_loaded)["load_weights"] = timed
     began = time.perf_counter()
-    loaded = LoadedModel(model, decision, torch.device(device), folder)
+    loaded = LoadedModel(prepare(model, decision, torch.device(device), EXECUTORS), folder)
     seconds = time.perf_counter() - began
     on_host = loaded.placement.offloaded_bytes
     if device == "cpu":  # the arena and the ring are host memory then

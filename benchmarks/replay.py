@@ -49,7 +49,8 @@ from offplan.placement import Placement, place
 from offplan.plan import Budget, Offload, Plan, Rule, Workload, load_plan
 from offplan.planner.make import make_plan
 from offplan.routing.use_order import UseOrder
-from offplan.runtime.forms.expert_table import NOTED_TOKENS
+from offplan.runtime.cached_experts.executor import CachedExperts
+from offplan.runtime.cached_experts.expert_table import NOTED_TOKENS
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.session import Session
 from offplan.transformers_private import list_experts
@@ -168,8 +169,7 @@ def run(session: ReplaySession, prompt: torch.Tensor, num_steps: int) -> dict[st
     """Read the prompt and time steps behind it, after all slots were emptied."""
     assert session.routing is not None
     with session.stream(), torch.inference_mode():
-        session.loaded.cached.empty()
-        session.loaded.cached.forget()
+        session.loaded.executors["cached_experts"].forget()
         session.routing.forget()
     is_cuda = session.device.type == "cuda"
     with session.stream():
@@ -186,7 +186,9 @@ def run(session: ReplaySession, prompt: torch.Tensor, num_steps: int) -> dict[st
             torch.cuda.synchronize()
     pairs = itertools.pairwise(moments)
     steps = [a.elapsed_time(b) / 1e3 if is_cuda else b - a for a, b in pairs]
-    counted = session.count_experts()
+    cached = session.loaded.executors["cached_experts"]
+    assert isinstance(cached, CachedExperts)
+    counted = cached.count_layers()
     return {
         "prompt_s": prompt_s,
         "step_s": statistics.median(steps),

@@ -132,7 +132,7 @@ def main() -> None:
             prompt = torch.randint(0, 1000, (1, args.prefill))
             results.append({"batch": 1, **time_prefill(session, prompt)})
             results[-1]["gpu_bytes"] = session.gpu_bytes
-        placement, peer = session.loaded.placement, session.loaded.store.peer
+        placement, peer = session.loaded.placement, session.loaded.store.slab_device
         report = {
             "config": args.config,
             "rules": json.loads(args.rules),

@@ -2,8 +2,8 @@
 
 Each is one record in one table, ``BACKENDS``. Plans name it; placement, schedule, costs, planner
 and reports ask the record, and none of them knows a backend by its name. ``runtime.memory.servers``
-registers what executes it in a session, since nothing here needs torch. Engines know the backends
-that their flags can say, and refuse every other one.
+and the executors of capabilities register what executes it in a session, since nothing here needs
+torch. Engines know the backends that their flags can say, and refuse every other one.
 
 Every backend has the whole weight in its layer's slab, off the GPU.
 """

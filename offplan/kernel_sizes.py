@@ -54,7 +54,7 @@ PAIR_COPIES = 2
 """Hidden states of each pair besides, where experts stream in parts: as it is handed to them, and
 as they return it.
 
-Source: ``runtime.model.parts.Meeting``. Pairs that are sorted already take less than both terms:
+Source: ``runtime.parts.experts.Meeting``. Pairs that are sorted already take less than both terms:
 their block is as large, since gates differ in what they hold.
 """
 KERNEL_TYPES = ("bfloat16", "float16")

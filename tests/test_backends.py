@@ -29,8 +29,9 @@ from offplan.plan import Budget, Goal, Offload, Rule, Workload, dump_plan, load_
 from offplan.planner.make import make_plan
 from offplan.report.plan import describe_offload
 from offplan.report.why import explain_plan
+from offplan.runtime.executors import EXECUTORS
 from offplan.runtime.generate import generate
-from offplan.runtime.memory.servers import SERVERS
+from offplan.runtime.memory.servers import SERVERS, Server
 from offplan.schedule import Compute, Serve, build_steady_request
 from tests.costs.builders import dense_model, make_machine, moe_model, place_rules, rule
 from tests.held import hold_by, place, predict
@@ -68,7 +69,7 @@ def make_echo(bytes_per_s: float, name: str = "echo", kept: float = 0.0) -> Back
     )
 
 
-class Echo:
+class Echo(Server):
     """Copies a layer's weights from their slab when the layer needs them, over all others."""
 
     def __init__(self, device: torch.device) -> None:
@@ -86,12 +87,6 @@ class Echo:
         for stored, fetched in self._pairs[phase, layer]:
             fetched.copy_(stored)
             self.bytes_moved += stored.nbytes
-
-    def invalidate(self) -> None:
-        """Do nothing: what it fetched it fetches again."""
-
-    def check(self) -> None:
-        pass
 
     def close(self) -> None:
         self._pairs.clear()
@@ -123,7 +118,8 @@ def test_without_it_a_plan_that_names_it_is_refused() -> None:
 
 
 def test_each_backend_that_reads_at_use_has_a_server() -> None:
-    assert {each for each in BACKENDS.values() if not each.streams} == set(SERVERS)
+    served = set(SERVERS).union(*(each.servers for each in EXECUTORS.values()))
+    assert {each for each in BACKENDS.values() if not each.streams} == served
 
 
 def test_rules_are_checked(monkeypatch: pytest.MonkeyPatch, fast: Backend) -> None:

@@ -62,7 +62,19 @@ ARROWS = {
     "runtime.model": ["runtime.forms", "placement"],
     "runtime.loading": ["runtime.memory", "runtime.model", "refusals"],
     "runtime.passes": ["runtime.loading", "routing"],
-    "runtime.session": ["runtime.passes", "runtime.faults"],
+    "runtime.parts": ["runtime.passes"],
+    "runtime.peer": ["runtime.loading"],
+    "runtime.cached_experts": ["runtime.loading"],
+    "runtime.stock": ["runtime.passes"],
+    "runtime.host_cores": ["runtime.loading"],
+    "runtime.executors": [
+        "runtime.parts",
+        "runtime.peer",
+        "runtime.cached_experts",
+        "runtime.host_cores",
+        "runtime.stock",
+    ],
+    "runtime.session": ["runtime.executors", "runtime.faults"],
     "runtime.sampling": ["errors"],
     "runtime.generate": ["runtime.session", "runtime.sampling"],
     "runtime.rendering": ["checkpoint"],
@@ -75,7 +87,7 @@ ARROWS = {
     "runtime.measuring": ["runtime.generate", "machine"],
     "library.planned": ["machine", "routing"],
     "library.held_memory": ["placement"],
-    "library.runnable": ["held", "lean", "runtime.loading", "runtime.measuring"],
+    "library.runnable": ["held", "lean", "runtime.executors", "runtime.measuring"],
     "library.unpackable": ["library.held_memory", "packing_sample", "runtime.memory"],
     "library.sessions": [
         "library.planned",
@@ -152,6 +164,25 @@ def test_arrows(room: str) -> None:
         if (forbidden := imported_rooms(path) - allowed(room))
     }
     assert not wrong, f"{room} may import {sorted(allowed(room))}"
+
+
+MEASURING = {
+    "runtime.stock": {"runtime.measuring"},  # accelerate, beside which it is measured, runs it
+    "runtime.host_cores": {"runtime.measuring"},
+}
+"""Rooms beside the table that import a capability's: they measure it."""
+
+
+@pytest.mark.parametrize("capability", ARROWS["runtime.executors"])
+def test_the_table_alone_imports_a_capability(capability: str) -> None:
+    """Without its folder and its row in the table, everything else is there."""
+    importing = {
+        room
+        for room, paths in rooms().items()
+        for path in paths
+        if capability in imported_rooms(path) and room != capability
+    }
+    assert importing == {"runtime.executors"} | MEASURING.get(capability, set())
 
 
 def test_tests_import_helpers_never_one_another() -> None:

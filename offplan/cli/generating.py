@@ -70,7 +70,7 @@ def generate_request(
         session.gpu_bytes or None,
         measured,
         None if is_same else predict_workload(plan, model, ran),
-        compare_experts(plan, model, session.find_experts(measured.num_decodes)),
+        compare_experts(plan, model, session.count(measured.num_decodes).get("cached_experts")),
     )
 
 

@@ -79,8 +79,8 @@ def run(given: RunOptions) -> None:
                 if given.record_routing is not None:
                     save_routing(session, plan, given.record_routing, force=given.force)
 
-            if (peer := session.loaded.store.peer) is not None:
-                print_note(f"the offloaded weights lie on {peer}, {device_name(peer)}")
+            if (other := session.loaded.store.slab_device) is not None:
+                print_note(f"the offloaded weights lie on {other}, {device_name(other)}")
             try:
                 result = generate_request(session, plan, model, request, left, teller)
             except BrokenPipeError:

@@ -46,7 +46,7 @@ Source: transformers' decoder layers, read; not yet measured.
 CHOICE_BYTES = 28
 """Bytes of each choice of a token: expert, sorted expert and order in 8 each, a weight in 4.
 
-Source: ``runtime.model.parts.Meeting``.
+Source: ``runtime.parts.experts.Meeting``.
 """
 SCORE_BYTES = 8
 """Bytes of a token's score of each expert, as the router gives it and in float32.

@@ -104,7 +104,7 @@ def find_passes(
 def _ask_process(model: Model) -> StockPasses | str:
     command = (
         "from offplan.lean import import_less; import_less(); "
-        "from offplan.runtime.measuring.stock_passes import answer; answer()"
+        "from offplan.runtime.stock.passes import answer; answer()"
     )
     try:
         done = subprocess.run(

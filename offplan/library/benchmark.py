@@ -133,7 +133,7 @@ def bench_plan(
         num_repeats=num_repeats,
         plan=measured,
         host_bytes=host_bytes,
-        experts=compare_experts(plan, found, measured.experts),
+        experts=compare_experts(plan, found, measured.counts.get("cached_experts")),
         ran=plan,
         others={name: _measure_way(name, setup, on_stage) for name in others},
     )

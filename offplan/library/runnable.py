@@ -158,7 +158,7 @@ def needs_stock(model: Model, context: int) -> bool:
 
 
 def _count_passes(model: Model) -> StockPasses | str:
-    from offplan.runtime.measuring.stock_passes import try_to_count
+    from offplan.runtime.stock.passes import try_to_count
 
     return try_to_count(model)
 
@@ -169,16 +169,17 @@ def _offload_nothing(stage: Stage) -> Offload:
 
 def find_obstacle(stage: Stage, offload: Offload | None = None, on_gpu: bool = False) -> str | None:
     """Say what ``why_not_run`` does, without the context; imports torch."""
+    from offplan.runtime.executors import EXECUTORS
     from offplan.runtime.loading.alike import shorten
     from offplan.runtime.loading.prepared import fit
 
-    asked = offload or _offload_nothing(stage)
+    asked, device = offload or _offload_nothing(stage), "cuda" if on_gpu else "cpu"
     try:
         if not asked.rules and not stage.is_stock:  # rules take layers by their number
             with suppress(CheckpointError):  # its words may count all layers
-                fit(shorten(stage), asked, on_gpu=on_gpu)
+                fit(shorten(stage), asked, EXECUTORS, device)
                 return None
-        fit(stage, asked, on_gpu=on_gpu)
+        fit(stage, asked, EXECUTORS, device)
     except OffplanError as error:
         return str(error)
     return None
@@ -195,6 +196,7 @@ def check_before_fetching(
     """
     if model.revision is None and Path(model.source).exists():  # loading says so itself
         return
+    from offplan.runtime.executors import EXECUTORS
     from offplan.runtime.loading.prepared import prepare
     from offplan.runtime.model.layers import require_triton
 
@@ -202,7 +204,7 @@ def check_before_fetching(
         refuse_long_texts(model, context)
         if device.type == "cuda":
             require_triton()
-    prepare(model, offload, device, stock=stock)
+    prepare(model, offload, device, EXECUTORS, stock=stock)
 
 
 def _ask_process(stage: Stage, offload: Offload, on_gpu: bool) -> str | None:

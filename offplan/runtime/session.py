@@ -1,8 +1,8 @@
 """A plan brought to life: prefill, decode, and nothing that synchronises with the host."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,15 @@ import torch
 from offplan.checkpoint.jsontext import describe
 from offplan.checkpoint.model import Model
 from offplan.errors import OffplanError
-from offplan.expert_slots import ExpertsFound
 from offplan.plan import Offload
 from offplan.progress import Progress
 from offplan.routing.profile import require_routing
 from offplan.runtime.device import let_go, on_device, open_stream
+from offplan.runtime.executors import EXECUTORS
 from offplan.runtime.faults import find_cause, memory_limits
-from offplan.runtime.loading.cached import ExpertCounts
+from offplan.runtime.loading.capability import PassesExecutor
 from offplan.runtime.loading.loaded import LoadedModel
+from offplan.runtime.loading.prepared import prepare
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.gpu_memory import PeakMemory
 from offplan.runtime.model.caches import ALL
@@ -26,7 +27,6 @@ from offplan.runtime.model.layers import require_triton
 from offplan.runtime.passes.link import CpuLink, CudaLink, Link
 from offplan.runtime.passes.routing import RoutingRecorder
 from offplan.runtime.passes.runner import ModelRunner
-from offplan.runtime.passes.stock import StockRunner
 from offplan.runtime.refusal import refuse, refuse_long_texts
 
 NUM_WARMUP_STEPS = 2
@@ -65,31 +65,33 @@ class Session:
         ``routing``. ``stock`` runs transformers' own passes, of which nothing is captured. With
         ``share_layers`` equal layers read the same random weights, to time them in less memory.
         ``host_threads`` are what the host's cores compute with, of a plan that has them compute;
-        most physical cores if left out.
-        ``wrap_link`` puts another link in front of the one that moves the bytes.
+        most physical cores if left out. ``wrap_link`` puts another link in front of the one that
+        moves the bytes.
 
-        Raises what LoadedModel raises, whatever was taken until then being given back,
-        CheckpointError where the model does not run on texts of so many tokens, and OffplanError
-        where the GPU's compiler is missing.
+        Raises what ``prepare`` and LoadedModel raise, whatever was taken until then being given
+        back. Raises CheckpointError for a model that does not run on texts of so many tokens, and
+        OffplanError where the GPU's compiler is missing.
         """
-        if not stock:
+        self.device = torch.device(device)
+        prepared = prepare(
+            *(model, offload, self.device, EXECUTORS),
+            stock=stock,
+            share_layers=share_layers,
+            host_threads=host_threads,
+        )
+        is_own = prepared.passes is None
+        if is_own:
             refuse_long_texts(model, context)
         if record_routing:
             require_routing(model, stock=stock)
-        self.device = torch.device(device)
-        capture = capture and self.device.type == "cuda" and not stock
+        capture = capture and self.device.type == "cuda" and is_own
         if capture:
             require_triton()  # before minutes of loading
         self.context = context
         self.memory = PeakMemory(self.device)
         self._closed = False
         with on_device(self.device):
-            self.loaded = LoadedModel(
-                *(model, offload, self.device, folder, on_progress),
-                stock=stock,
-                share_layers=share_layers,
-                host_threads=host_threads,
-            )
+            self.loaded = LoadedModel(prepared, folder, on_progress)
             try:
                 # loading ran on the default stream
                 self._stream = open_stream(self.device)
@@ -97,7 +99,7 @@ class Session:
                 link_type = CudaLink if self.device.type == "cuda" else CpuLink
                 self.routing = self._watch_routing() if record_routing else None
                 self.link = wrap_link(link_type(store.slots, store.slabs))
-                self.runner: Any = self._make_runner(offload.prefill_chunk, capture, stock)
+                self.runner = self._make_runner(prepared.passes, offload.prefill_chunk, capture)
             except BaseException:
                 let_go(self.device)
                 self.loaded.close()
@@ -138,30 +140,21 @@ class Session:
         of_rows = self.runner.tokens_embedded * sum(table.token_bytes for table in tables)
         return self.link.bytes_moved + served + of_rows
 
-    def count_experts(self) -> dict[int, ExpertCounts]:
-        """Return what decode steps found of kept experts since ``warm_up``, by layer index.
+    def count(self, num_steps: int, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return what executors counted in a decode step, as the mean of ``num_steps``.
 
-        Empty where no rule keeps experts. Waits for the device.
+        By capability; without those that count nothing. Counted since ``warm_up``, less the sums
+        ``before``; with one step the sums themselves. Waits for the device.
         """
+        means = {}
         with self.stream():
-            return self.loaded.cached.count()
-
-    def find_experts(
-        self, num_steps: int, before: ExpertsFound | None = None
-    ) -> ExpertsFound | None:
-        """Return what a decode step found of kept experts, as the mean of ``num_steps``.
-
-        Counted since ``warm_up``, less what the sums ``before`` have; with one step the sums
-        themselves. None where no rule keeps experts. Waits for the device.
-        """
-        counts = self.count_experts().values()
-        if not counts or not num_steps:
-            return None
-        names = [field.name for field in fields(ExpertsFound)]
-        sums = [sum(getattr(each, of) for each in counts) for of in names]
-        if before is not None:
-            sums = [each - getattr(before, of) for each, of in zip(sums, names, strict=True)]
-        return ExpertsFound(*(each / num_steps for each in sums))
+            for name, executor in self.loaded.executors.items():
+                if num_steps and (counted := executor.count()) is not None:
+                    sums = astuple(counted)
+                    less = astuple(before[name]) if before else (0,) * len(sums)
+                    each = (a - b for a, b in zip(sums, less, strict=True))
+                    means[name] = type(counted)(*(number / num_steps for number in each))
+        return means
 
     @property
     def changes_with_length(self) -> bool:
@@ -190,8 +183,8 @@ class Session:
         """Forget what passes have left that only warmed up, and wait for them."""
         self.runner.length = 0
         with self.stream():
-            self.loaded.cached.empty()
-            self.loaded.cached.forget()
+            for each in self.loaded.executors.values():
+                each.forget()
         if self.routing is not None:
             self.routing.forget()
         if self._stream is not None:
@@ -281,13 +274,13 @@ class Session:
         except (torch.OutOfMemoryError, MemoryError):
             return "memory ran out when offplan read the text once more to find the layer"
 
-    def _make_runner(self, chunk: int, capture: bool, stock: bool) -> ModelRunner | StockRunner:
+    def _make_runner(self, passes: PassesExecutor | None, chunk: int, capture: bool) -> Any:
         given, context = (self.loaded, self.link, self.memory), self.context
-        if not stock:
+        if passes is None:
             return ModelRunner(*given, context=context, chunk=chunk, capture=capture)
         with self.stream():
             try:
-                return StockRunner(*given, context=context, chunk=chunk)
+                return passes.make_runner(*given, context=context, chunk=chunk)
             except OffplanError:
                 raise
             except Exception as error:  # whatever a class does with its first text

@@ -326,7 +326,7 @@ def test_code_gives_the_same_bits_with_every_second_layer_offloaded(
 def test_code_of_another_repository_is_refused(tmp_path: Path) -> None:
     from offplan.checkpoint.open import open_model
     from offplan.errors import CheckpointError
-    from offplan.runtime.loading.stock import build_stock
+    from offplan.runtime.stock.skeleton import build_stock
 
     named = {key: f"someone/else--{name}" for key, name in AUTO_MAP.items()}
     folder = write_checkpoint(tmp_path, auto_map=named)

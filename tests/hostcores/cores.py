@@ -7,9 +7,10 @@ import torch
 
 from offplan.errors import OffplanError
 from offplan.forms.form import RAW, Form, Kind, Part, WordOrder
-from offplan.runtime.forms import cores, reference
+from offplan.runtime.forms import reference
 from offplan.runtime.forms.packing import pack
 from offplan.runtime.forms.reference import Parts
+from offplan.runtime.host_cores import cores
 
 _WORDS = WordOrder.COMPRESSED_TENSORS
 FORMS = {

@@ -11,7 +11,7 @@ import torch
 from offplan.errors import OffplanError
 from offplan.hostcores.coordinator import Coordinator, choose_cores, parse_cores
 from offplan.hostcores.library import Dense, Words
-from offplan.runtime.forms import cores
+from offplan.runtime.host_cores import cores
 from tests.hostcores.cores import make_weight, require_cores, values_of
 
 require_cores()

@@ -11,7 +11,8 @@ import torch
 
 from offplan.plan import Rule
 from offplan.routing.use_order import UseOrder
-from offplan.runtime.forms.expert_table import NOTED_TOKENS
+from offplan.runtime.cached_experts.executor import CachedExperts, ExpertCounts
+from offplan.runtime.cached_experts.expert_table import NOTED_TOKENS
 from offplan.runtime.session import Session
 from tests.runtime.plans import offload, open_session
 
@@ -28,6 +29,19 @@ def keeping(num: int, more: int | None = None, prefill: str = "prefetch", every:
             "cached_experts_more": more,
         }
     )
+
+
+def cached_of(session: Session) -> CachedExperts:
+    found = session.loaded.executors["cached_experts"]
+    assert isinstance(found, CachedExperts)
+    return found
+
+
+def count_experts(session: Session) -> dict[int, ExpertCounts]:
+    if "cached_experts" not in session.loaded.executors:
+        return {}
+    with session.stream():
+        return cached_of(session).count_layers()
 
 
 FEW = 2, 1, (1, 2, 3, 4), 16
@@ -102,7 +116,7 @@ class Trace:
     def __init__(self, session: Session, num_chosen: int) -> None:
         self.num_chosen = num_chosen
         self.calls: dict[int, list[np.ndarray]] = {}
-        for index, layer in session.loaded.cached._layers.items():
+        for index, layer in cached_of(session).layers.items():
             self.calls[index] = []
             layer.experts.register_forward_pre_hook(functools.partial(self._note, index))
 
@@ -135,7 +149,7 @@ class Trace:
 def check_slots(session: Session, orders: dict[int, UseOrder]) -> None:
     """The experts used last are in slots, each with all of its parts."""
     for index, order in orders.items():
-        layer = session.loaded.cached._layers[index]
+        layer = cached_of(session).layers[index]
         table, num_used = layer.table, int(order.num_used[0])
         first = order.order[0][: min(num_used, table.num_slots)]
         assert table.list_of(0).tolist() == order.order[0].tolist()

@@ -6,9 +6,9 @@ import torch
 
 from benchmarks.divided import DividedSlots
 from offplan.plan import Rule
-from offplan.runtime.forms.expert_table import NOTED_TOKENS, ORDER, SLOTS
+from offplan.runtime.cached_experts.expert_table import NOTED_TOKENS, ORDER, SLOTS
 from offplan.runtime.session import Session
-from tests.runtime.cached import Trace, keeping, prompts
+from tests.runtime.cached import Trace, cached_of, count_experts, keeping, prompts
 from tests.runtime.quantise import save_stored
 
 
@@ -41,7 +41,7 @@ def save(family: str, form: str, into: Path, **config: int) -> tuple[Path, Path]
 def check_layers(session: Session, lists: dict[int, DividedSlots]) -> None:
     """What a list keeps is in slots, each with all of its parts."""
     for index, kept in lists.items():
-        layer = session.loaded.cached._layers[index]
+        layer = cached_of(session).layers[index]
         order, slots = (layer.table.list_of(which).tolist() for which in (ORDER, SLOTS))
         place_of = {e: slot for e, slot in zip(order, slots, strict=True) if slot >= 0}
         assert order == kept.order
@@ -57,7 +57,7 @@ def check_layers(session: Session, lists: dict[int, DividedSlots]) -> None:
 
 def run_beside_lists(session: Session, share: float) -> None:
     """Hold tables, slots and counts of prompts and steps to lists of the trace."""
-    layers = session.loaded.cached._layers
+    layers = cached_of(session).layers
     trace = Trace(session, 2)
     lists = {index: DividedSlots(layer.of) for index, layer in layers.items()}
     assert all(layer.of.host_share == share for layer in layers.values())
@@ -75,7 +75,7 @@ def run_beside_lists(session: Session, share: float) -> None:
             for index, calls in trace.calls.items():
                 lists[index].step(calls.pop().flatten().tolist())
             check_layers(session, lists)
-    for index, found in session.count_experts().items():
+    for index, found in count_experts(session).items():
         listed = dict(lists[index].counts)
         del listed["chunks"]
         assert {of: getattr(found, of) for of in listed} == listed

@@ -30,7 +30,7 @@ from offplan.held.held import hold
 from offplan.plan import Offload, Rule
 from offplan.planner.classes import expert_class
 from offplan.runtime.model.frequencies import RENEWING
-from offplan.runtime.passes.stock import reads_chunks
+from offplan.runtime.stock.runner import reads_chunks
 from offplan.transformers_private import complete_outputs
 from tests.runtime.plans import group, in_parts, offload, open_session
 
@@ -435,7 +435,7 @@ def compare_stock(
 def _reads_chunks(folder: Path, whole: list[torch.Tensor]) -> bool:
     """Whether transformers' own passes give of LONG in chunks what they gave of the whole."""
     try:
-        with patch("offplan.runtime.passes.stock.reads_chunks", return_value=True):
+        with patch("offplan.runtime.stock.runner.reads_chunks", return_value=True):
             parts = run_planned(folder, LONG, offload(group(2, 1), prefill_chunk=7), stock=True)
     except Exception:  # whatever transformers does with a chunk
         return False

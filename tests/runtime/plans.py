@@ -6,8 +6,12 @@ from typing import Any, Literal
 
 import torch
 
+from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.plan import Offload, Rule
+from offplan.runtime.executors import EXECUTORS
+from offplan.runtime.loading.loaded import LoadedModel
+from offplan.runtime.loading.prepared import prepare
 from offplan.runtime.measuring.bench import Bench
 from offplan.runtime.passes.link import Link
 from offplan.runtime.session import Session
@@ -81,6 +85,11 @@ class LateLink:
         """Perform what is pending, in order, up to this slot's copy."""
         while any(pending.slot == op.slot for pending in self._pending):
             self._link.copy(self._pending.pop(0))
+
+
+def load(model: Model, decision: Offload, folder: Path | None) -> LoadedModel:
+    """Load a model on the CPU; random weights without a folder."""
+    return LoadedModel(prepare(model, decision, torch.device("cpu"), EXECUTORS), folder)
 
 
 def open_session(

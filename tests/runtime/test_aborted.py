@@ -128,8 +128,10 @@ def watch(
                 return made
 
             runner.swap = make_swap
-            moments.around(runner._executor, "_settle")
-            moments.around(runner._cached, "begin")
+            settles = runner._executor._settle
+            settles[:] = [moments._between("_settle", settle) for settle in settles]
+            for each in session.loaded.executors.values():
+                moments.around(each, "begin")
         for server in session.loaded.store.servers.values():
             names = ("multiply", "send", "begin", "end")
             moments.around(server, *(name for name in names if hasattr(server, name)))

@@ -7,8 +7,8 @@ import torch
 
 from offplan.backends import Backend
 from offplan.errors import OffplanError
-from offplan.runtime.memory.handover import Handover
-from offplan.runtime.memory.servers import ByCores
+from offplan.runtime.host_cores.handover import Handover
+from offplan.runtime.host_cores.server import ByCores
 from offplan.runtime.session import Session
 from tests.hostcores.cores import require_cores
 from tests.runtime.plans import group, offload, open_session

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PhimoeConfig
 from offplan.errors import PlanError
 from offplan.plan import Offload, Packing, Rule
 from offplan.routing.use_order import UseOrder
-from offplan.runtime.model import cached
+from offplan.runtime.cached_experts import experts as cached
 from offplan.runtime.model.layers import DecoderLayers
 from offplan.runtime.passes import runner
 from offplan.runtime.rows import Rows
@@ -22,7 +22,9 @@ from tests.runtime.cached import (
     Abort,
     Trace,
     abort_in,
+    cached_of,
     check_slots,
+    count_experts,
     keeping,
     prompts,
     run_hostile,
@@ -95,7 +97,7 @@ def test_counts_are_those_of_a_list_of_the_trace(
                 total += trace.pass_over(orders, len(prompt), is_step=True)
                 check_slots(session, orders)
             step_bytes += sum(copied)
-        counts = session.count_experts()
+        counts = count_experts(session)
         slots = session.loaded.placement.expert_slots
         assert list(counts) == list(orders)
         for row, (index, found) in enumerate(counts.items()):
@@ -104,7 +106,7 @@ def test_counts_are_those_of_a_list_of_the_trace(
             assert found.copied_bytes == found.copied * slots[index].expert_bytes
         assert sum(found.copied_bytes for found in counts.values()) == step_bytes
         session.warm_up(1, 7)
-        assert all(not (c.hits or c.misses) for c in session.count_experts().values())
+        assert all(not (c.hits or c.misses) for c in count_experts(session).values())
 
 
 @pytest.mark.slow
@@ -127,7 +129,7 @@ def test_stored_forms_equal_resident(
     decision = offload(keeping(num, prefill=prefill), prefill_chunk=7)
     with open_session(stored, decision) as session:
         assert all(map(torch.equal, run_hostile(session, *FEW), expected))
-        assert any(count.hits for count in session.count_experts().values())
+        assert any(count.hits for count in count_experts(session).values())
 
 
 @pytest.mark.slow
@@ -141,7 +143,7 @@ def test_packed_experts_equal_resident(family: str, tmp_path: Path) -> None:
         decision = offload(keeping(num), prefill_chunk=7).model_copy(update=packing)
         with open_session(plain, decision) as session:
             assert all(map(torch.equal, run_hostile(session, *FEW), expected))
-            assert any(count.hits for count in session.count_experts().values())
+            assert any(count.hits for count in count_experts(session).values())
 
 
 def count_copied_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -179,7 +181,7 @@ def test_compiled_layers_with_slots_run_no_code_of_those_without(
 
     def run(rules: Offload) -> tuple[list[torch.Tensor], dict[int, Any]]:
         with open_session(checkpoint, rules) as session:
-            return run_hostile(session, 3, 2, (3, 0), 14), session.count_experts()
+            return run_hostile(session, 3, 2, (3, 0), 14), count_experts(session)
 
     logits, counts = run(decision)
     assert all(found.hits and found.copied for found in counts.values())
@@ -208,16 +210,16 @@ def test_more_pairs_than_kernels_sort(folder: Path) -> None:
 
 def test_memory_holds_the_slots(folder: Path) -> None:
     with open_session(saved("deepseek_v2", folder), offload(keeping(2, every=1))) as session:
-        store, placement = session.loaded.store, session.loaded.placement
-        assert sum(m.nbytes for m in store.expert_slots.values()) == placement.expert_slots_bytes
-        for index, layer in session.loaded.cached._layers.items():
+        memory, placement = cached_of(session)._memory, session.loaded.placement
+        assert sum(m.nbytes for m in memory.values()) == placement.expert_slots_bytes
+        for index, layer in cached_of(session).layers.items():
             views = [layer.table.memory, *layer.slots.values()]
-            begin = store.expert_slots[index].data_ptr()
-            stop = begin + store.expert_slots[index].nbytes
+            begin = memory[index].data_ptr()
+            stop = begin + memory[index].nbytes
             assert all(begin <= v.data_ptr() <= v.data_ptr() + v.nbytes <= stop for v in views)
-        experts = [layer.experts for layer in session.loaded.cached._layers.values()]
-    assert not store.expert_slots
-    assert not session.loaded.cached._layers
+        experts = [layer.experts for layer in cached_of(session).layers.values()]
+    assert not memory
+    assert not cached_of(session).layers
     assert not any("slots" in vars(each) for each in experts)
 
 
@@ -248,7 +250,7 @@ def test_texts_that_join_and_leave_beside_a_prompt_that_fails(tmp_path: Path, nu
             for tokens in ((3, 4), (9, 9), (2, 8)):
                 stepped = rows.step(dict(zip((first.row, third.row), tokens, strict=True)))
                 made += [stepped[row].clone() for row in (first.row, third.row)]
-            return made, sum(each.hits for each in session.count_experts().values())
+            return made, sum(each.hits for each in count_experts(session).values())
 
     expected, _ = run()
     got, hits = run(keeping(num))

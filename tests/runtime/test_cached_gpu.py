@@ -9,7 +9,7 @@ import torch
 
 from offplan.plan import Packing
 from offplan.routing.use_order import UseOrder
-from tests.runtime.cached import Trace, check_slots, keeping, prompts, run_hostile
+from tests.runtime.cached import Trace, check_slots, count_experts, keeping, prompts, run_hostile
 from tests.runtime.plans import offload, open_session
 from tests.runtime.quantise import save_routed
 
@@ -53,7 +53,7 @@ def test_logits_equal_resident(folder: Path, family: str, form: str, capture: bo
         with open_session(checkpoint, decision, "cuda", capture=capture) as session:
             with session.stream():
                 got = [each.cpu() for each in run_hostile(session, steps_before=0)]
-            counts = session.count_experts().values()
+            counts = count_experts(session).values()
             differences = [(a - b).abs().max().item() for a, b in zip(got, expected, strict=True)]
             assert differences == [0.0] * len(expected)
             assert any(count.hits for count in counts)
@@ -79,7 +79,7 @@ def test_counts_are_those_of_a_list_of_the_trace(folder: Path, num: int) -> None
                 logits = session.decode(logits.argmax(-1, keepdim=True))
                 total += trace.pass_over(orders, len(prompt), is_step=True)
                 check_slots(session, orders)
-        counts = session.count_experts()
+        counts = count_experts(session)
     for row, (index, found) in enumerate(counts.items()):
         slots = session.loaded.placement.expert_slots[index]
         assert found.hits == total[row, 0, num]

@@ -13,8 +13,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from offplan.errors import OffplanError
 from offplan.forms.form import RAW, Form, Kind, Part, WordOrder
 from offplan.hostcores.library import Activation, Experts, InstructionSet, Library, RowOrder, Team
-from offplan.runtime.forms import cores
-from offplan.runtime.forms.cores import Gate
+from offplan.runtime.host_cores import cores
+from offplan.runtime.host_cores.cores import Gate
 from tests.hostcores.cores import FORMS, make_weight, require_cores, values_of
 from tests.tiers import first_quick
 

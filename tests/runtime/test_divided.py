@@ -11,16 +11,16 @@ import torch
 from offplan.backends import Backend
 from offplan.errors import OffplanError
 from offplan.plan import Rule
-from offplan.runtime.loading.by_cores import ExpertsTask
-from offplan.runtime.memory.handover import Handover
-from offplan.runtime.memory.servers import SERVERS, ByCores
-from offplan.runtime.model import cached
+from offplan.runtime.cached_experts import experts as cached
+from offplan.runtime.host_cores.executor import ExpertsTask, HostCores
+from offplan.runtime.host_cores.handover import Handover
+from offplan.runtime.host_cores.server import ByCores
 from offplan.runtime.model.layers import DecoderLayers
 from offplan.runtime.passes import runner
 from offplan.runtime.rows import Rows
 from offplan.runtime.session import Session
 from tests.hostcores.cores import require_cores
-from tests.runtime.cached import Abort, keeping, prompts, run_hostile
+from tests.runtime.cached import Abort, cached_of, count_experts, keeping, prompts, run_hostile
 from tests.runtime.divided import dividing, run_beside_lists, save, wide
 from tests.runtime.families import MOST_ROUNDING
 from tests.runtime.fed import run_fed, run_in_float32, typical_error
@@ -80,9 +80,9 @@ def test_counts_are_those_of_a_list(
 ) -> None:
     with open_session(folder, offload(dividing(num, share, prefill), prefill_chunk=7)) as session:
         session.warm_up(1, 7)
-        session.loaded.cached.empty()
+        cached_of(session).invalidate()
         run_beside_lists(session, 1.0 if share is None else share)
-        found = session.find_experts(36)
+        found = session.count(36)["cached_experts"]
         assert found is not None
         assert 0 < found.by_cores <= found.misses
         assert share is not None or found.by_cores == found.misses
@@ -96,9 +96,9 @@ def test_counts_of_split_experts_are_those_of_a_list(
     decision = offload(dividing(num, share, splits=True), prefill_chunk=7)
     with open_session(wide_folder, decision) as session:
         session.warm_up(1, 7)
-        session.loaded.cached.empty()
+        cached_of(session).invalidate()
         run_beside_lists(session, share)
-        assert all(found.split for found in session.count_experts().values())
+        assert all(found.split for found in count_experts(session).values())
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_the_same_bits_for_the_same_history(folder: Path) -> None:
     for _ in range(2):
         with open_session(folder, offload(dividing(2, 0.5), prefill_chunk=7)) as session:
             runs.append(run_hostile(session))
-            counts = session.count_experts().values()
+            counts = count_experts(session).values()
             assert all(c.hits and c.by_cores for c in counts)
             assert any(c.copied for c in counts)
     assert all(map(torch.equal, *runs))
@@ -120,7 +120,7 @@ def test_an_aborted_pass_leaves_slots_empty(folder: Path) -> None:
     decision = offload(dividing(2, 0.5), prefill_chunk=7)
     with open_session(folder, decision) as session:
         run_hostile(session)
-        session.loaded.cached.empty()
+        cached_of(session).invalidate()
         got = [session.prefill(prompts(3)[0]).clone()]
         got += [session.decode(torch.tensor([[token]])).clone() for token in (3, 9, 9, 4)]
     with open_session(folder, decision) as session:
@@ -135,11 +135,11 @@ def test_what_another_expert_left_in_the_last_slot_is_not_seen(wide_folder: Path
     for left in (0.0, torch.inf):
         with open_session(wide_folder, offload(dividing(2, 0.5, splits=True))) as session:
             logits = session.prefill(prompts(0)[0])
-            for layer in session.loaded.cached._layers.values():
+            for layer in cached_of(session).layers.values():
                 for slots in layer.slots.values():
                     slots[-1].fill_(left)
             made.append(session.decode(logits.argmax(-1, keepdim=True)).clone())
-            assert any(found.split for found in session.count_experts().values())
+            assert any(found.split for found in count_experts(session).values())
     assert torch.equal(*made)
 
 
@@ -155,7 +155,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[AtOnce]:
         made.append(server._handover)
         return server
 
-    monkeypatch.setitem(SERVERS, Backend.HOST, serve)
+    monkeypatch.setattr(HostCores, "servers", {Backend.HOST: serve})
     yield at_once
     for handover in made:
         handover.close()
@@ -183,7 +183,7 @@ def test_the_bell_rings_before_the_copies(
         session.decode(logits.argmax(-1, keepdim=True))
         stream.seen.clear()
         session.decode(logits.argmax(-1, keepdim=True))
-        num_layers = len(session.loaded.cached._layers)
+        num_layers = len(cached_of(session).layers)
     assert stream.seen == ["write", "copy", "multiply", "wait"] * num_layers
 
 
@@ -234,7 +234,7 @@ def test_another_batch_begins_behind_a_step(family: str, tmp_path: Path) -> None
     decision = offload(dividing(2, 0.5), prefill_chunk=7)
 
     def run(session: Session, batch: int) -> list[torch.Tensor]:
-        session.loaded.cached.empty()
+        cached_of(session).invalidate()
         made = [session.prefill(torch.arange(6 * batch).view(batch, 6)).clone()]
         made += [session.decode(torch.full((batch, 1), token)).clone() for token in (3, 9)]
         return made
@@ -265,7 +265,7 @@ def test_a_hand_over_gives_the_same(
         again = run_hostile(session)
         assert stream.seen[1] == "wait"
         session.check()
-    monkeypatch.setitem(SERVERS, Backend.HOST, ByCores)
+    monkeypatch.setattr(HostCores, "servers", {Backend.HOST: ByCores})
     with open_session(folder, decision) as session:
         expected = run_hostile(session)
     assert all(map(torch.equal, handed, expected))
@@ -292,7 +292,7 @@ def test_compiled_layers_run_no_code_of_others(
         with open_session(checkpoint, decision) as session:
             made = [session.prefill(prompts(0)[0]).clone()]
             made += [session.decode(torch.tensor([[token]])).clone() for token in range(20)]
-            return made, session.count_experts()
+            return made, count_experts(session)
 
     logits, counts = run()
     # on a GPU it is called within an operator
@@ -326,7 +326,7 @@ def test_texts_that_join_and_leave(folder: Path) -> None:
             made += [each.clone() for each in rows.step({first.row: 1, second.row: 2}).values()]
             rows.leave(first.row)
             made.append(rows.step({second.row: 6})[second.row].clone())
-            assert any(found.by_cores for found in session.count_experts().values())
+            assert any(found.by_cores for found in count_experts(session).values())
             return made
 
     assert all(map(torch.equal, run(), run()))
@@ -338,7 +338,7 @@ def test_no_share_is_the_link_alone(folder: Path) -> None:
     for rule in (dividing(2, 0.0), keeping(2, every=1)):
         with open_session(folder, offload(rule, prefill_chunk=7)) as session:
             logits.append(run_hostile(session))
-            assert not any(found.by_cores for found in session.count_experts().values())
+            assert not any(found.by_cores for found in count_experts(session).values())
     assert all(map(torch.equal, *logits))
 
 

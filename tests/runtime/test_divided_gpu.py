@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from offplan.plan import Offload, Rule
-from offplan.runtime.memory.handover import Handover
+from offplan.runtime.host_cores.handover import Handover
 from offplan.runtime.session import Session
 from tests.hostcores.cores import require_cores
-from tests.runtime.cached import Abort, abort_in, keeping, prompts
+from tests.runtime.cached import Abort, abort_in, cached_of, count_experts, keeping, prompts
 from tests.runtime.divided import dividing, run_beside_lists, save, wide
 from tests.runtime.plans import offload, open_session
 
@@ -89,7 +89,7 @@ def test_logits_are_near_resident_ones(folder: Path, family: str, form: str, rul
     checkpoint = saved(folder, family, form)
     with open_session(checkpoint, decide(rule), "cuda") as session:
         made = run_history(session)
-        counts = session.count_experts().values()
+        counts = count_experts(session).values()
         assert any(found.hits for found in counts)
         assert any(found.by_cores for found in counts)
         assert rule.host_share != 0.5 or any(found.copied for found in counts)
@@ -106,7 +106,7 @@ def test_logits_of_a_split_expert_are_near(
     rule = dividing(2, 0.5, splits=True)
     with open_session(checkpoint, decide(rule), "cuda", capture=capture) as session:
         made = run_history(session)
-        assert any(found.split for found in session.count_experts().values())
+        assert any(found.split for found in count_experts(session).values())
     require_near(made, run_resident(checkpoint))
 
 
@@ -123,7 +123,7 @@ def test_the_same_bits_and_counts_for_the_same_history(folder: Path) -> None:
                     with pytest.raises(Abort):
                         session.prefill(prompts(0)[1])
                 runs.append(run_history(session))
-                counts.append(session.count_experts())
+                counts.append(count_experts(session))
     assert torch.equal(runs[0], runs[1])
     assert torch.equal(runs[0], runs[2])
     assert counts[0] == counts[1] == counts[2]
@@ -137,7 +137,7 @@ def test_counts_are_those_of_a_list(folder: Path, share: float, splits: bool) ->
     checkpoint = (saved_wide if splits else saved)(folder, "qwen3_moe", "fp8_block")
     with open_session(checkpoint, decision, "cuda", capture=False) as session, session.stream():
         session.warm_up(1, 7)
-        session.loaded.cached.empty()
+        cached_of(session).invalidate()
         run_beside_lists(session, share)
 
 

@@ -24,8 +24,8 @@ from offplan.runtime.generate import Measured, generate
 from offplan.runtime.loading import loaded
 from offplan.runtime.memory import store
 from offplan.runtime.passes import runner
-from offplan.runtime.passes.stock import StockRunner
 from offplan.runtime.session import Session
+from offplan.runtime.stock.runner import StockRunner
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import CONTEXT, group, offload
 

@@ -9,11 +9,11 @@ from torch import nn
 
 from offplan.errors import OffplanError
 from offplan.forms.form import RAW, Part
-from offplan.runtime.forms import cores, tasks
-from offplan.runtime.loading import by_cores
-from offplan.runtime.loading.by_cores import LinearTask
-from offplan.runtime.memory.handover import Handover
-from offplan.runtime.memory.servers import ByCores
+from offplan.runtime.forms import tasks
+from offplan.runtime.host_cores import cores, executor
+from offplan.runtime.host_cores.executor import LinearTask
+from offplan.runtime.host_cores.handover import Handover
+from offplan.runtime.host_cores.server import ByCores
 from tests.hostcores.cores import make_weight, require_cores, values_of
 from tests.runtime.stream import AtOnce
 
@@ -112,10 +112,9 @@ def test_layers_of_one_class_are_compiled_once() -> None:
         each = nn.Linear(32, 64).to(torch.bfloat16)
         assert form is RAW
         task = LinearTask(server, cores.describe(form, parts), None, parts)
-        each.__class__ = by_cores._class_by_cores(nn.Linear)
-        vars(each).update(cores=None, task=tasks.number(task), weight_there=parts)
+        each.__class__ = executor._class_by_cores(nn.Linear)
+        vars(each).update(cores=tasks.number(task), weight_there=parts)
         linear.append(each)
-    by_cores.let_compute(linear, by_cores.Phase.DECODE)
     num_compiled = 0
 
     def count(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
@@ -132,5 +131,6 @@ def test_layers_of_one_class_are_compiled_once() -> None:
             expected = torch.nn.functional.linear(x, value) + each.bias
             torch.testing.assert_close(made, expected, rtol=2e-2, atol=2e-2)
     assert num_compiled == 1
-    by_cores.take_from_cores(linear)
+    for each in linear:
+        tasks.forget(vars(each)["cores"])
     server.close()

@@ -23,11 +23,13 @@ from offplan.held.held import hold
 from offplan.placement import Phase, Placement, Span
 from offplan.plan import Rule
 from offplan.progress import Progress
+from offplan.runtime.executors import EXECUTORS
 from offplan.runtime.loading import loader, staging
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.mapping import map_tensors
 from offplan.runtime.loading.offloaded import find_offloaded
 from offplan.runtime.loading.places import assign
+from offplan.runtime.loading.prepared import prepare
 from offplan.runtime.loading.skeleton import build_skeleton
 from offplan.runtime.loading.target import Target
 from offplan.runtime.loading.verify import verify_places
@@ -52,7 +54,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
 
 def load(folder: Path, *rules: Rule, on_progress: Progress | None = None) -> LoadedModel:
     device = torch.device("cpu")
-    return LoadedModel(open_model(str(folder)), offload(*rules), device, folder, on_progress)
+    prepared = prepare(open_model(str(folder)), offload(*rules), device, EXECUTORS)
+    return LoadedModel(prepared, folder, on_progress)
 
 
 def loaded_values(loaded: LoadedModel) -> Mapping[str, torch.Tensor]:
@@ -179,7 +182,7 @@ def damage(folder: Path, change: Callable[[Path], None]) -> None:
     path = sorted(folder.glob("*.safetensors"))[-1]
     change(path)
     with pytest.raises(CheckpointError) as caught:
-        LoadedModel(model, offload(group(2, 1)), torch.device("cpu"), folder)
+        LoadedModel(prepare(model, offload(group(2, 1)), torch.device("cpu"), EXECUTORS), folder)
     assert str(path) in str(caught.value)
     assert "found" in str(caught.value)
     assert "expected" in str(caught.value)
@@ -225,7 +228,7 @@ def test_a_missing_shard_is_an_error(tmp_path: Path) -> None:
     path = sorted(folder.glob("*.safetensors"))[-1]
     path.unlink()
     with pytest.raises(CheckpointError, match=path.name):
-        LoadedModel(model, offload(), torch.device("cpu"), folder)
+        LoadedModel(prepare(model, offload(), torch.device("cpu"), EXECUTORS), folder)
 
 
 def test_a_shard_cut_while_it_is_read_is_an_error(
@@ -323,7 +326,9 @@ import torch
 from offplan.checkpoint.open import open_model
 from offplan.held.held import hold
 from offplan.plan import Offload, Rule
+from offplan.runtime.executors import EXECUTORS
 from offplan.runtime.loading.loaded import LoadedModel
+from offplan.runtime.loading.prepared import prepare
 from offplan.runtime.loading.mapping import map_tensors
 from offplan.runtime.loading.skeleton import build_skeleton
 
@@ -335,7 +340,7 @@ map_tensors(build_skeleton(model), hold(model))  # imports what loading will imp
 before = memory("VmRSS:")
 rule = Rule(group_size=1, num_in_group=1, prefill="uva", decode="uva")
 decision = Offload(prefetch_step=1, prefill_chunk=64, rules=(rule,))
-loaded = LoadedModel(model, decision, torch.device("cpu"), Path(sys.argv[1]))
+loaded = LoadedModel(prepare(model, decision, torch.device("cpu"), EXECUTORS), Path(sys.argv[1]))
 offloaded = sum(view.nbytes for view in loaded.store.offloaded.values())
 print(memory("VmHWM:") - before, offloaded, loaded.store.arena.nbytes)
 """

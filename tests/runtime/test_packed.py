@@ -31,13 +31,12 @@ from offplan.held.packing import is_packed, leave_unpacked, name_weights, pack_e
 from offplan.placement import Phase
 from offplan.plan import Offload, Packing
 from offplan.runtime.forms.stored import StoredEmbedding, StoredLinear
-from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.model.kernels import ExpertKernels
 from offplan.unpacked import Unpacked
 from tests.held import place
 from tests.runtime.conftest import LATENTS
 from tests.runtime.families import draw_weights, make_config
-from tests.runtime.plans import group, offload, open_session, run_greedily
+from tests.runtime.plans import group, load, offload, open_session, run_greedily
 from tests.tiers import each_value_once
 
 SIZES: dict[str, Any] = {
@@ -233,7 +232,7 @@ def test_families_give_the_same_bits(
 def test_memory_is_what_is_placed(folder: Path) -> None:
     model = open_model(str(folder))
     decision = packed(group(2, 1))
-    loaded = LoadedModel(model, decision, torch.device("cpu"), folder)
+    loaded = load(model, decision, folder)
     placement, plain = place(model, decision), place(model, offload(group(2, 1)))
     store = loaded.store
     assert sum(slab.nbytes for slab in store.slabs.values()) == placement.offloaded_bytes
@@ -250,9 +249,9 @@ def test_what_brings_the_kernels_runs_all_of_them() -> None:
 
 
 def test_random_weights_are_those_of_a_plan_without_packing(folder: Path) -> None:
-    model, device = open_model(str(folder)), torch.device("cpu")
-    plain = LoadedModel(model, offload(), device, None)
-    loaded = LoadedModel(model, packed(), device, None)
+    model = open_model(str(folder))
+    plain = load(model, offload(), None)
+    loaded = load(model, packed(), None)
     num_packed = 0
     for path, module in loaded.module.named_modules():
         kept = vars(module).get("stored_experts", {})
@@ -282,7 +281,7 @@ def test_every_bit_pattern_is_kept_or_refused(tmp_path: Path) -> None:
     few[3:67, 7] = torch.tensor([1e-39, -0.0, 1e-40, -1e-9]).repeat(16)
     few[67:127, ::2], few[68:127, 1::4] = 0.0, -0.0  # which take no room
     change(folder, name, few)
-    loaded = LoadedModel(open_model(str(folder)), packed(), torch.device("cpu"), folder)
+    loaded = load(open_model(str(folder)), packed(), folder)
     module = loaded.module.get_submodule("model.layers.1.mlp.up_proj")
     made = module.stored.expand(module, torch.bfloat16)
     expected = load_file(folder / "model.safetensors")[name]
@@ -293,7 +292,7 @@ def test_every_bit_pattern_is_kept_or_refused(tmp_path: Path) -> None:
     change(folder, name, few)
     told = rf"{name} .* found 71 .* most 64; .*`leave_unpacked=1\.mlp\.up_proj"
     with pytest.raises(UnpackableError, match=told):
-        LoadedModel(open_model(str(folder)), packed(), torch.device("cpu"), folder)
+        load(open_model(str(folder)), packed(), folder)
 
 
 @pytest.mark.slow
@@ -314,7 +313,7 @@ def test_a_head_is_packed_with_the_embedding_that_it_is_tied_to(tmp_path: Path, 
 def test_a_tied_head_takes_what_is_placed(tmp_path: Path) -> None:
     folder = save("gemma3_text", tmp_path)
     model, decision = open_model(str(folder)), packed(packing=WITH_HEAD)
-    loaded = LoadedModel(model, decision, torch.device("cpu"), folder)
+    loaded = load(model, decision, folder)
     both = loaded.module.get_input_embeddings(), loaded.module.get_output_embeddings()
     parts = [dict(module.named_parameters()) for module in both]
     assert int(parts[0]["weight_patch_blocks"][-1, 1])
@@ -334,7 +333,7 @@ def test_a_head_that_is_stored_though_it_is_tied_is_packed_alone(tmp_path: Path)
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     model = open_model(str(folder))
     assert model.tied == {"lm_head.weight"}
-    loaded = LoadedModel(model, packed(packing=WITH_HEAD), torch.device("cpu"), folder)
+    loaded = load(model, packed(packing=WITH_HEAD), folder)
     assert type(loaded.module.get_input_embeddings()) is torch.nn.Embedding
     assert isinstance(loaded.module.get_output_embeddings(), StoredLinear)
     loaded.close()

@@ -16,9 +16,9 @@ from offplan.errors import CheckpointError, PlanError
 from offplan.plan import Offload, Packing
 from offplan.runtime.forms.experts import multiply_sorted
 from offplan.runtime.model import attention
-from offplan.runtime.model import parts as model_parts
 from offplan.runtime.model.layers import DecoderLayers
-from offplan.runtime.model.parts import ExpertsInParts, Meeting
+from offplan.runtime.parts import experts as parted_experts
+from offplan.runtime.parts.experts import ExpertsInParts, Meeting
 from offplan.runtime.passes import runner
 from offplan.runtime.rows import Rows
 from tests.held import place
@@ -105,7 +105,7 @@ def test_chunks_that_meet_parts_together(
         sorted_pieces.append(len(given[1]))
         return multiply_sorted(*given)
 
-    monkeypatch.setattr(model_parts, "multiply_sorted", see)
+    monkeypatch.setattr(parted_experts, "multiply_sorted", see)
     expected, others = (run_resident(checkpoint, of) for of in (chunk, 64))
     # on some processors sums of other chunks, in another order, lie further apart than that
     apart = max((a - b).abs().max().item() for a, b in zip(expected, others, strict=True))
@@ -304,7 +304,7 @@ def test_a_prompt_that_ends_amid_a_layer_leaves_nothing_behind(folder: Path) -> 
     checkpoint, prompt = saved("qwen3_moe_tied", folder), torch.arange(10)[None]
     with open_session(checkpoint, offload(in_parts(2), prefill_chunk=3)) as session:
         expected = session.prefill(prompt).clone()
-        experts: Any = session.loaded.parts[1]
+        experts: Any = session.loaded.executors["parts"].layers[1]
         add = experts.add
 
         def fail(*_: Any) -> None:

@@ -10,13 +10,16 @@ import torch
 
 from offplan.checkpoint.open import open_model
 from offplan.errors import MemoryLimitError
+from offplan.held.held import hold
 from offplan.hostmem import limits
 from offplan.plan import Offload, Rule
-from offplan.runtime.loading import prepared
-from offplan.runtime.memory.peer import find_peer
+from offplan.runtime.executors import EXECUTORS
+from offplan.runtime.loading.prepared import fit
 from offplan.runtime.memory.store import allocate
+from offplan.runtime.peer import executor
+from offplan.runtime.peer.executor import PeerExecutor, find_peer
 from offplan.runtime.session import Session
-from tests.held import input_embedding, place
+from tests.held import input_embedding
 from tests.runtime.conftest import CONFIGS
 from tests.runtime.plans import CONTEXT, group, offload, open_session
 from tests.tiers import each_value_once
@@ -133,12 +136,12 @@ def test_logits_equal_resident(
     decision = offload(*rules, store="peer")
     # on the CPU, host memory stands in for a peer
     without = open_session(checkpoint, decision, late_copies=late)
-    assert without.loaded.store.peer is None
+    assert without.loaded.store.slab_device is None
     assert all(map(torch.equal, generate(without), resident))
     # and the CPU for a GPU, of which nothing but memory is asked
-    monkeypatch.setattr(prepared, "_find_store", lambda *_: CPU)
+    monkeypatch.setattr(PeerExecutor, "slab_device", CPU)
     within = open_session(checkpoint, decision, late_copies=late)
-    assert within.loaded.store.peer == CPU
+    assert within.loaded.store.slab_device == CPU
     assert all(map(torch.equal, generate(within), resident))
     assert within.link.bytes_moved == without.link.bytes_moved == on_host.link.bytes_moved > 0
 
@@ -155,16 +158,19 @@ def test_logits_equal_resident(
 def test_a_gpu_is_asked_for_the_slabs_alone(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, decision: Offload, asks: bool
 ) -> None:
-    placement = place(open_model(str(checkpoint)), decision)
     peer = torch.device("cuda", 1)
-    monkeypatch.setattr(prepared, "find_peer", lambda device, num_bytes: (device, num_bytes, peer))
-    found = prepared._find_store(placement, decision, CUDA_0)
-    assert found == ((CUDA_0, placement.offloaded_bytes, peer) if asks else None)
+    asked = []
+    monkeypatch.setattr(executor, "find_peer", lambda *given: asked.append(given) or peer)
+    prepared = fit(hold(open_model(str(checkpoint))), decision, EXECUTORS, CUDA_0)
+    for each in prepared.executors.values():
+        each.prepare(CUDA_0, None)
+    assert asked == [(CUDA_0, prepared.placement.slab_bytes)] * asks
+    assert prepared.slab_device == (peer if asks else None)
 
 
 def test_a_peer_takes_no_host_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "host_room", lambda *_: iter([(0, "the cgroup /x")]))
-    monkeypatch.setattr(prepared, "_find_store", lambda *_: CPU)
+    monkeypatch.setattr(PeerExecutor, "slab_device", CPU)
     with open_session(checkpoint, offload(group(2, 1), store="peer")) as session:
         assert session.loaded.placement.offloaded_bytes > 0
     if input_embedding(open_model(str(checkpoint))) is not None:

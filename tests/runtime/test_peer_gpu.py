@@ -64,8 +64,8 @@ def test_slabs_lie_on_the_peer_and_cross_each_step(checkpoint: Path) -> None:
     decision = offload(group(1, 1, "mlp"), prefetch_step=1, store="peer")
     with open_session(checkpoint, decision, "cuda:0") as session, session.stream():
         store, placement = session.loaded.store, session.loaded.placement
-        assert store.peer == torch.device("cuda", 1)
-        assert {slab.device for slab in store.slabs.values()} == {store.peer}
+        assert store.slab_device == torch.device("cuda", 1)
+        assert {slab.device for slab in store.slabs.values()} == {store.slab_device}
         assert allocated()[0] - before[0] < resident
         assert allocated()[1] - before[1] >= placement.slab_bytes > 0
         session.warm_up(*PROMPT.shape)  # a step runs once more before it is captured
@@ -82,7 +82,7 @@ def test_the_second_gpu_computes_and_the_first_stores(checkpoint: Path) -> None:
     for decision in (offload(), offload(group(2, 1), store="peer")):
         with torch.cuda.device(1), open_session(checkpoint, decision, "cuda:1") as session:
             if decision.rules:
-                assert session.loaded.store.peer == torch.device("cuda", 0)
+                assert session.loaded.store.slab_device == torch.device("cuda", 0)
             session.warm_up(*PROMPT.shape)
             with session.stream():
                 logits.append([session.prefill(PROMPT).cpu()])

@@ -27,17 +27,17 @@ from offplan.plan import Budget, Workload, dump_plan
 from offplan.planner.make import make_plan
 from offplan.runtime.loading.checks import list_shared
 from offplan.runtime.loading.mapping import map_tensors
-from offplan.runtime.loading.stock import build_stock
 from offplan.runtime.loading.target import Codes
-from offplan.runtime.measuring.stock_passes import (
+from offplan.runtime.model.calls import LayerCalls, WeightWatch
+from offplan.runtime.stock.generation import StockGeneration
+from offplan.runtime.stock.passes import (
     TOKENS,
     LiveBytes,
     _count,
     _fit_cache,
     count_passes,
 )
-from offplan.runtime.model.calls import LayerCalls, WeightWatch
-from offplan.runtime.model.generation import StockGeneration
+from offplan.runtime.stock.skeleton import build_stock
 from tests.runtime.families import (
     BATCH,
     PROMPT,

@@ -13,10 +13,9 @@ from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError
 from offplan.forms.form import Part
 from offplan.runtime.forms.stored import StoredLinear
-from offplan.runtime.loading.loaded import LoadedModel
 from tests.checkpoint.quantised import FORMATS, write_quantised
 from tests.runtime.families import run_stock
-from tests.runtime.plans import group, offload, run_greedily
+from tests.runtime.plans import group, load, offload, run_greedily
 from tests.runtime.quantise import ALONE, FORMS, save_stored
 from tests.tiers import each_value_once, first_quick
 
@@ -56,7 +55,7 @@ def test_tokens_are_those_of_the_values(family: str, form: str, tmp_path: Path) 
 @pytest.mark.parametrize("form", FORMS | ALONE)
 def test_random_weights_are_of_ordinary_size(form: str, tmp_path: Path) -> None:
     stored, _ = save_stored("qwen3", form, tmp_path, num_hidden_layers=1)
-    loaded = LoadedModel(open_model(str(stored)), offload(), torch.device("cpu"), None)
+    loaded = load(open_model(str(stored)), offload(), None)
     linear = [part for part in loaded.module.modules() if isinstance(part, StoredLinear)]
     assert len(linear) == 7
     for each in linear:
@@ -121,7 +120,7 @@ def test_what_is_not_executed_is_refused(
     stored, _ = save_stored(family, form, tmp_path, num_hidden_layers=1)
     change(stored, end, made)
     with pytest.raises(CheckpointError, match=why):
-        LoadedModel(open_model(str(stored)), offload(), torch.device("cpu"), stored)
+        load(open_model(str(stored)), offload(), stored)
 
 
 @pytest.mark.slow
@@ -150,7 +149,7 @@ def test_zeros_that_the_config_says_are_not_taken_as_the_middle(tmp_path: Path) 
     save_file(kept, path, {"format": "pt"})
     why = r"fits no known form.*weight_packed I32 \[.*weight_scale BF16"
     with pytest.raises(CheckpointError, match=why):
-        LoadedModel(open_model(str(stored)), offload(), torch.device("cpu"), stored)
+        load(open_model(str(stored)), offload(), stored)
 
 
 def test_experts_that_the_config_tells_apart_are_refused(tmp_path: Path) -> None:
@@ -160,13 +159,13 @@ def test_experts_that_the_config_tells_apart_are_refused(tmp_path: Path) -> None
     config["quantization_config"]["modules_to_not_convert"] = [expert]
     (stored / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="gate_up_proj is stored as what fits no known form"):
-        LoadedModel(open_model(str(stored)), offload(), torch.device("cpu"), stored)
+        load(open_model(str(stored)), offload(), stored)
 
 
 def test_whole_numbers_of_three_bits_are_refused_as_that(tmp_path: Path) -> None:
     stored = write_quantised(tmp_path, FORMATS["auto-round of 3 bits"])
     with pytest.raises(CheckpointError, match=r"is stored as whole numbers of 3 bits, and kernels"):
-        LoadedModel(open_model(str(stored)), offload(), torch.device("cpu"), stored)
+        load(open_model(str(stored)), offload(), stored)
 
 
 def test_biases_that_may_be_zeros_are_refused(tmp_path: Path) -> None:
@@ -174,7 +173,7 @@ def test_biases_that_may_be_zeros_are_refused(tmp_path: Path) -> None:
     path, bias = stored / "model.safetensors", "model.layers.0.mlp.up_proj.bias"
     save_file(load_file(path) | {bias: torch.zeros(64)}, path, {"format": "pt"})
     with pytest.raises(CheckpointError, match=f"takes {bias}; old AutoGPTQ stores biases of zeros"):
-        LoadedModel(open_model(str(stored)), offload(), torch.device("cpu"), stored)
+        load(open_model(str(stored)), offload(), stored)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
@@ -191,7 +190,7 @@ def test_codes_of_zero_that_are_all_the_middle_one_are_not_read(
     other = "model.layers.0.self_attn.o_proj.qzeros"
     middle[other][0, 0] += 1
     save_file(load_file(path) | middle, path, {"format": "pt"})
-    loaded = LoadedModel(open_model(str(stored)), offload(), torch.device("cpu"), stored)
+    loaded = load(open_model(str(stored)), offload(), stored)
     held = {
         f"{name}.{weight.name}": weight
         for name, module in loaded.module.named_modules()
@@ -211,4 +210,4 @@ def test_values_that_the_config_has_more_done_with_are_refused(tmp_path: Path) -
     told = json.loads(path.read_text()) | {"quantization_config": rounded_at_run}
     path.write_text(json.dumps(told))
     with pytest.raises(CheckpointError, match=r"bitnet.*does not read"):
-        LoadedModel(open_model(str(plain)), offload(), torch.device("cpu"), plain)
+        load(open_model(str(plain)), offload(), plain)

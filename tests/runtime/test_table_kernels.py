@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_leaves
 from offplan.expert_slots import ExpertSlots, table_bytes
 from offplan.forms.form import Form, Kind
 from offplan.forms.host_kernels import CHUNK_COLUMNS
-from offplan.runtime.forms import tasks
-from offplan.runtime.forms.expert_table import (
+from offplan.runtime.cached_experts.expert_table import (
     NOBODY,
     NUM_MISSED,
     ORDER,
@@ -25,6 +24,7 @@ from offplan.runtime.forms.expert_table import (
     list_shares,
     use,
 )
+from offplan.runtime.forms import tasks
 from offplan.runtime.forms.packing import pack
 from offplan.runtime.forms.stored import StoredWeight, part_name
 from tests.runtime.bells import make_bell, require_one_bell, require_rung
@@ -51,7 +51,8 @@ def test_on_the_cpu(tier: str) -> None:
 
 @pytest.fixture(autouse=INTERPRETED)
 def limits_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from offplan.runtime.forms import products, table_kernels
+    from offplan.runtime.cached_experts import table_kernels
+    from offplan.runtime.forms import products
     from offplan.runtime.model import experts
 
     monkeypatch.setattr(table_kernels, "COPY_PROGRAMS", 5)  # the interpreter takes one by one
@@ -91,8 +92,8 @@ CASES = [(1, 8, 2, 1), (3, 8, 2, 1), (8, 8, 2, 2), (5, 12, 3, 4), (2, 12, 3, 4),
 def test_the_table_is_that_of_plain_torch(
     sizes: tuple[int, int, int, int], share: float | None, inner: int
 ) -> None:
+    from offplan.runtime.cached_experts.table_kernels import address_parts, read_slots, settle
     from offplan.runtime.forms.pairs import sort_pairs
-    from offplan.runtime.forms.table_kernels import address_parts, read_slots, settle
 
     num_slots, num_experts, num_chosen, batch = sizes
     torch.manual_seed(num_slots)
@@ -232,7 +233,7 @@ class Experts:
             self.stored_experts, self.in_place = stored, ()
         self.slots = {name: torch.zeros_like(value[:num_slots]) for name, value in parts.items()}
         table = make_table(num_slots, num_experts, DEVICE)
-        from offplan.runtime.forms.table_kernels import address_parts
+        from offplan.runtime.cached_experts.table_kernels import address_parts
 
         self.slot_memory, self.num_slots, self.cores = table.memory, num_slots, None
         self.ends_in_block, self.slot_runs = False, None
@@ -300,7 +301,7 @@ def list_kinds(*shapes: tuple[int, int]) -> list[Any]:
 @runs_kernels
 @pytest.mark.parametrize(("kind", "shape"), list_kinds((8, 1), (3, 1), (3, 2), (1, 2), (3, 9)))
 def test_products_are_those_of_resident_experts(kind: str, shape: tuple[int, int]) -> None:
-    from offplan.runtime.model.cached_products import forward_slots
+    from offplan.runtime.cached_experts.products import forward_slots
 
     num_slots, num_tokens = shape
     steps = run_resident(kind, num_tokens)
@@ -320,7 +321,7 @@ def test_what_the_cores_multiply_is_added(
     kind: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever lies in the rows of their pairs."""
-    from offplan.runtime.model.cached_products import forward_slots
+    from offplan.runtime.cached_experts.products import forward_slots
 
     num_slots, num_tokens = shape
     steps = run_resident(kind, num_tokens)
@@ -345,7 +346,7 @@ def test_what_the_cores_multiply_is_added(
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_a_part_of_an_expert_is_the_cores(num_tokens: int) -> None:
     """The rest is read from the last slot, whatever lies beside it there."""
-    from offplan.runtime.model.cached_products import forward_slots
+    from offplan.runtime.cached_experts.products import forward_slots
 
     torch.manual_seed(0)
     experts: Any = Experts(8, 4, packed=False, bias=False, width=256)
@@ -379,7 +380,7 @@ def test_kernels_compile_to_whole_lines_of_the_link(target: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from offplan.runtime.forms import table_kernels
+    from offplan.runtime.cached_experts import table_kernels
 
     def compile_for(kernel: Any, options: dict[str, int], **constants: Any) -> str:
         names = ["chosen", "addresses", "cores_of_pair"]
@@ -448,9 +449,9 @@ def test_a_step_is_compiled_whole(
 ) -> None:
     """Where torch.compile ended its graph, layers would round elsewhere than resident ones."""
     need_triton()
+    from offplan.runtime.cached_experts.products import forward_slots
     from offplan.runtime.forms import products
     from offplan.runtime.model import experts as own
-    from offplan.runtime.model.cached_products import forward_slots
 
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda *_: True)
     monkeypatch.setattr(f"{__name__}.DEVICE", "cpu")

@@ -20,6 +20,11 @@ STORED_EXPERTS_NAME = "offplan_stored"
 PLAIN_WAY = "plain_way"
 """Attribute that holds what multiplies a layer's experts by their values. A model needs it if other
 layers' experts are stored as codes: transformers asks for one implementation for all of them."""
+MULTIPLIED_BY = "multiplied_by"
+"""Attribute that names the implementation that experts need which lie in several places."""
+SHARE = "share"
+"""Attribute of experts that lie in several places: has the host's cores, given their description of
+the experts, multiply a share of them; returns False if a plan gives the cores none."""
 FEW_TOKENS = 16
 """Tokens up to which transformers multiplies each by its own experts, which waits for nothing."""
 

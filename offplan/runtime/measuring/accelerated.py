@@ -18,9 +18,9 @@ from offplan.runtime.loading.mapping import map_tensors
 from offplan.runtime.loading.offloaded import pin_split
 from offplan.runtime.loading.places import assign, find_places, materialise_buffers
 from offplan.runtime.loading.skeleton import build_skeleton, decoder_layers
-from offplan.runtime.loading.stock import build_stock
 from offplan.runtime.measuring.bench import Bench, Measurement, PhaseCost, Spread, time_requests
-from offplan.runtime.model.generation import StockGeneration
+from offplan.runtime.stock.generation import StockGeneration
+from offplan.runtime.stock.skeleton import build_stock
 from offplan.transformers_private import name_cache, rescale_layers
 
 

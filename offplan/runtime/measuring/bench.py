@@ -3,14 +3,13 @@
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from offplan.checkpoint.model import Model
-from offplan.expert_slots import ExpertsFound
 from offplan.placement import Phase
 from offplan.plan import Offload
 from offplan.progress import Progress
@@ -70,8 +69,8 @@ class Measurement:
     """Rate of the plan's own copies, no compute beside them; None if it makes none."""
     gpu_bytes: int | None = None
     """Bytes taken on the card at the peak, the context included; None on the CPU."""
-    experts: ExpertsFound | None = None
-    """Experts that a decode step found cached and missed, on average; None if none are cached."""
+    counts: Mapping[str, Any] = field(default_factory=dict)
+    """What executors counted in a decode step, on average, by capability."""
 
 
 @dataclass(frozen=True)
@@ -136,20 +135,20 @@ def bench_session(session: Session, bench: Bench, on_progress: Progress) -> Meas
         prefill_cost = PhaseCost(Spread.of(prefill_s), num_bytes, recorded)
         for _ in range(NUM_WARMUP_STEPS):
             tokens = decode(tokens)
-        experts = session.find_experts(1)
+        counts = session.count(1)
         moved = session.link_bytes
         timed.start()
         for _ in range(num_steps):
             tokens = decode(tokens)
         recorded, num_bytes = timed.stop(), (session.link_bytes - moved) // num_steps
-        experts = session.find_experts(num_steps, experts)
+        counts = session.count(num_steps, counts)
     decode_cost = PhaseCost(Spread.of(step_s), num_bytes, recorded, num_steps)
     return Measurement(
         prefill_cost,
         decode_cost,
         link_bytes_per_s=time_link(session),
         gpu_bytes=bench.gpu_bytes(session.memory.in_use),
-        experts=experts,
+        counts=counts,
     )
 
 

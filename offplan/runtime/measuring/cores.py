@@ -23,10 +23,10 @@ from offplan.hostmem.block import HostBlock
 from offplan.hostmem.cgroups import core_quota
 from offplan.machine.measure_time import Timing, figure, time_on_host, time_work
 from offplan.plan import Offload, Rule
-from offplan.runtime.forms import cores
 from offplan.runtime.forms.reference import Parts
-from offplan.runtime.loading.by_cores import ByCoresModule, ExpertsTask, task_of
-from offplan.runtime.memory.handover import Handover, nearest_cores
+from offplan.runtime.host_cores import cores
+from offplan.runtime.host_cores.executor import ByCoresModule, ExpertsTask, task_of
+from offplan.runtime.host_cores.handover import Handover, nearest_cores
 from offplan.runtime.session import Session
 from offplan.units import format_bytes
 

@@ -1,7 +1,6 @@
 """Weights live in one arena on the device and in a slab of the store for each layer."""
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -11,7 +10,7 @@ from offplan.errors import MemoryLimitError
 from offplan.hostmem.block import HostBlock
 from offplan.placement import Phase, Placement, Span, align
 from offplan.runtime.device import on_device
-from offplan.runtime.memory.servers import SERVERS, ByCores, Server
+from offplan.runtime.memory.servers import SERVERS, Server
 from offplan.schedule import Serve, slots_read
 from offplan.units import format_bytes
 
@@ -66,16 +65,16 @@ class WeightStore:
         wanted: Mapping[str, torch.Tensor],
         offloaded: Offloaded,
         device: torch.device,
-        peer: torch.device | None = None,
-        host_threads: int | None = None,
+        slab_device: torch.device | None = None,
+        servers: Mapping[Backend, Callable[[torch.device], Server]] | None = None,
     ) -> None:
         """Allocate everything; nothing is loaded yet, nor page-locked.
 
         ``wanted`` are the model's tensors by parameter name, on the meta device. Slabs lie on
-        ``peer``, another CUDA device, or in host memory. ``host_threads`` are what the host's cores
-        compute with. Raises MemoryLimitError.
+        ``slab_device``, another CUDA device, or on the host if None. ``servers`` serve backends
+        that SERVERS has none for. Raises MemoryLimitError.
         """
-        self.device, self.peer, self._host_threads = device, peer, host_threads
+        self.device, self.slab_device, self._makers = device, slab_device, servers or {}
         self.placement, self._wanted = placement, wanted
         self._blocks: dict[int, HostBlock] = {}
         """Host memory by layer."""
@@ -89,8 +88,6 @@ class WeightStore:
         """Views that each phase computes with, by parameter name, once all is page-locked."""
         self.in_place: dict[Phase, set[str]] = {phase: set() for phase in Phase}
         """Names of the parameters that each phase reads where they lie off the device."""
-        self.by_cores: dict[Phase, set[str]] = {phase: set() for phase in Phase}
-        """Names of the parameters that the host's cores read where they lie."""
         self.servers: dict[Backend, Server] = {}
         """What serves each backend that reads at use."""
         self.fetched: dict[tuple[Phase, int, int], nn.Parameter] = {}
@@ -99,8 +96,6 @@ class WeightStore:
         """Bytes of all resident weights, on the device."""
         self.slots: list[torch.Tensor] = []
         """Slots of the ring, each of bytes on the device."""
-        self.expert_slots: dict[int, torch.Tensor] = {}
-        """Bytes on the device for the experts that layers keep one by one, by layer."""
         self.slabs: dict[int, torch.Tensor] = {}
         """Bytes of each slab by layer, and those of tables on the host by ``table_layer``."""
         sizes = {table_layer(n): each.nbytes for n, each in enumerate(placement.host_tables)}
@@ -108,15 +103,13 @@ class WeightStore:
         try:
             self._allocate_resident()
             self.slots = [allocate(size, device, "ring") for size in placement.slot_sizes]
-            for layer, of in placement.expert_slots.items():
-                self.expert_slots[layer] = allocate(of.nbytes, device, "kept experts")
             for layer, num_bytes in sizes.items():
-                if peer is None or layer < 0:
+                if slab_device is None or layer < 0:
                     block = HostBlock(num_bytes, pin=False, remedy=_REMEDY)
                     self._blocks[layer], self.slabs[layer] = block, block.tensor
                 else:
                     what, remedy = "offloaded weights", "`store: host`"
-                    self.slabs[layer] = allocate(num_bytes, peer, what, remedy)
+                    self.slabs[layer] = allocate(num_bytes, slab_device, what, remedy)
         except BaseException:
             self.close()
             raise
@@ -140,7 +133,7 @@ class WeightStore:
     def _views(self, phase: Phase) -> dict[str, nn.Parameter]:
         """View what is off the device where this phase reads it: in a slot, or where it lies."""
         on_host = {layer: block.device_view(self.device) for layer, block in self._blocks.items()}
-        in_place = self.slabs | on_host  # a plan has no kernel read a peer's memory
+        in_place = self.slabs | on_host  # no plan has a kernel read another GPU's memory
         slots = slots_read(self.placement, phase)
         entries = {(s.layer, each.offset): each for s in self.placement.slabs for each in s.entries}
         views = {}
@@ -161,18 +154,13 @@ class WeightStore:
                     views[name] = self._server(backend).view(phase, layer, stored)
                 if views[name] is stored:
                     self.in_place[phase].add(name)
-                    if backend.is_by_cores:
-                        self.by_cores[phase].add(name)
                 else:
                     self.fetched[phase, layer, offset] = views[name]
         return views
 
     def _server(self, backend: Backend) -> Server:
         if backend not in self.servers:
-            by_cores = backend.is_by_cores and self._host_threads is not None
-            make = (
-                partial(ByCores, num_threads=self._host_threads) if by_cores else SERVERS[backend]
-            )
+            make = self._makers.get(backend) or SERVERS[backend]
             self.servers[backend] = make(self.device)
         return self.servers[backend]
 
@@ -208,7 +196,6 @@ class WeightStore:
             views.clear()
         self.fetched.clear()
         self.slots.clear()
-        self.expert_slots.clear()
         self.slabs.clear()
         for server in self.servers.values():
             server.close()

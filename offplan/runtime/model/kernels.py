@@ -8,8 +8,7 @@ from transformers import PreTrainedModel
 from offplan.checkpoint.model import Model
 from offplan.kernel_sizes import KERNEL_TYPES, MAX_PAIRS, is_power
 from offplan.placement import Phase
-from offplan.runtime.forms.experts import PLAIN_WAY, STORED_EXPERTS_NAME, holds_codes
-from offplan.runtime.model.cached import CACHED_NAME, has_slots
+from offplan.runtime.forms.experts import MULTIPLIED_BY, PLAIN_WAY, STORED_EXPERTS_NAME, holds_codes
 from offplan.runtime.model.filled import FindFilled, filled_blocks, filled_mask, filled_up_to
 from offplan.transformers_private import ExpertsInterface, list_experts
 
@@ -26,13 +25,12 @@ class ExpertKernels:
         self._own, self._few_pairs = find_own_experts(model, module, with_kernels=with_own)
         experts = list_experts(module)
         plain = [part for part in experts if not holds_codes(part)]
-        self._shared_name = STORED_EXPERTS_NAME if len(plain) < len(experts) else ""
-        if any(map(has_slots, experts)):
-            self._shared_name = CACHED_NAME
+        shared = STORED_EXPERTS_NAME if len(plain) < len(experts) else ""
+        asked = (vars(part).get(MULTIPLIED_BY) for part in experts)
+        self._shared_name: str = next(filter(None, asked), shared)
         """The name under which all layers are multiplied where they differ; empty elsewhere."""
         self._plain = plain if self._shared_name else []
-        """Experts held by their values, in a model of which others are not, or are kept one by
-        one."""
+        """Experts held by their values, in a model of which others need ``_shared_name``."""
         self._groups_freely = groups_freely(model.dtype, device)
         self._current = ""
         """The way that was chosen; empty if that is not known."""

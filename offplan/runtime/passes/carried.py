@@ -28,8 +28,8 @@ class CarriedState:
     ``Frequencies``               the length that rotary embeddings are written for
     ``ExpertKernels``             how routed experts are multiplied
     ``LayerCalls``                the layer that runs, in transformers' own passes
-    ``LoadedModel``               the phase whose weights are in place, kept experts and their
-                                  tables, experts in parts, what the host's cores have begun
+    ``LoadedModel``               the phase whose weights are in place, what the executors of
+                                  capabilities keep, what servers have begun
     ============================  ==========================================================
 
     Texts are not of it. Caches and linear attention's states belong to whoever has texts in them

@@ -1,6 +1,6 @@
 """Texts in chunks, taken through layer by layer, so that weights cross the link only once."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from offplan.runtime.loading.capability import Steps
 from offplan.runtime.model.attention import without_cudnn
 from offplan.runtime.model.caches import ALL
 from offplan.runtime.model.filled import Way
 from offplan.runtime.model.layers import Call
 from offplan.runtime.passes.forward import Forward
-from offplan.runtime.passes.parts import PartRunner
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ class ChunkedTexts:
                 start += tokens.shape[1]
             self._chunks.append(chunks)
 
-    def run_layer(self, index: int, parts: PartRunner) -> None:
-        """Take every chunk through one layer, one after the other or, in parts, all at once."""
+    def run_layer(self, index: int, together: Callable[[Steps], list[torch.Tensor]] | None) -> None:
+        """Take every chunk through one layer, one after the other or, by ``together``, at once."""
         every = [chunk for chunks in self._chunks for chunk in chunks]
-        if not parts.is_parted(index):
+        if together is None:
             for chunk in every:
                 chunk.hidden = self._step(index, chunk)
             return
@@ -85,7 +85,7 @@ class ChunkedTexts:
                 )
                 for chunk in every
             ]
-            for chunk, hidden in zip(every, parts.run(index, steps), strict=True):
+            for chunk, hidden in zip(every, together(steps), strict=True):
                 chunk.hidden = hidden
 
     def try_layer(self, index: int) -> None:

@@ -1,7 +1,7 @@
 """Runs a model by a schedule: around its layers the copies and waits are carried out."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,11 +25,11 @@ class Executor:
         self,
         link: Link,
         serve: Callable[[Serve], None],
-        settle: Callable[[int], None] = lambda _: None,
+        settle: Sequence[Callable[[int], None]] = (),
     ) -> None:
         """Ask ``link`` for copies and waits, and ``serve`` for what layers read in place.
 
-        ``settle`` is told of each call of a prompt, before its layer's slot is filled again.
+        Each ``settle`` is told of a call of a prompt, before its layer's slot is filled again.
         """
         self._settle = settle
         self._carry_out = partial(carry_out, link, serve)
@@ -89,7 +89,8 @@ class Executor:
     def after(self, number: int) -> None:
         """Carry out what follows a call of a layer."""
         if self.is_prompt:
-            self._settle(number)
+            for settle in self._settle:
+                settle(number)
         self._act(self._after, (number, None))
 
     def call(self, function: Callable[[], object]) -> None:

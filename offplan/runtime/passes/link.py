@@ -60,13 +60,13 @@ class CudaLink(CpuLink):
         super().__init__(slots, slabs)
         self._streams = [torch.cuda.Stream()] * len(slots)
         self._source_stream: torch.cuda.Stream | None = None
-        peer = next((slab.device for slab in slabs.values() if slab.is_cuda), None)
-        if peer is not None:
+        other = next((slab.device for slab in slabs.values() if slab.is_cuda), None)
+        if other is not None:
             self._streams = [torch.cuda.Stream() for _ in slots]
             # not the default one, where copies would queue behind whatever else that GPU is given
-            self._source_stream = torch.cuda.Stream(peer)
+            self._source_stream = torch.cuda.Stream(other)
             # loading may still be writing the slabs
-            self._source_stream.wait_stream(torch.cuda.current_stream(peer))
+            self._source_stream.wait_stream(torch.cuda.current_stream(other))
         self._ready = [torch.cuda.Event() for _ in slots]
         self._free = [torch.cuda.Event() for _ in slots]
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from offplan.errors import InputError
 from offplan.kernel_sizes import MAX_CAPTURED_TOKENS, is_captured
 from offplan.placement import Phase
 from offplan.runtime.loading.loaded import LoadedModel
@@ -24,6 +23,7 @@ from offplan.runtime.model.kernels import ExpertKernels, find_filled
 from offplan.runtime.model.latent import keep_latents
 from offplan.runtime.model.layers import Call, DecoderLayers
 from offplan.runtime.model.linear import find_linear
+from offplan.runtime.passes.asked import require_prompt, require_step
 from offplan.runtime.passes.captured import MakeLogits, Passes
 from offplan.runtime.passes.carried import Carried, CarriedState
 from offplan.runtime.passes.chunks import ChunkedTexts, Reading, as_planned
@@ -31,7 +31,6 @@ from offplan.runtime.passes.executor import Executor
 from offplan.runtime.passes.forward import Forward
 from offplan.runtime.passes.link import Link
 from offplan.runtime.passes.nan import NanFoundError, NanWatch
-from offplan.runtime.passes.parts import PartRunner
 from offplan.runtime.passes.schedules import PassSchedules
 
 
@@ -72,9 +71,15 @@ class ModelRunner:
         self.linear = [index for index, part in enumerate(find_linear(layers)) if part]
         """Indices of the layers that have linear attention, whose states cannot go back."""
         self.layers = DecoderLayers(layers, compiled=capture)
-        self._cached = loaded.cached
-        self._executor = Executor(link, loaded.store.serve, self._cached.settle)
-        self._parts = PartRunner(loaded.parts, self._executor)
+        self._executor = Executor(
+            link, loaded.store.serve, [each.settle for each in loaded.executors.values()]
+        )
+        self._run_layer = {
+            index: partial(each.run_layer, self._executor, index)
+            for each in loaded.executors.values()
+            for index in each.prompt_layers
+        }
+        """What takes all chunks of a prompt through a layer together, by the layer's index."""
         self.layers.call = self._step
         find = find_filled(model, module, context) if capture else filled_mask
         self.forward = Forward(
@@ -117,13 +122,8 @@ class ModelRunner:
 
     def _make_room(self, prompt: torch.Tensor) -> torch.Tensor:
         """Check a prompt and allocate its cache; return it on the device."""
-        batch, num_tokens = prompt.shape
-        if not batch or not 0 < num_tokens <= self._context:
-            raise InputError(
-                f"the prompt has {num_tokens} tokens in each of {batch} sequences; the plan's "
-                f"context is {self._context}"
-            )
-        self.allocate(batch)
+        require_prompt(prompt, self._context)
+        self.allocate(len(prompt))
         return prompt.to(self._loaded.store.device)
 
     def _begin(self, prompt: torch.Tensor) -> None:
@@ -158,7 +158,6 @@ class ModelRunner:
     ) -> Any:
         self.length = 0  # of the sequences that were there
         with self._carried.passing():
-            self._cached.begin(len(readings[0].tokens))
             for each in readings:
                 self.layers.forget_from(each.stop, each.rows)
                 if not each.start:
@@ -170,8 +169,11 @@ class ModelRunner:
                 # each sequence's last one is read again, for the head
                 self.tokens_embedded += sum(batch for batch, _ in shapes)
             largest = max(batch * min(new, self.chunk) for batch, new in shapes)
-            # a group has as many tokens as planned, be its chunks of one row or of all
-            self._parts.chunks_as_one = as_one = max(1, self._batch // len(readings[0].tokens))
+            # the schedule counts chunks of all rows
+            num_rows = len(readings[0].tokens)
+            as_one = max(1, self._batch // num_rows)
+            for executor in self._loaded.executors.values():
+                executor.begin(num_rows, as_one)
             num_chunks = sum(-(-new // self.chunk) for _, new in shapes)
             return self._passes.run(
                 self._schedules.next(Phase.PREFILL, num_chunks=-(-num_chunks // as_one)),
@@ -187,14 +189,7 @@ class ModelRunner:
         InputError for tokens that are not one for each sequence, or beyond the context, ValueError
         where no sequence is begun.
         """
-        if not self.length:
-            raise ValueError("decode before prefill")
-        if self.length >= self._context:
-            raise InputError(f"the sequences have reached the context of {self._context} tokens")
-        if tokens.shape != (self._batch, 1):
-            raise InputError(
-                f"decode wants tokens of shape {(self._batch, 1)}, found {tuple(tokens.shape)}"
-            )
+        require_step(tokens, self.length, self._batch, self._context)
         if self._text is not None:
             self._text[:, self.length] = tokens[:, 0]
             if self.length + 1 == self.frequencies.renewal:
@@ -355,9 +350,9 @@ class ModelRunner:
 
     def _step(self, index: int, call: Call) -> torch.Tensor:
         self._executor.before(index)
-        if self._parts.is_parted(index):
-            (hidden,) = self._parts.run(
-                index, [(partial(self.layers.step, index, call), nullcontext)]
+        if self._executor.is_prompt and index in self._run_layer:
+            (hidden,) = self._run_layer[index](
+                [(partial(self.layers.step, index, call), nullcontext)]
             )
         else:
             hidden = self.layers.step(index, call)
@@ -377,7 +372,7 @@ class ModelRunner:
         texts = ChunkedTexts(readings, self.forward, self.chunk)
         for index in range(len(self.layers)):
             self._executor.before(index)
-            texts.run_layer(index, self._parts)
+            texts.run_layer(index, self._run_layer.get(index))
             self._executor.after(index)
         return texts
 
@@ -385,7 +380,8 @@ class ModelRunner:
         """Have a cache of so many rows; rows of another number are lost."""
         if batch == self._batch:
             return
-        self._cached.require_few_pairs(batch)
+        for each in self._loaded.executors.values():
+            each.begin_batch(batch)
         self.length = 0
         with self._carried.passing():
             self._allocate(batch)
@@ -397,7 +393,6 @@ class ModelRunner:
             self._give_back(self._forget_cache)
         token_bytes = [layer.kv_cache.bytes_per_token for layer in self._loaded.model.layers]
         self.layers.cache = LayerCaches(token_bytes, self._context, self._position, self.linear)
-        self._cached.ignore()
         with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
             # that it would hold whole scores uncompiled, which here are those of one token
             warnings.filterwarnings("ignore", "flex_attention called without torch.compile")

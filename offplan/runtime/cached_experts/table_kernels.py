@@ -12,8 +12,9 @@ import triton.language as tl
 
 from offplan.expert_slots import COUNTERS
 from offplan.forms.host_kernels import CHUNK_COLUMNS
-from offplan.runtime.forms import expert_table, tasks
-from offplan.runtime.forms.expert_table import Runs, Table
+from offplan.runtime.cached_experts import expert_table
+from offplan.runtime.cached_experts.expert_table import Runs, Table
+from offplan.runtime.forms import tasks
 from offplan.runtime.forms.handover_kernels import BLOCK as COPIED
 from offplan.runtime.forms.handover_kernels import copy_share, count_programs, ring
 from offplan.runtime.forms.pairs import list_pairs

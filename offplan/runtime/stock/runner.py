@@ -15,13 +15,14 @@ from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.gpu_memory import PeakMemory
 from offplan.runtime.model.attention import without_cudnn
 from offplan.runtime.model.calls import LayerCalls, WeightWatch
-from offplan.runtime.model.generation import StockGeneration
+from offplan.runtime.passes.asked import require_prompt, require_step
 from offplan.runtime.passes.carried import CarriedState
 from offplan.runtime.passes.executor import Executor
 from offplan.runtime.passes.link import Link
 from offplan.runtime.passes.nan import NanFoundError, NanWatch
 from offplan.runtime.passes.schedules import PassSchedules
 from offplan.runtime.refusal import refuse
+from offplan.runtime.stock.generation import StockGeneration
 from offplan.schedule import (
     Copy,
     Serve,
@@ -68,7 +69,7 @@ class StockRunner:
         self._order = self._record()
         _check_kept(loaded.placement, self._order)
         self._calls.enter, self._calls.leave = self._enter, self._leave
-        self._schedules = PassSchedules(loaded.placement, self._num_layers, self._order)
+        self._schedules = PassSchedules(loaded.placement, len(loaded.stage.layers), self._order)
         self._carried = CarriedState(self._schedules, self._executor, self._calls, loaded)
 
     def prefill(self, prompt: torch.Tensor) -> torch.Tensor:
@@ -88,11 +89,7 @@ class StockRunner:
 
     def _read(self, prompt: torch.Tensor, num_last: int) -> list[torch.Tensor]:
         batch, num_tokens = prompt.shape
-        if not batch or not 0 < num_tokens <= self._context:
-            raise InputError(
-                f"the prompt has {num_tokens} tokens in each of {batch} sequences; the plan's "
-                f"context is {self._context}"
-            )
+        require_prompt(prompt, self._context)
         model = self._loaded.model
         if num_tokens > self._chunk and not reads_chunks(self._module.config):
             raise InputError(
@@ -123,14 +120,8 @@ class StockRunner:
         Returns logits, [batch, vocabulary]. Raises InputError for tokens that are not one for each
         sequence, or beyond the context, ValueError where no sequence is begun.
         """
-        if not self.length or self._text is None:
-            raise ValueError("decode before prefill")
-        if self.length >= self._context:
-            raise InputError(f"the sequences have reached the context of {self._context} tokens")
-        if tokens.shape != (self._batch, 1):
-            raise InputError(
-                f"decode wants tokens of shape {(self._batch, 1)}, found {tuple(tokens.shape)}"
-            )
+        require_step(tokens, self.length, self._batch, self._context)
+        assert self._text is not None
         length, self.length = self.length, 0  # no sequence is begun unless the pass ends
         with self._carried.passing():
             self.tokens_embedded += self._batch
@@ -175,10 +166,6 @@ class StockRunner:
         """Give back caches and hooks; the device must be idle."""
         self._forget()
         self._calls.close()
-
-    @property
-    def _num_layers(self) -> int:
-        return len(self._loaded.stage.layers)
 
     def _begin(self, prompt: torch.Tensor) -> StockGeneration:
         device = self._loaded.store.device

@@ -1,9 +1,30 @@
-"""Another GPU whose memory is the store: found and checked."""
+"""Executes a store on another GPU, which is found and checked."""
 
 import torch
+from typing_extensions import Self
 
 from offplan.errors import MemoryLimitError
+from offplan.runtime.loading.capability import CapabilityExecutor, Prepared
 from offplan.units import format_bytes
+
+
+class PeerExecutor(CapabilityExecutor):
+    """Has slabs lie on another GPU; on the CPU, host memory stands in for it."""
+
+    def __init__(self, slab_bytes: int) -> None:
+        """Note how much the GPU has to have free."""
+        self._slab_bytes = slab_bytes
+
+    @classmethod
+    def find(cls, prepared: Prepared) -> Self | None:
+        """Return an executor if a plan has anything in slabs on a second GPU."""
+        placement, is_peer = prepared.placement, prepared.offload.store == "peer"
+        return cls(placement.slab_bytes) if is_peer and placement.slabs else None
+
+    def prepare(self, device: torch.device, host_threads: int | None) -> None:
+        """Find the GPU; raises MemoryLimitError."""
+        if device.type == "cuda":
+            self.slab_device = find_peer(device, self._slab_bytes)
 
 
 def find_peer(device: torch.device, num_bytes: int) -> torch.device:

@@ -39,10 +39,10 @@ from offplan.runtime.loading.mapping import map_tensors
 from offplan.runtime.loading.offloaded import pin_split
 from offplan.runtime.loading.places import assign, find_places, materialise_buffers
 from offplan.runtime.loading.skeleton import decoder_layers
-from offplan.runtime.loading.stock import build_stock
 from offplan.runtime.model.calls import LayerCalls
-from offplan.runtime.model.generation import StockGeneration
 from offplan.runtime.refusal import refuse
+from offplan.runtime.stock.generation import StockGeneration
+from offplan.runtime.stock.skeleton import build_stock
 from offplan.transformers_private import decoding_as_on_gpu
 
 TOKENS = (126, 254, 1022, 4094)

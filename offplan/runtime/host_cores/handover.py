@@ -24,7 +24,8 @@ from offplan.hostcores.coordinator import Coordinator, choose_cores, parse_cores
 from offplan.hostcores.library import Dense, Words
 from offplan.hostmem.block import HostBlock
 from offplan.hostmem.cgroups import core_quota
-from offplan.runtime.forms import cores, tasks
+from offplan.runtime.forms import tasks
+from offplan.runtime.host_cores import cores
 
 SLOWEST_BYTES_PER_S = 5e9
 """Rate that a product is priced at when the watchdog's limit is set: no host's cores are slower.

@@ -1,33 +1,34 @@
-"""Modules of a model whose products the host's cores compute in decode steps.
+"""Executes products by the host's cores: modules whose weights they multiply in decode steps.
 
-Their classes are exchanged once the weights are there, before layers are compiled. In a phase that
-the cores do not serve they compute as they would have.
+Classes of modules are exchanged once the weights are there, before layers are compiled. In a phase
+that the cores do not serve they compute as they would have.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from typing_extensions import Self
 
 from offplan.backends import Backend
 from offplan.checkpoint.model_types import SHARED_BEHIND
 from offplan.errors import PlanError
-from offplan.expert_slots import ExpertSlots
 from offplan.forms.form import RAW, Form, Part
-from offplan.forms.host_kernels import CHUNK_COLUMNS
-from offplan.placement import Phase, Placement
-from offplan.runtime.forms import cores, tasks
-from offplan.runtime.forms.expert_table import Runs, list_shares
+from offplan.placement import Phase
+from offplan.runtime.forms import tasks
+from offplan.runtime.forms.experts import SHARE
 from offplan.runtime.forms.reference import Parts
 from offplan.runtime.forms.runnable import is_transposed
 from offplan.runtime.forms.stored import StoredLinear, StoredWeight, part_name
-from offplan.runtime.memory.servers import ByCores
-from offplan.runtime.memory.store import Offloaded, WeightStore
-from offplan.runtime.model.cached import divide, has_slots
+from offplan.runtime.host_cores import cores
+from offplan.runtime.host_cores.server import ByCores
+from offplan.runtime.loading.capability import CapabilityExecutor, Prepared
+from offplan.runtime.memory.servers import Server
+from offplan.runtime.memory.store import WeightStore
 from offplan.transformers_private import is_experts, is_of_transformers, name_first
 
 
@@ -59,41 +60,98 @@ def list_weights(path: str, module: Any) -> list[Held]:
     return [find(name) for name in names]
 
 
-def check_cores(
-    skeleton: nn.Module,
-    placement: Placement,
-    offloaded: Offloaded,
-    wanted: Mapping[str, torch.Tensor],
-    dtype: torch.dtype,
-) -> None:
-    """Raise an error where the host's cores cannot compute what a plan gives them.
+class HostCores(CapabilityExecutor):
+    """Has the host's cores compute modules in decode, and the device in prefill."""
 
-    ``wanted`` are the parameters by name, on the meta device; ``dtype`` is the model's. Raises
-    PlanError for a part of what one module multiplies by, OffplanError where there is no kernel.
-    """
-    entries = {(s.layer, e.offset): e for s in placement.slabs for e in s.entries}
-    given = {
-        name
-        for name, place in offloaded.items()
-        if place in entries and entries[place].decode.is_by_cores
-    }
-    if not given:
-        return
-    for path, module, weights in _list_modules(skeleton):
-        names = [name for weight in weights for name in weight.parts.values()]
-        if not given.intersection(names):
-            continue
-        if left := [name for name in names if name not in given]:
-            raise PlanError(
-                f"`decode: host` takes {path} without {', '.join(left)}, which it is multiplied "
-                "with: name all of it in cpu_offload_params, or none"
-            )
-        if _is_wide(weights, wanted):
-            continue
-        for weight in weights:
-            _check_weight(path, module, weight, wanted, dtype)
-        if is_experts(module):
-            cores.find_gate(module)
+    servers: Mapping[Backend, Callable[[torch.device], Server]] = {Backend.HOST: ByCores}
+
+    def __init__(self, prepared: Prepared) -> None:
+        """Check the modules whose weights a plan gives the cores.
+
+        Raises PlanError for a part of what one module multiplies by, OffplanError where there is no
+        kernel.
+        """
+        self._module, entries = prepared.module, prepared.placement.entries
+        places = {(e.unit.layer, e.offset) for e in entries if e.decode.is_by_cores}
+        self._names = {name for name, place in prepared.offloaded.items() if place in places}
+        """Parameters that the plan gives the cores."""
+        self._given: list[nn.Module] = []
+        """Modules that the cores compute."""
+        wanted, dtype = prepared.wanted, getattr(torch, prepared.stage.model.dtype)
+        for path, module, weights in _list_modules(self._module):
+            names = [name for weight in weights for name in weight.parts.values()]
+            if not self._names.intersection(names):
+                continue
+            if left := [name for name in names if name not in self._names]:
+                raise PlanError(
+                    f"`decode: host` takes {path} without {', '.join(left)}, which it is "
+                    "multiplied with: name all of it in cpu_offload_params, or none"
+                )
+            if _is_wide(weights, wanted):
+                continue
+            for weight in weights:
+                _check_weight(path, module, weight, wanted, dtype)
+            if is_experts(module):
+                cores.find_gate(module)
+
+    @classmethod
+    def find(cls, prepared: Prepared) -> Self | None:
+        """Return an executor if a plan gives the cores anything."""
+        is_used = any(entry.decode.is_by_cores for entry in prepared.placement.entries)
+        return cls(prepared) if is_used else None
+
+    def prepare(self, device: torch.device, host_threads: int | None) -> None:
+        """Load the library, compiled first where it is not there yet; raises OffplanError."""
+        cores.load()
+        if host_threads is not None:
+            self.servers = {Backend.HOST: partial(ByCores, num_threads=host_threads)}
+
+    def attach(self, store: WeightStore) -> None:
+        """Have the cores compute the modules.
+
+        Of experts that lie in several places the cores compute a share, as these say themselves.
+        """
+        names = self._names & store.in_place[Phase.DECODE]
+        server = store.servers.get(Backend.HOST)
+        if server is None:
+            return
+        assert isinstance(server, ByCores)
+        biases = store.resident | store.offloaded
+        for path, part, weights in [*_list_modules(self._module)]:
+            parameters = [name for weight in weights for name in weight.parts.values()]
+            if not names.issuperset(parameters):
+                continue
+            held = [
+                (weight.form, {p: store.offloaded[name].data for p, name in weight.parts.items()})
+                for weight in weights
+            ]
+            if held[0][0] is RAW and held[0][1][Part.WEIGHT].dtype is torch.float32:
+                continue
+            task: LinearTask | ExpertsTask
+            if is_experts(part):
+                task = _make_experts(server, path, part, held, biases)
+            else:
+                task = _make_linear(server, held[0], store.device)
+            if (share := vars(part).get(SHARE)) is not None:
+                assert isinstance(task, ExpertsTask)
+                if not share(task.experts):
+                    continue
+            else:
+                part.__class__ = _class_by_cores(cast(Any, type(part)))
+            ends_in_block = is_experts(part) and _end_in_block(self._module, path, names)
+            vars(part).update(cores=None, task=tasks.number(task), ends_in_block=ends_in_block)
+            self._given.append(part)
+
+    def enter(self, phase: Phase) -> None:
+        """Have the cores compute in decode, and the device in prefill."""
+        for module in self._given:
+            vars(module)["cores"] = vars(module)["task"] if phase is Phase.DECODE else None
+
+    def close(self) -> None:
+        """Have the modules computed by nobody any more: their weights are given back."""
+        for module in self._given:
+            tasks.forget(vars(module)["task"])
+            vars(module)["cores"] = None
 
 
 def _list_modules(skeleton: nn.Module) -> Iterator[tuple[str, Any, list[Held]]]:
@@ -128,69 +186,6 @@ def _check_weight(
         raise cores.refuse(f"{why} ({path})")
 
 
-def give_to_cores(
-    module: nn.Module, store: WeightStore, biases: Mapping[str, torch.Tensor]
-) -> list[nn.Module]:
-    """Have the modules computed by the host's cores whose weights a plan gives them.
-
-    Of experts that lie in slots the cores compute the plan's share of those missed. ``biases`` are
-    all parameters by name, wherever they lie. Returns the modules, which ``let_compute`` then
-    switches from phase to phase.
-    """
-    names = store.by_cores[Phase.DECODE]
-    server = store.servers.get(Backend.HOST)
-    if server is None:
-        return []
-    assert isinstance(server, ByCores)
-    given: list[nn.Module] = []
-    for path, part, weights in [*_list_modules(module)]:
-        parameters = [name for weight in weights for name in weight.parts.values()]
-        if not names.issuperset(parameters):
-            continue
-        held = [
-            (weight.form, {p: store.offloaded[name].data for p, name in weight.parts.items()})
-            for weight in weights
-        ]
-        if held[0][0] is RAW and held[0][1][Part.WEIGHT].dtype is torch.float32:
-            continue
-        task: LinearTask | ExpertsTask
-        if is_experts(part):
-            task = _make_experts(server, path, part, held, biases)
-        else:
-            task = _make_linear(server, held[0], store.device)
-        if has_slots(part):
-            slots = store.placement.expert_slots[store.layer_of(parameters[0])]
-            if slots.host_share == 0:
-                continue
-            assert isinstance(task, ExpertsTask)
-            runs = _find_runs(task.experts, weights, store, slots) if slots.splits else None
-            divide(part, list_shares(slots).to(store.device), runs)
-        else:
-            part.__class__ = _class_by_cores(cast(Any, type(part)))
-        ends_in_block = is_experts(part) and _end_in_block(module, path, names)
-        vars(part).update(cores=None, task=tasks.number(task), ends_in_block=ends_in_block)
-        given.append(part)
-    return given
-
-
-def _find_runs(
-    experts: cores.Experts, weights: Sequence[Held], store: WeightStore, slots: ExpertSlots
-) -> dict[str, Runs]:
-    """Find how values or codes of experts lie by inner columns, by the parameters' own names."""
-    matrices = experts.up, experts.down
-    assert slots.inner == experts.down.num_in
-    numbers = 2 if experts.is_gated and not experts.is_interleaved else 1, experts.down.num_out
-    found = {}
-    for matrix, weight, number in zip(matrices, weights, numbers, strict=True):
-        name = weight.parts[Part.WEIGHT]
-        codes = store.offloaded[name]
-        if codes.shape[1] == matrix.num_out:
-            run_bytes = codes[0].nbytes // number
-            chunk_bytes = run_bytes * CHUNK_COLUMNS // slots.inner
-            found[name.rpartition(".")[2]] = Runs(number, chunk_bytes)
-    return found
-
-
 def _end_in_block(module: nn.Module, path: str, by_cores: Set[str]) -> bool:
     """Have the block of routed experts wait for the cores, behind its shared experts.
 
@@ -208,19 +203,6 @@ def _end_in_block(module: nn.Module, path: str, by_cores: Set[str]) -> bool:
         return False
     block.__class__ = _class_of_block(cast(Any, type(block)))
     return True
-
-
-def let_compute(given: Iterable[nn.Module], phase: Phase) -> None:
-    """Have the cores compute these modules in decode, and the device in prefill."""
-    for module in given:
-        vars(module)["cores"] = vars(module)["task"] if phase is Phase.DECODE else None
-
-
-def take_from_cores(given: Iterable[nn.Module]) -> None:
-    """Have these modules computed by nobody any more: their weights are given back."""
-    for module in given:
-        tasks.forget(vars(module)["task"])
-        vars(module)["cores"] = None
 
 
 def task_of(module: "ByCoresModule") -> "LinearTask | ExpertsTask":

@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
+from offplan.runtime.cached_experts.table_kernels import read_slots
 from offplan.runtime.forms import operators, tasks
 from offplan.runtime.forms.experts import add_rows, holds_codes, send
 from offplan.runtime.forms.pairs import sort_pairs
 from offplan.runtime.forms.stored import StoredWeight, part_name
-from offplan.runtime.forms.table_kernels import read_slots
 from offplan.runtime.model.experts import multiply
 
 

@@ -6,9 +6,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from offplan.runtime.cached_experts.expert_table import (
+    NOBODY,
+    Runs,
+    Table,
+    clear_cut,
+    copy_missed,
+    use,
+)
 from offplan.runtime.forms import tasks
-from offplan.runtime.forms.expert_table import NOBODY, Runs, Table, clear_cut, copy_missed, use
 from offplan.runtime.forms.experts import (
+    MULTIPLIED_BY,
+    SHARE,
     Expanded,
     ReadElsewhere,
     forward_stored,
@@ -30,6 +39,7 @@ def keep_in_slots(
 
     Nothing is in them yet. ``sources`` says where steps copy from, on a GPU.
     """
+    vars(experts)[MULTIPLIED_BY] = CACHED_NAME
     vars(experts).update(
         slot_table=table,
         slot_memory=table.memory,
@@ -74,14 +84,9 @@ def leave_slots(experts: nn.Module) -> None:
     """Undo ``keep_in_slots``, so that the memory can be given back."""
     for name in ("table", "memory", "sources", "shares", "runs"):
         vars(experts).pop(f"slot_{name}", None)
-    for name in ("slots", "num_slots", "noted_place"):
+    for name in ("slots", "num_slots", "noted_place", MULTIPLIED_BY, SHARE):
         vars(experts).pop(name, None)
     keep_elsewhere(experts)
-
-
-def has_slots(experts: nn.Module) -> bool:
-    """Return True if some of these experts lie in slots."""
-    return "slots" in vars(experts)
 
 
 def forward_cached(
@@ -106,7 +111,7 @@ def forward_cached(
             _note(own["noted"], own["noted_place"], top_k_index)
         return forward_stored(experts, hidden_states, top_k_index, top_k_weights)
     if hidden_states.is_cuda:
-        from offplan.runtime.model.cached_products import forward_slots  # needs triton
+        from offplan.runtime.cached_experts.products import forward_slots  # needs triton
 
         return forward_slots(experts, hidden_states, top_k_index, top_k_weights)
     chosen, task = top_k_index.reshape(-1), own["cores"]

@@ -223,10 +223,6 @@ class ExpertsInParts:
         """Have chunks meet a part, which must be in its slot."""
         meeting.add(part, self._parts[part])
 
-    def close(self) -> None:
-        """Let go of the memory that the parts are in."""
-        self._parts.clear()
-
 
 @cache
 def _stops_at(kind: Any) -> type[nn.Module]:

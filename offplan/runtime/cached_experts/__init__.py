@@ -1,0 +1,1 @@
+"""Experts that layers keep in GPU memory one by one: those used last."""

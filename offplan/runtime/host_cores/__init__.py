@@ -1,0 +1,1 @@
+"""Products of weights off the GPU by the cores of the host."""

@@ -1,0 +1,80 @@
+"""The server of what the host's cores multiply where it lies."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from offplan.runtime.forms import tasks
+from offplan.runtime.host_cores import cores
+from offplan.runtime.host_cores.handover import Handover
+from offplan.runtime.memory.servers import Server
+
+
+class ByCores(Server):
+    """Has the host's cores multiply weights where they lie; what is no matrix is read in place.
+
+    Which modules these are is found by ``executor``.
+    """
+
+    def __init__(self, device: torch.device, num_threads: int | None = None) -> None:
+        """Load the library, compiled first where it is not there yet; raises OffplanError."""
+        on_gpu = device.type == "cuda"
+        self._handover = Handover(device, num_threads=num_threads) if on_gpu else None
+        library = cores.load()
+        self._kernels = library.kernels()
+        self._team = library.team_of_caller(num_threads or torch.get_num_threads())
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that compute where the device is the CPU."""
+        return self._team.num_threads
+
+    def multiply(self, weight: cores.Matrix, x: torch.Tensor) -> torch.Tensor:
+        """Multiply rows, bfloat16 of [rows, in], by a weight: bfloat16 of [rows, out]."""
+        if self._handover is not None:
+            return self._handover.multiply(weight, x)
+        return cores.multiply(self._team, self._kernels, weight, x)
+
+    def send(self, experts: cores.Experts, *arguments: torch.Tensor) -> torch.Tensor:
+        """Send tokens through their experts, as ``cores.send`` does."""
+        if self._handover is not None:
+            return self._handover.send(experts, *arguments)
+        return cores.send(self._team, self._kernels, experts, *arguments)
+
+    def begin(self, experts: cores.Experts, *arguments: torch.Tensor) -> Any:
+        """Begin to send tokens as ``send`` does; ``end`` is given what this returns.
+
+        A pair whose expert is -1 is left out. Nothing else is begun before it is ended.
+        """
+        if self._handover is not None:
+            return self._handover.begin(experts, *arguments)
+        return self.send(experts, *arguments)
+
+    def begin_by(self, experts: cores.Experts, sizes: Sequence[int], launch: tasks.Launch) -> Any:
+        """Begin to send so many tokens to so many experts each, which a kernel writes.
+
+        A GPU only; otherwise as ``begin``.
+        """
+        assert self._handover is not None, "kernels write for a GPU"
+        return self._handover.begin_by(experts, sizes, launch)
+
+    def end(self, begun: Any, made: torch.Tensor) -> torch.Tensor:
+        """Add to ``made``, [tokens, hidden], the sums of the experts that were sent to."""
+        return made + begun if self._handover is None else self._handover.end(begun, made)
+
+    def invalidate(self) -> None:
+        """Take it that a product was begun which nobody waits for."""
+        if self._handover is not None:
+            self._handover.exchange.invalidate()
+
+    def check(self) -> None:
+        """Raise OffplanError if a product has failed, whose tokens are then wrong."""
+        if self._handover is not None:
+            self._handover.check()
+
+    def close(self) -> None:
+        """End the threads; the device is idle."""
+        if self._handover is not None:
+            self._handover.close()
+        self._team.close()

@@ -1,0 +1,1 @@
+"""Prompts that stream a layer's routed experts in parts."""

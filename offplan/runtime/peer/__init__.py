@@ -1,0 +1,1 @@
+"""Offloaded weights in the memory of a second GPU."""

@@ -1,0 +1,1 @@
+"""Models run by transformers' own passes, around which offplan moves the weights."""

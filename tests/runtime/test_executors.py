@@ -1,0 +1,129 @@
+"""A capability that offplan does not have: one executor in the table, and nothing else."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typing_extensions import Self
+
+from offplan.errors import PlanError
+from offplan.placement import Phase
+from offplan.runtime.executors import EXECUTORS
+from offplan.runtime.loading.capability import CapabilityExecutor, Prepared, Steps
+from offplan.runtime.memory.store import WeightStore, allocate
+from tests.runtime.conftest import save_tiny
+from tests.runtime.plans import group, offload, open_session
+
+PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35]])
+
+
+@dataclass
+class Counts:
+    num_layers: float
+
+
+class Last(CapabilityExecutor):
+    """Negates what the last layer makes of a prompt, which negates the logits, once attached."""
+
+    told: list[str]
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.device_bytes = 64
+        self.layers = prepared.module.get_decoder().layers
+        self.prompt_layers = (len(self.layers) - 1,)
+        self.factor, self.counted = 1, 0
+
+    @classmethod
+    def find(cls, prepared: Prepared) -> Self | None:
+        if prepared.offload.prefetch_step == 7:
+            raise PlanError("seven slots are one too many for what is made up")
+        cls.told = ["found"]
+        return cls(prepared) if prepared.offload.prefetch_step > 1 else None
+
+    def prepare(self, device: torch.device, host_threads: int | None) -> None:
+        self.told.append(f"prepared for {host_threads} threads")
+
+    def allocate(self, device: torch.device) -> None:
+        self.memory = allocate(self.device_bytes, device, "what is made up")
+
+    def attach(self, store: WeightStore) -> None:
+        assert store.offloaded
+        self.factor = -1
+        self.told.append("attached")
+
+    def begin_batch(self, batch: int) -> None:
+        if batch > 2:
+            raise PlanError(f"{batch} sequences are too many for what is made up")
+
+    def enter(self, phase: Phase) -> None:
+        self.told.append(phase.value)
+
+    def run_layer(self, executor: Any, index: int, steps: Steps) -> list[torch.Tensor]:
+        made = []
+        for step, around in steps:
+            with around():
+                made.append(self.factor * step())
+        return made
+
+    def settle(self, index: int) -> None:
+        self.counted += 1
+
+    def count(self) -> Counts:
+        return Counts(self.counted)
+
+    def forget(self) -> None:
+        self.counted = 0
+
+    def close(self) -> None:
+        self.told.append("closed")
+
+
+@pytest.fixture
+def last(monkeypatch: pytest.MonkeyPatch) -> type[Last]:
+    monkeypatch.setitem(EXECUTORS, "last", Last)
+    return Last
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("qwen3", tmp_path_factory.mktemp("executors"))
+
+
+@pytest.mark.parametrize("chunk", [64, 3])
+def test_from_the_check_to_the_end(last: type[Last], folder: Path, chunk: int) -> None:
+    rule, logits = group(2, 1), []
+    for slots in (1, 2):  # which makes no other difference
+        decision = offload(rule, prefill_chunk=chunk, prefetch_step=slots)
+        with open_session(folder, decision) as session:
+            logits.append(session.prefill(PROMPT).clone())
+            step = session.decode(torch.tensor([[3]])).clone()
+            assert ("last" in session.loaded.executors) == (slots == 2)
+    assert torch.equal(logits[1], -logits[0])
+    assert step.isfinite().all()
+    phases = ["prefill", "decode"]
+    assert last.told == [
+        *("found", "prepared for None threads", "attached"),
+        *(*phases, *phases),  # the first two to check what is loaded
+        "closed",
+    ]
+
+
+def test_it_counts(last: type[Last], folder: Path) -> None:
+    with open_session(folder, offload(group(2, 1), prefetch_step=2)) as session:
+        session.warm_up(*PROMPT.shape)
+        before = session.count(1)
+        assert before == {"last": Counts(0)}
+        session.prefill(PROMPT)
+        num_layers = len(session.runner.layers)
+        assert session.count(2, before) == {"last": Counts(num_layers / 2)}
+
+
+def test_it_refuses(last: type[Last], folder: Path) -> None:
+    with pytest.raises(PlanError, match="seven slots"):
+        open_session(folder, offload(group(2, 1), prefetch_step=7))
+    with open_session(folder, offload(group(2, 1), prefetch_step=2)) as session:
+        with pytest.raises(PlanError, match="3 sequences are too many"):
+            session.prefill(PROMPT.expand(3, -1))
+        assert session.prefill(PROMPT).isfinite().all()
