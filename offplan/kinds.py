@@ -39,8 +39,8 @@ _SHORT = {
 def describe_kind(path: str | os.PathLike[str], wanted: str) -> str | None:
     """Describe what lies at ``path`` where ``wanted`` does not: its kind, and what to do.
 
-    ``wanted`` is ``a plan``, ``a model`` or ``a machine``. None for a file of no kind that offplan
-    reads. The file's first 64 KiB are looked at, and no more.
+    ``wanted`` is ``a plan``, ``a model`` or ``a machine``. It is None for a file of no kind that
+    offplan reads. The file's first 64 KiB are looked at, and no more.
     """
     kind = _find_kind(Path(path)) or ""
     remedy = _REMEDIES.get((_SHORT.get(kind, kind), wanted))

@@ -29,7 +29,7 @@ def import_less() -> None:
 
 
 def imports_less() -> bool:
-    """Whether this process imports less."""
+    """Return True if this process imports less."""
     return any(isinstance(finder, _Lean) for finder in sys.meta_path)
 
 

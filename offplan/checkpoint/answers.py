@@ -90,7 +90,7 @@ def _ask_plainly(request: Any) -> None:
 def _check(response: Any) -> None:
     """Refuse an answer, or take out of it what must not be followed, once its headers have come.
 
-    Raises what ``hf_raise_for_status`` does, for every error answer: huggingface_hub is left no
+    Raises what ``hf_raise_for_status`` does, for every error answer. huggingface_hub is left no
     waits of its own, which a server could make as long as it likes.
     """
     max_bytes, request = _MAX_BYTES.get(), response.request
@@ -145,7 +145,8 @@ def _distrust(found: str) -> CheckpointError:
 
 
 def _is_home(response: Any) -> bool:
-    """Whether what the answer says of Xet, if anything, leads from the Hub itself to no other host.
+    """Return True if what the answer says of Xet, if anything, leads from the Hub itself to no
+    other host.
 
     Xet's client is sent the token, and nothing here bounds what it reads: from any other server
     than the Hub files come by plain HTTP.

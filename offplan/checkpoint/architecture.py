@@ -47,7 +47,7 @@ class Attention:
     head_dim: int
     """Elements of a query, key or value head; 0 where the config does not say."""
     sinks: bool
-    """Whether the softmax has a learned sink for each head."""
+    """True if the softmax has a learned sink for each head."""
     soft_cap: float | None
     """Value that scores are softly capped at; None where they are not."""
 
@@ -96,9 +96,9 @@ class Routing:
     num_per_token: int | None
     """Experts that a token is sent to; None where neither config nor model type says."""
     has_idle: bool
-    """Whether there are experts beyond ``num_experts`` that compute nothing (LongCat)."""
+    """True if there are experts beyond ``num_experts`` that compute nothing (LongCat)."""
     in_out: bool
-    """Whether fused experts are stored as [experts, in, out], not [experts, out, in]."""
+    """True if fused experts are stored as [experts, in, out], not [experts, out, in]."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,9 @@ class Architecture:
     model_type: str
     """Transformers' name of the language model's part, such as ``gemma3_text``."""
     is_multimodal: bool
-    """Whether the model reads more than text: images, video or sound."""
+    """True if the model reads more than text: images, video or sound."""
     runs_text_alone: bool
-    """Whether its text part is known to give alone what a multimodal model gives for a text."""
+    """True if its text part is known to give alone what a multimodal model gives for a text."""
     class_names: tuple[str, ...]
     """Transformers' classes that the config names, such as ``Qwen3ForCausalLM``."""
     dtype: str | None
@@ -145,18 +145,18 @@ class Architecture:
     latents: LatentAttention | None
     """Latent attention, in the models that have it."""
     index_topk: int | None
-    """Tokens of a longer text that each one sees, chosen by an indexer; None where it sees all, and
-    in families whose indexers leave out tokens of short texts, too."""
+    """Tokens of a longer text that each one sees, chosen by an indexer; None if it sees all. It is
+    also None in families whose indexers leave out tokens of short texts, too."""
     linear: LinearAttention | None
     """Linear attention, in the models that have it in some layers."""
     routing: Routing
     fused_experts: bool
-    """Whether the transformers that wrote the config has all experts of a layer in one parameter,
+    """True if the transformers that wrote the config has all experts of a layer in one parameter,
     though it saves them one by one."""
     matrices_in_out: bool
-    """Whether the layers' matrices are stored as [in, out], not [out, in] (Conv1D)."""
+    """True if the layers' matrices are stored as [in, out], not [out, in] (Conv1D)."""
     fuses_gates: bool
-    """Whether dense MLPs store gate and up apart, and multiply both as one matrix."""
+    """True if dense MLPs store gate and up apart, and multiply both as one matrix."""
     float32_parts: tuple[str, ...]
     """Parts of names whose parameters stay in float32 when bfloat16 or float16 is computed in."""
     float32_parts_in_float16: tuple[str, ...]
@@ -166,7 +166,7 @@ class Architecture:
     table_rows: Mapping[str, int]
     """Rows that a token needs of tables beside the input embedding, by the module's name."""
     head_is_tied: bool | None
-    """Whether the head is the input embedding; None where neither config nor model type says."""
+    """True if the head is the input embedding; None where neither config nor model type says."""
     notes: tuple[str, ...]
     """Sentences on what the config leaves open."""
 
@@ -178,7 +178,7 @@ class Architecture:
         return 32 if self.keeps_float32(name, dtype, is_wide=is_wide) else FLOAT_BITS[dtype]
 
     def keeps_float32(self, name: str, dtype: str, *, is_wide: bool) -> bool:
-        """Whether a parameter stays in float32 in a model that is computed in ``dtype``."""
+        """Return True if a parameter stays in float32 in a model that is computed in ``dtype``."""
         parts = self.float32_parts if dtype in ("bfloat16", "float16") else ()
         parts += self.float32_parts_in_float16 if dtype == "float16" else ()
         parts += self.routers if is_wide and dtype in ("bfloat16", "float16") else ()
@@ -199,7 +199,7 @@ class Architecture:
         return ".".join(parts[: at + 1]), self.table_rows[parts[at]]
 
     def is_router(self, name: str) -> bool:
-        """Whether a parameter is a router that every pass widens to float32."""
+        """Return True if a parameter is a router that every pass widens to float32."""
         return _has_part(name, self.routers)
 
 

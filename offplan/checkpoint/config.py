@@ -26,7 +26,7 @@ def _text_parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def states_quantisation(config: Mapping[str, Any]) -> bool:
-    """Whether it says how the model is quantised, in its own name or in its text part's.
+    """Return True if it says how the model is quantised, in its own name or in its text part's.
 
     Source: transformers 5.23, ``get_hf_quantizer``.
     """
@@ -36,9 +36,9 @@ def states_quantisation(config: Mapping[str, Any]) -> bool:
 def read_count(config: Mapping[str, Any], *keys: str) -> int | None:
     """Read the first of these keys that holds a positive whole number.
 
-    None, false, zero and negative numbers (ways to say "not used") and a list of different numbers
-    count as absent; a list of one number repeated is that number. Raises CheckpointError for text
-    and the like.
+    Ways to say "not used" count as absent: null, false, zero and negative numbers. So does a list
+    of different numbers; a list of one number repeated is that number. Raises CheckpointError for
+    text and the like.
     """
     for key in keys:
         value = config.get(key)

@@ -24,7 +24,7 @@ ADAPTER_ALONE = (
     "found an adapter (LoRA and the like), expected a model; merge it into its base model "
     "(peft: merge_and_unload, then save_pretrained) and name the result"
 )
-"""What is said of an adapter without its base model, and of one that was saved unmerged."""
+"""The words on an adapter without its base model, and on one that was saved unmerged."""
 QUANTISATION_NAME = "hf_quant_config.json"
 """File in which ModelOpt says how it quantised, beside a config that may not say it."""
 MAX_JSON_BYTES = 256 * 2**20
@@ -101,7 +101,7 @@ def read_shard(path: Path, shard: str) -> list[TensorInfo]:
 
 
 def is_file(path: Path) -> bool:
-    """Whether a regular file stands here (a pipe would block); raises CheckpointError."""
+    """Return True if a regular file stands here (a pipe would block); raises CheckpointError."""
     with _reading(path):
         return path.is_file()
 

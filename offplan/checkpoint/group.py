@@ -27,8 +27,8 @@ def group_parameters(
     """Group a layer's tensors into parameters, sorted by name.
 
     Experts stored one by one (``experts.3.up_proj.weight``) come together under the name without
-    the index; fused ones (first dimension a multiple of the number of experts) are one tensor.
-    Raises CheckpointError when an expert lacks a tensor that another has, unless it is past
+    the index. Fused ones, whose first dimension is a multiple of the number of experts, are one
+    tensor. Raises CheckpointError when an expert lacks a tensor that another has, unless it is past
     that number: LongCat's zero experts compute nothing.
     """
     by_name: defaultdict[str, dict[int, TensorInfo]] = defaultdict(dict)
@@ -164,7 +164,7 @@ def _unflatten(name: str, shape: Shape, architecture: Architecture) -> Shape:
 
 
 def _is_fused(name: str, tensor: TensorInfo, num_experts: int | None) -> bool:
-    """Whether one tensor holds all of a layer's routed experts."""
+    """Return True if one tensor holds all of a layer's routed experts."""
     parts = name.split(".")
     is_named = not _EXPERTS.isdisjoint(parts)
     if num_experts is None:

@@ -97,8 +97,9 @@ def _rows(parameters: Sequence[Parameter], end: str) -> int | None:
 def _linear_attention(linear: LinearAttention, element_bytes: int) -> KVCache:
     """Return the gated delta rule's state: the convolution's last inputs and one matrix a head.
 
-    Source: transformers 5.23, ``Qwen3NextGatedDeltaNet``: conv state [B, 2 key_dim + value_dim,
-    kernel] in the model's dtype, recurrent state [B, value heads, key dim, value dim] in float32.
+    Source: transformers 5.23, ``Qwen3NextGatedDeltaNet``. The conv state is [B, 2 key_dim +
+    value_dim, kernel] in the model's dtype. The recurrent state is [B, value heads, key dim, value
+    dim] in float32.
     """
     keys = linear.num_key_heads * linear.key_head_dim
     values = linear.num_value_heads * linear.value_head_dim

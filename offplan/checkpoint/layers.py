@@ -40,10 +40,10 @@ _TOWER_START = re.compile(r"(blocks|(deepstack_)?merger(_list)?|patch_embed|pos_
 _TEXT_PARTS = [_name_part(name) for name in ("language_model", "llm", "text_model")]
 """Name parts that a language model has beside towers."""
 _BESIDE_TEXT = _name_part(rf"{_MTP}|lm_head")
-"""What of a text's model is stored beside them."""
+"""The parts of a text's model that are stored beside them."""
 _OWN_KEYS = re.compile(r"\.self_attn\.[kv]_(proj|norm)\.")
-"""What layers that share an earlier one's keys and values do not load, though Gemma 3n stores it.
-Source: transformers 5.23, ``Gemma3nTextModel._keys_to_ignore_on_load_unexpected``."""
+"""The names that layers which share an earlier one's keys and values do not load, though Gemma 3n
+stores them. Source: transformers 5.23, ``Gemma3nTextModel._keys_to_ignore_on_load_unexpected``."""
 
 _CACHE_SCALE = re.compile(r"\.(k_proj\.k|v_proj\.v|attn\.k|attn\.v)_scale$")
 """Scales of an FP8 KV cache, which a cache in the model's own type does without.
@@ -215,13 +215,13 @@ def _find_stacks(tensors: Tensors) -> Stacks:
 
 
 def is_rows(architecture: Architecture, tensor: TensorInfo) -> bool:
-    """Whether a tensor is rows of a table, which passes gather: it lies outside the layers."""
+    """Return True if a tensor is a table's rows, which passes gather: it is in no layer."""
     is_matrix = tensor.dtype in FLOATS and len(tensor.shape) == 2
     return is_matrix and architecture.find_table(tensor.name) is not None
 
 
 def is_of_tower(name: str) -> bool:
-    """Whether a tensor of this name belongs to what reads images and sound."""
+    """Return True if a tensor of this name belongs to what reads images and sound."""
     before_index, *_ = _INDEX_PART.split(name, 1)
     return bool(_TOWER_START.match(name)) or _TOWER_PART.search(before_index) is not None
 
@@ -240,16 +240,16 @@ def _find_towers(tensors: Tensors) -> frozenset[str]:
 
 
 class _Marks(NamedTuple):
-    """What the name of a tensor says about it behind its layer's index."""
+    """The facts that the name of a tensor tells behind its layer's index."""
 
     is_own_key: bool
-    """Whether layers that share an earlier one's keys and values do not load it."""
+    """True if layers that share an earlier one's keys and values do not load it."""
     is_cache_scale: bool
     is_rotary: bool
     may_be_mask: bool
 
     def is_recomputed(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of this shape is recomputed, and never loaded."""
+        """Return True if a tensor of this shape is recomputed, and never loaded."""
         # a mask is a scalar or [1, 1, n, n]; a real bias of such a name has one dimension
         is_mask = shape == () or (len(shape) == 4 and shape[:2] == (1, 1))
         return self.is_rotary or (self.may_be_mask and is_mask)

@@ -50,7 +50,7 @@ class Layer:
     """Sorted by name."""
     kv_cache: KVCache = field(default_factory=KVCache)
     fuses_gates: bool = False
-    """Whether gate and up of its dense MLP are stored apart, and one matrix once loaded."""
+    """True if gate and up of its dense MLP are stored apart, and one matrix once loaded."""
 
     @cached_property
     def nbytes(self) -> int:
@@ -149,7 +149,8 @@ class Model:
     notes: tuple[str, ...] = ()
     """Sentences for the reader: what was not understood, what a config cannot show."""
     gguf: GGUF | None = None
-    """The GGUF file whose shape this is: it can be planned, and not run. None for a checkpoint."""
+    """The GGUF file whose shape this is: it can be planned, and not run. It is None for a
+    checkpoint."""
 
     @cached_property
     def parameter_names(self) -> frozenset[str]:
@@ -163,7 +164,7 @@ class Model:
         return read_architecture(self.config, last + 1)
 
     def keeps_float32(self, name: str) -> bool:
-        """Whether a parameter stays in float32, whatever the model is computed in."""
+        """Return True if a parameter stays in float32, whatever the model is computed in."""
         return self.architecture.keeps_float32(name, self.dtype, is_wide=self._has_wide_routers)
 
     @cached_property
@@ -181,9 +182,8 @@ class Model:
     def key(self) -> str:
         """Name what every answer about the model depends on, for answers that are kept on disk.
 
-        That is all that the model was made of: the stored names, types and shapes, the whole
-        config, the type that weights are computed in, and code of its own. ``config_sha256`` leaves
-        types out.
+        That is all that the model was made of. It is stored names, types and shapes, the whole
+        config, the type of computing, and code of its own. ``config_sha256`` leaves types out.
         """
         content = [self.headers_sha256, dict(self.config), self.dtype, self.generation, self.code]
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
@@ -205,7 +205,7 @@ class Model:
 
     @cached_property
     def outside_parameters(self) -> tuple[Parameter, ...]:
-        """What lies outside the layers, each weight with its scales, by their whole names."""
+        """The weights outside the layers, each with its scales, by their whole names."""
         return group_outside(self.outside, self.architecture)
 
     @cached_property
@@ -215,11 +215,11 @@ class Model:
 
     @cached_property
     def tables(self) -> tuple[Table, ...]:
-        """What may lie on the host, since a pass reads a few rows of it.
+        """The tables that may lie on the host, since a pass reads a few rows of them.
 
-        The input embedding is among it where no head is tied to it. Left out is what is stored in
-        another form than its values, since it cannot be read by row, or in a type of another size
-        than they are used in.
+        The input embedding is among it where no head is tied to it. Left out are tables that are
+        stored in another form than their values, since they cannot be read by row. So are those of
+        a type of another size than they are used in.
         """
         inputs = find_matrices(self._loaded_outside, INPUT_EMBEDDINGS)
         is_apart = len(inputs) == 1 and self.stores_head
@@ -227,13 +227,13 @@ class Model:
         return tuple(each for each in tables if all(map(self._keeps_rows, each.parameters)))
 
     def _keeps_rows(self, parameter: Parameter) -> bool:
-        """Whether a loaded matrix has the rows that the checkpoint stores."""
+        """Return True if a loaded matrix has the rows that the checkpoint stores."""
         is_matrix = parameter.form.is_raw and len(parameter.shape) == 2
         return is_matrix and resize(parameter, self.architecture, self.dtype).resized is None
 
     @cached_property
     def stores_head(self) -> bool:
-        """Whether the head is a tensor of its own."""
+        """True if the head is a tensor of its own."""
         return bool(find_matrices(self._loaded_outside, OUTPUT_HEADS))
 
     @cached_property

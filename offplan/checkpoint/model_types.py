@@ -11,7 +11,7 @@ from offplan.files import load_facts
 _FACTS: dict[str, Any] = load_facts(Path(__file__).with_suffix(".yaml"))
 
 TIED_BY_DEFAULT = dict.fromkeys(_FACTS["tied"], True) | dict.fromkeys(_FACTS["untied"], False)
-"""Whether a model type's head is the embedding, not a matrix of its own, unless the config says."""
+"""True if a model type's head is the embedding, not a matrix of its own, unless the config says."""
 CONV1D_TYPES = frozenset(_FACTS["conv1d"])
 """Model types whose layers store their matrices as [in, out]."""
 EXPERTS_IN_OUT = frozenset(_FACTS["experts_in_out"])
@@ -35,8 +35,8 @@ def _float32_parts(table: str) -> dict[str, tuple[str, ...]]:
 FLOAT32_PARTS = _float32_parts("float32")
 """Parts of names whose parameters stay in float32 in a model computed in bfloat16 or float16."""
 FLOAT32_PARTS_STORED = _float32_parts("float32_stored")
-"""Such parts by the names that checkpoints store them under, where loading renames them, and those
-that a class makes in float32 whatever the model is computed in."""
+"""Such parts by the names that checkpoints store them under, if loading renames them. Those that a
+class makes in float32 whatever the model is computed in are among them."""
 FLOAT32_PARTS_IN_FLOAT16 = _float32_parts("float32_in_float16")
 """Parts of names whose parameters stay in float32 in a model computed in float16 only."""
 WIDENED_ROUTERS = _float32_parts("widened_routers")
@@ -49,9 +49,9 @@ class RowCount(NamedTuple):
     key: str
     """The key of ``config.json`` that it is read from."""
     usual: int
-    """What the config class takes where the key is absent."""
+    """The value that the config class takes if the key is absent."""
     shift: int = 0
-    """What is added to it."""
+    """The number that is added to it."""
 
 
 TABLE_ROWS: dict[str, dict[str, tuple[RowCount, ...]]] = {
@@ -80,7 +80,7 @@ TEXT_PARTS: dict[str, list[str]] = _FACTS["text_parts"] | {
 HUB_TYPES: dict[str, str] = _FACTS["hub_types"]
 """Transformers' model types, by those that configs on the Hub give them."""
 NOT_CAUSAL: dict[str, str] = _FACTS["not_causal"]
-"""What models of a type are that do not write text token by token."""
+"""The words for models of a type that do not write text token by token."""
 SINCE: dict[str, str] = {
     name: version for version, names in _FACTS["since"].items() for name in names
 }
@@ -103,7 +103,7 @@ class Pattern(NamedTuple):
     key: str = "sliding_window"
     """Key of the window in ``config.json``."""
     switched: bool = False
-    """Whether the config must switch windows on with ``use_sliding_window``."""
+    """True if the config must switch windows on with ``use_sliding_window``."""
     first: int | None = None
     """Layers before it are full; ``max_window_layers`` in the config goes before it."""
     stop: int | None = None
@@ -111,9 +111,9 @@ class Pattern(NamedTuple):
     every: str = ""
     """Key of the number of layers from one of the rarer kind to the next, if there is one."""
     by_list: bool = False
-    """Whether a ``layer_types`` alone tells the layers with a window, whatever else is said."""
+    """True if a ``layer_types`` alone tells the layers with a window, whatever else is said."""
     by_rotary: bool = False
-    """Whether ``no_rope_layers`` tells layers of the cycle's first kind (1) from its last (0)."""
+    """True if ``no_rope_layers`` tells layers of the cycle's first kind (1) from its last (0)."""
 
 
 PATTERNS = {

@@ -52,15 +52,15 @@ def open_model(
 ) -> Model:
     """Read what a model is, without reading a weight.
 
-    ``source`` is a folder with ``config.json`` and safetensors, the path of a ``config.json``
-    alone, a Hub id (``org/name``, or ``gpt2``) or the address of its page; what exists on disk is
-    taken first, and the Hub is not asked for ``org/name`` where there is a folder ``org``, unless a
-    ``revision`` is given: a branch, tag or commit, for the Hub only. ``name`` is what the model is
-    called from here on, in plans too; it is ``source`` if left out. ``dtype`` is the type that the
-    weights of a ``config.json`` alone are stored in, what it states if left out. With
-    ``trust_remote_code`` transformers' own passes may run Python code of the checkpoint where
-    transformers does not know its model type; none runs here. ``on_progress`` hears (shards read,
-    shards in all).
+    ``source`` is a folder with ``config.json`` and safetensors, or the path of a ``config.json``
+    alone. Else it is a Hub id (``org/name``, or ``gpt2``), or the address of its page. offplan
+    takes what exists on disk first. It does not ask the Hub for ``org/name`` if there is a folder
+    ``org``, unless a ``revision`` is given. That is a branch, tag or commit, for the Hub only.
+    ``name`` is what the model is called from here on, in plans too; it is ``source`` if left out.
+    ``dtype`` is the type that the weights of a ``config.json`` alone are stored in, what it states
+    if left out. With ``trust_remote_code`` transformers' own passes may run Python code of the
+    checkpoint where transformers does not know its model type; none runs here. ``on_progress``
+    hears (shards read, shards in all).
 
     Raises CheckpointError when the source cannot be found, read or understood, and HubError when
     the Hub does not answer.
@@ -181,6 +181,6 @@ def _find_gguf(source: str, path: Path, exists: bool) -> Found | None:
 
 
 def _looks_like_path(source: str) -> bool:
-    """Whether a name is meant as a path: it has the form of one, or its folder is there."""
+    """Return True if a name is meant as a path: it has the form of one, or its folder is there."""
     is_formed = source.startswith((".", "/", "~")) or source.endswith("/")
     return is_formed or os.path.isdir(os.path.dirname(source))

@@ -24,19 +24,19 @@ class Parameter:
     tensors: Tensors
     """Values or codes: one tensor, or one for each routed expert in the order of their indices."""
     is_expert: bool = False
-    """Whether it belongs to the routed experts (fused or one by one)."""
+    """True if it belongs to the routed experts (fused or one by one)."""
     resized: int | None = None
     """Bits that an element takes once loaded, where they are not those that it is stored in."""
     form: Form = RAW
     """How the values are stored."""
     is_shuffled: bool = False
-    """Whether columns of one group lie apart, by the config: each column's scales are looked up."""
+    """True if columns of one group lie apart, by the config: each column's scales are looked up."""
     beside: tuple[tuple[Part, Tensors], ...] = ()
     """Scales and what else the values are made with, each as many tensors as ``tensors``."""
     logical_shape: tuple[int, ...] | None = None
     """The shape that each of ``tensors`` stands for; None for that stored.
 
-    Where it is another than that stored it is [..., out, in].
+    A logical shape other than the stored one is [..., out, in].
     """
     unpacked: Tensors = ()
     """The checkpoint's tensors that the parts are made of when they are loaded, as many as
@@ -92,7 +92,7 @@ class Parameter:
 
     @property
     def is_fused(self) -> bool:
-        """Whether one tensor holds all routed experts."""
+        """True if one tensor holds all routed experts."""
         return self.is_expert and split_expert(self.tensors[0].name) is None
 
     @property

@@ -1,4 +1,4 @@
-"""What published checkpoints store otherwise than transformers' modules: names, shapes, more."""
+"""The names and shapes that published checkpoints store otherwise than transformers' modules."""
 
 import re
 from collections import Counter
@@ -18,7 +18,7 @@ _DEEPSEEK_NAMES = {
     "hc_head.hc_": "hc_head_",
     ".attn.norm.": ".attn.kv_norm.",
 }
-"""What DeepSeek-V4 calls what transformers saves by these parts of names."""
+"""DeepSeek-V4's names for what transformers saves by these parts of names."""
 _DEEPSEEK_WIDE = re.compile(r"hc_|\.attn_sink$|\.ape$|\.gate\.bias$")
 """Tells the tensors that DeepSeek-V4 stores in float32."""
 

@@ -15,7 +15,7 @@ from offplan.forms.scheme import Tensor as StoredPart
 
 
 class Use(Enum):
-    """What a model does with a tensor, as far as quantisers ask."""
+    """The use that a model makes of a tensor, as far as quantisers ask."""
 
     PRODUCT = "product"
     """It is the matrix of a linear layer."""
@@ -27,7 +27,7 @@ class Use(Enum):
 
     @property
     def is_product(self) -> bool:
-        """Whether inputs are multiplied by it."""
+        """True if inputs are multiplied by it."""
         return self in (Use.PRODUCT, Use.EXPERTS)
 
 
@@ -64,7 +64,7 @@ _NO_CONV1D = ("fp8", "compressed-tensors", "torchao")
 """Methods whose tools take the class Linear and not Conv1D. Source: what each makes of a GPT-2, in
 tests/checkpoint/quantising.py."""
 Memo = dict[tuple[int, int, int], list[StoredPart]]
-"""What a scheme, by its identity, stores of a matrix of so many rows and columns."""
+"""The tensors that a scheme, by its identity, stores of a matrix of so many rows and columns."""
 
 
 def _quantise_one(
@@ -195,7 +195,7 @@ _FUSED = {
 def _cache_scale(name: str) -> str | None:
     """Name the scale of an FP8 KV cache that ModelOpt stores beside a projection of keys or values.
 
-    None for all other tensors.
+    It is None for all other tensors.
     """
     module, _, last = name.rpartition(".")
     projection = module.rpartition(".")[2]

@@ -33,7 +33,7 @@ class Table:
 
     @property
     def is_input(self) -> bool:
-        """Whether it is the input embedding."""
+        """True if it is the input embedding."""
         return self.short_name in INPUT_EMBEDDINGS
 
     @property

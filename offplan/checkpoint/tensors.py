@@ -103,14 +103,14 @@ def headers_sha256(tensors: Tensors) -> str:
 
 
 def is_index(part: str) -> bool:
-    """Whether a name part is an index."""
+    """Return True if a name part is an index."""
     return re.fullmatch(INDEX, part) is not None
 
 
 def split_expert(name: str) -> tuple[int, str] | None:
     """Part ``mlp.experts.3.up_proj.weight`` into 3 and ``mlp.experts.up_proj.weight``.
 
-    None for a name without an expert's index.
+    It is None for a name without an expert's index.
     """
     found = _EXPERT_PART.search(name)
     return found and (int(found[1]), name[: found.start(1)] + name[found.end() :])

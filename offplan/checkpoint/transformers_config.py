@@ -62,7 +62,7 @@ def _say_how_to_plan(where: str) -> str:
 
 
 def runs_own_code(model: Model) -> bool:
-    """Whether a model is built by code of the checkpoint's own, which the caller lets run."""
+    """Return True if a model is built by code of the checkpoint's own, which may run."""
     return model.code is not None and model.model_type not in transformers.CONFIG_MAPPING
 
 
@@ -96,8 +96,8 @@ def cannot_build(where: str, error: Exception) -> CheckpointError:
 
 
 def _sanitise(value: Any) -> Any:
-    """Drop, at every depth, what could make transformers fetch code or change the stored types, and
-    what asks it to return more than logits, or in another way.
+    """Drop, at every depth, what could make transformers fetch code or change the stored types.
+    Drop also what asks it to return more than logits, or in another way.
 
     Infinity, which is no JSON number, is decoded.
     Source: transformers 5.23 saves it as ``{"__float__": "Infinity"}``.

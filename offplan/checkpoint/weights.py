@@ -1,4 +1,4 @@
-"""Where a model's files lie: a folder on disk, filled from the Hub if need be."""
+"""The place of a model's files: a folder on disk, filled from the Hub if need be."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -47,7 +47,7 @@ def find_weights(model: Model, on_progress: Progress | None = None) -> Path:
 
 
 def has_weights(model: Model) -> bool:
-    """Whether a model is known from its shards, and not from a config alone."""
+    """Return True if a model is known from its shards, and not from a config alone."""
     return bool(shard_bytes(model))
 
 

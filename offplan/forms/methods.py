@@ -28,7 +28,7 @@ _MODELOPT_FORMS = {
 }
 """Forms by ModelOpt's algorithm. Source: the checkpoints that NVIDIA published in 2026."""
 _MODELOPT_INPUTS = {"FP8": "FP8", "NVFP4": "FP4", "MXFP8": "FP8"}
-"""What an algorithm rounds products' inputs to."""
+"""The types that an algorithm rounds products' inputs to."""
 _TORCHAO_FORMS = {
     "Int8WeightOnlyConfig": Form(Kind.W8A16, None, WordOrder.NONE),
     "Float8WeightOnlyConfig": Form(Kind.FP8_CHANNEL),
@@ -48,7 +48,7 @@ class _Model(NamedTuple):
     expert_dtype: Any
     """Form of experts that a config states outside of its ``quantization_config``."""
     divides_experts: bool
-    """Whether the writer has made a linear layer of each matrix of a fused expert."""
+    """True if the writer has made a linear layer of each matrix of a fused expert."""
 
 
 def read_quantisation(

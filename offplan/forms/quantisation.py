@@ -36,13 +36,13 @@ class Quantisation:
     is_known: bool = True
     """True if the meaning of what is stored is known: headers tell the rest."""
     leaves_misfits: bool = False
-    """Whether a matrix that its layout cannot store is left as it is."""
+    """True if a matrix that its layout cannot store is left as it is."""
     has_cache_scales: bool = False
-    """Whether scales of an FP8 KV cache are stored beside the projections of keys and values."""
+    """True if scales of an FP8 KV cache are stored beside the projections of keys and values."""
     activations: tuple[str, ...] = ()
     """Types that products' inputs are rounded to as well, such as FP8, by the config."""
     note: str | None = None
-    """What was taken where the config leaves a choice."""
+    """The values that were taken because the config leaves a choice."""
 
     @property
     def dropped(self) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ def block_of(value: Any) -> tuple[int, int] | None:
 
 
 def is_size(value: Any) -> TypeGuard[int]:
-    """Whether it is a number of rows or columns."""
+    """Return True if it is a number of rows or columns."""
     return type(value) is int and 0 < value < 2**20
 
 

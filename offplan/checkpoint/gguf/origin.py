@@ -1,4 +1,4 @@
-"""What a GGUF file is, in words: offplan plans the shape that it states, and never runs it."""
+"""A GGUF file in words: offplan plans the shape that it states, and never runs it."""
 
 from dataclasses import dataclass
 
@@ -33,7 +33,7 @@ class GGUF:
 
     @property
     def facts(self) -> str:
-        """What the file states, in a phrase."""
+        """The file's own statements, in a phrase."""
         count = self.num_parameters
         told = f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count:,}"
         layers = "" if (n := self.num_layers) is None else f"{n} layer{'s' * (n != 1)}, "
@@ -44,7 +44,7 @@ class GGUF:
 
     @property
     def remedy(self) -> str:
-        """What runs the file, and what offplan can run in its place."""
+        """The programs that run the file, and what offplan can run in its place."""
         commands = " or ".join(f"`{command}`" for command in self.runs_with)
         told = f"offplan runs safetensors, not GGUF. {commands} runs this file"
         if self.bases:

@@ -1,4 +1,4 @@
-"""Where GGUF files lie: a path, a folder, or a name in Ollama, in LM Studio or on the Hub."""
+"""The places of GGUF files: a path, a folder, or a name in Ollama, in LM Studio or on the Hub."""
 
 import os
 import re
@@ -70,7 +70,7 @@ class OllamaName(NamedTuple):
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file is GGUF, by its first bytes or its name."""
+    """Return True if a file is GGUF, by its first bytes or its name."""
     if not is_file(path):
         return False
     if path.suffix.lower() == SUFFIX:

@@ -28,15 +28,15 @@ _NAMES_SOURCE = re.compile(
     r"general\.(?:source(?:\.huggingface)?|base_model\.\d+)\.(?:repo_url|url|repository)"
 )
 _TOLERANCE = 0.005
-"""Share of the weights by which a file may differ from its metadata's shape: tables that
-llama.cpp adds, and rows of a vocabulary that it cuts or fills up. Source: chosen."""
+"""Share of the weights by which a file may differ from its metadata's shape. llama.cpp adds tables,
+and cuts or fills up rows of a vocabulary. Source: chosen."""
 _MOST_NAME = 80
 _FORMS = {8: "FP8 (blocks of 128 x 128)", 4: "4 bits (groups of 128)"}
-"""What ``requantise`` stores linear layers in."""
+"""The form in which ``requantise`` stores linear layers."""
 
 
 class Header(NamedTuple):
-    """What stands before the weights of a file, or of all shards of one."""
+    """The header of a file, or of all shards of one: what stands before the weights."""
 
     metadata: dict[str, Any]
     """Numbers, texts and short arrays by their keys."""

@@ -76,7 +76,7 @@ def num_layers(metadata: Mapping[str, Any]) -> int | None:
 
 
 def is_counted(name: str, last: int | None, shapes: Shapes) -> bool:
-    """Whether a tensor is among the weights of the model's ``last`` layers, or outside them."""
+    """Return True if a tensor is a weight of the model's ``last`` layers, or outside them."""
     block = _BLOCK.match(name)
     if name in _DERIVED or (block is not None and last is not None and int(block[1]) >= last):
         return False
