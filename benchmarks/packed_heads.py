@@ -18,12 +18,13 @@ from typing import Any
 
 from benchmarks.predictions import bench, time_layers
 from benchmarks.run_plan import describe_machine
+from offplan.capabilities.packing import Packing
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.library.asking import pose
 from offplan.machine.measure import measure_machine
 from offplan.machine.profile import MachineProfile
-from offplan.plan import Budget, Goal, Offload, Packing, Workload, dump_plan
+from offplan.plan import Budget, Goal, Offload, Workload, dump_plan
 from offplan.planner.find import write_plan
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space

@@ -198,7 +198,7 @@ def count_reads(prediction: Prediction) -> float:
 
 def lacks_layer(question: Question, plan: Plan) -> bool:
     """Whether what a plan leaves is less than what each rule takes of any layer."""
-    stage = question.pack(plan.offload)[0]
+    stage = question.hold(plan.offload)[0]
     left = plan.budget.gpu_memory - plan.prediction.gpu_memory.total_bytes
     placed = (
         place(stage, plan.offload.model_copy(update={"rules": (rule,)}))
@@ -228,7 +228,7 @@ def list_fitting(question: Question, plan: Plan) -> list[Prediction]:
             rules=tuple(map(Rule.model_validate, rules)),
         )
         try:
-            stages = question.pack(offload)
+            stages = question.hold(offload)
             predicted = predict(
                 stages, question.planned_machine, plan.workload, plan.budget, offload
             )

@@ -16,8 +16,9 @@ import time
 
 import torch
 
+from offplan.capabilities.packing import Packing
 from offplan.checkpoint.open import open_model
-from offplan.plan import Offload, Packing, Rule
+from offplan.plan import Offload, Rule
 from offplan.runtime.measuring.bench import time_link
 from offplan.runtime.session import Session
 from offplan.transformers_private import list_experts

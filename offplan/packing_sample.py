@@ -3,19 +3,21 @@
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from offplan.capabilities.table import Recoding
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import CheckpointError
 from offplan.forms.form import BASE_BYTES, MOST_EXPONENT, patch_reserve
 from offplan.held.held import hold
-from offplan.held.packing import is_packed, name_weights
+from offplan.held.packing import name_weights
 from offplan.held.stage import Stage
-from offplan.plan import Packing
 
 NUM_RUNS, RUN_ROWS = 4, 4
 """Runs of rows that are read of a matrix, evenly apart, and rows of each.
@@ -32,16 +34,37 @@ FEW = 16
 """Patches more than that share, besides: a single odd row is no proof."""
 
 
-def find_unpackable(model: Model, packing: Packing | None) -> tuple[str, ...]:
-    """Name the weights, as ``Unpacked`` does, whose sample has far more patches than room.
+@dataclass(frozen=True)
+class Sample:
+    """What the rows show."""
+
+    unpackable: tuple[str, ...] = ()
+    """Weights, named as ``Unpacked`` does, whose rows have far more patches than room."""
+
+    def payload(self) -> dict[str, Any]:
+        """Return what ``analyze --json`` prints of it."""
+        return {"unpackable": [*self.unpackable]}
+
+    def advise(self) -> Iterator[str]:
+        """Yield what to do about it, arguments in backquotes."""
+        if self.unpackable:
+            names = ",".join(self.unpackable)
+            yield (
+                f"A sample of the weights shows that {names} will not pack: `run` holds them as "
+                f"stored or plans again; `leave_unpacked={names}` plans without packing them now."
+            )
+
+
+def take_sample(model: Model, recoding: Recoding | None) -> Sample:
+    """Sample the weights that a plan recodes.
 
     Reads nothing for a model that lies in no local folder. Raises CheckpointError for files that
     cannot be read.
     """
     folder = Path(model.source)
-    if packing is None or model.revision is not None or not folder.is_dir():
-        return ()
-    stage = hold(model, packing)
+    if recoding is None or model.revision is not None or not folder.is_dir():
+        return Sample()
+    stage = hold(model, recoding)
     with ExitStack() as stack:
         files: dict[str, int] = {}
 
@@ -59,13 +82,13 @@ def find_unpackable(model: Model, packing: Packing | None) -> tuple[str, ...]:
             }
         except OSError as error:
             raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from None
-    return name_weights(model, beyond)
+    return Sample(name_weights(model, beyond))
 
 
 def _sampled(stage: Stage) -> Iterator[TensorInfo]:
     """Yield the stored matrices that are looked at, one of several experts' where one holds all."""
-    for parameter in filter(is_packed, stage.parameters):
-        tensors = parameter.unpacked
+    for parameter in stage.parameters:
+        tensors = parameter.made_of
         for tensor in tensors[:: max(1, len(tensors) // NUM_EXPERTS)][:NUM_EXPERTS]:
             *stack, num_out, num_in = tensor.shape
             middle = tensor.offset + prod(stack) // 2 * num_out * num_in * 2

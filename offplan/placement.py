@@ -241,11 +241,11 @@ def _spans(slabs: Iterable[Slab], phase: Phase) -> list[Span]:
 def place(stage: Stage, offload: Offload) -> Placement:
     """Carry a plan's decision over to a stage; the first rule that takes a parameter wins.
 
-    The stage is held by the decision's packing. Raises PlanError for a rule that takes nothing, for
+    The stage is held as the decision says. Raises PlanError for a rule that takes nothing, for
     a segment that no parameter has, for a rule that splits what the runtime fuses, for one that
     cannot keep experts, and for embeddings on the host of which none can lie there.
     """
-    assert stage.packing == offload.packing, "a stage is lowered with the plan's packing"
+    assert stage.recoding == offload.recoding, "a stage is lowered as the plan says"
     rules = offload.rules
     names = stage.model.parameter_names
     for position, rule in enumerate(rules, 1):

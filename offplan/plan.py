@@ -11,12 +11,11 @@ from typing import Any, Literal
 from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
 from offplan.backends import Backend as Backend
-from offplan.capabilities.packing import Packing as Packing
 from offplan.capabilities.rule import Count
 from offplan.capabilities.table import USUAL
 from offplan.capabilities.table import Goal as Goal
+from offplan.capabilities.table import Offload as Offload
 from offplan.capabilities.table import Rule as Rule
-from offplan.choices import Store
 from offplan.errors import PlanError
 from offplan.files import StrPath
 from offplan.kinds import describe_kind
@@ -135,32 +134,6 @@ class RoutingRef(Record):
     """The profile's file, as ``--routing`` takes it."""
     fingerprint: str
     """SHA-256 of the profile."""
-
-
-class Offload(Record):
-    """The decision itself."""
-
-    prefetch_step: Count = 1
-    """Slots in the ring."""
-    prefill_chunk: Count
-    """Prompt tokens of each sequence in one forward pass, at most."""
-    embeddings: Literal["device", "host"] = "device"
-    """``host``: tables that passes read by row stay in pinned host memory, and are read in place.
-    They are an input embedding that no head is tied to, Gemma's embedding for each layer, and the
-    like."""
-    store: Store = "host"
-    """The place of what the rules take: pinned host memory, or that of a second GPU."""
-    packing: Packing | None = None
-    """The weights that are held packed; null if every weight is as it is stored."""
-    rules: tuple[Rule, ...] = ()
-    """First match wins; empty when everything fits."""
-
-    @model_validator(mode="after")
-    def _reads_its_store(self) -> "Offload":
-        for number, rule in enumerate(self.rules, 1):
-            if (why := rule.why_not_store(self.store)) is not None:
-                raise ValueError(f"rule {number} {why}")
-        return self
 
 
 class PhasePrediction(Record):
@@ -334,8 +307,9 @@ def dump_plan(plan: Plan) -> str:
         del data["routing"]
     for key in ("goal", "offload", "prediction"):
         data[key] = leave_out_usual(data[key])
-    if (packing := data["offload"].get("packing")) is not None:
-        data["offload"]["packing"] = leave_out_usual(packing)
+    for key, value in data["offload"].items():
+        if isinstance(value, dict):
+            data["offload"][key] = leave_out_usual(value)
     data["offload"]["rules"] = list(map(leave_out_usual, data["offload"]["rules"]))
     lines = [f"offplan: {data.pop('offplan')}"]
     for key, section in data.items():

@@ -38,6 +38,15 @@ class Record(BaseModel):
         return self.model_dump(mode="json", by_alias=True, context=_WITH_UNITS)
 
     @classmethod
+    def from_arguments(cls, **values: Any) -> Self:
+        """Make the record of arguments; those that are None are left out. Raises InputError."""
+        try:
+            return cls(**{key: value for key, value in values.items() if value is not None})
+        except ValidationError as error:
+            wrong = (f"{where}: {why}" if where else why for where, why in explain(error))
+            raise InputError("; ".join(wrong)) from None
+
+    @classmethod
     def check(
         cls, data: Any, name: str, whole: str, error: type[InputError], context: object = None
     ) -> Self:

@@ -138,7 +138,7 @@ class PlanOffloader(PrefetchOffloader):
         wanted, built = self._taken.layers[index], dict(layer.named_parameters())
         if self._taken.packed:
             self._homes |= {m: (index, path) for path, m in layer.named_modules()}
-        _refuse(self._find_misfits(index, built, is_packed=False))
+        _refuse(self._find_misfits(index, built, is_whole=False))
         _read_in_place(p for n, p in built.items() if n in wanted and _is_read(wanted[n]))
         device = next((p.device for p in built.values() if not p.is_meta), None)
         if copied := [name for name, each in wanted.items() if not _is_read(each)]:
@@ -184,13 +184,13 @@ class PlanOffloader(PrefetchOffloader):
         index: int,
         held: Mapping[str, torch.Tensor],
         *,
-        is_packed: bool = True,
+        is_whole: bool = True,
         only: Container[str] | None = None,
     ) -> Iterator[str]:
-        """Compare what a layer holds; parts of packed weights only once ``is_packed``."""
+        """Compare what a layer holds; parts of packed weights only once ``is_whole``."""
         packed = self._taken.packed[index] if self._taken.packed else {}
         plain = {n: each.nbytes for n, each in self._taken.layers[index].items() if n not in packed}
-        for name, nbytes in {**plain, **(packed if is_packed else {})}.items():
+        for name, nbytes in {**plain, **(packed if is_whole else {})}.items():
             if only is not None and name not in only:
                 continue
             if name not in held:

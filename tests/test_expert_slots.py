@@ -4,12 +4,13 @@ from math import comb
 
 import pytest
 
+from offplan.capabilities.packing import Packing
 from offplan.checkpoint.open import open_model
 from offplan.errors import PlanError
 from offplan.expert_slots import ExpertSlots, find_inner
 from offplan.held.held import hold
 from offplan.placement import place
-from offplan.plan import Offload, Packing, Rule
+from offplan.plan import Offload, Rule
 from tests.cli import ROOT
 
 CONFIGS = ROOT / "benchmarks" / "models"

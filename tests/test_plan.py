@@ -16,6 +16,7 @@ from jsonschema import Draft202012Validator
 
 from offplan import units
 from offplan.backends import BACKENDS, find_backend
+from offplan.capabilities.packing import Packing
 from offplan.errors import DriftError, PlanError
 from offplan.library.asking import pose
 from offplan.library.planned import open_planned_model
@@ -24,7 +25,6 @@ from offplan.plan import (
     Budget,
     GPUMemoryPrediction,
     Offload,
-    Packing,
     PhasePrediction,
     Plan,
     Prediction,

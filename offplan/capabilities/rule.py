@@ -65,6 +65,13 @@ class Pattern(Record):
             )
         return self
 
+    def list_pattern_steps(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the steps of its group pattern, and the key that each changes."""
+        for knob in ("num_in_group", "group_size"):
+            old = getattr(self, knob)
+            for new in (old - 1, old + 1):
+                yield f"{knob} {old} -> {new}", {knob: new}
+
     @property
     def where(self) -> str:
         """The layers in words: ``of every 2nd layer``."""

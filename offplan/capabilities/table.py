@@ -7,10 +7,13 @@ capabilities on each other stand here, and nowhere else.
 from collections.abc import Iterator
 from typing import Any
 
+from pydantic import model_validator
+from typing_extensions import Self
+
 from offplan.capabilities.cached_experts import CachedExpertsGoal, CachedExpertsRule
 from offplan.capabilities.goal import Asked, GoalBase
 from offplan.capabilities.host_cores import HostCoresGoal
-from offplan.capabilities.packing import PackingGoal
+from offplan.capabilities.packing import Packing, PackingGoal, PackingOffload
 from offplan.capabilities.parts import PartsGoal, PartsRule
 from offplan.capabilities.ranks import RanksGoal
 from offplan.capabilities.stock import StockGoal
@@ -21,6 +24,8 @@ APART = (
     ("stock", "parts", "layers in parts need offplan's"),
 )
 """Pairs of keys that may not meet, and why: in a rule, or in what runs it."""
+Recoding = Packing
+"""Weights that a plan holds in another form than the checkpoint's: one capability does it."""
 
 
 class Rule(PartsRule, CachedExpertsRule):
@@ -41,6 +46,20 @@ class Rule(PartsRule, CachedExpertsRule):
                     "them out"
                 )
         yield from super().list_faults()
+
+
+class Offload(PackingOffload):
+    """The decision itself."""
+
+    rules: tuple[Rule, ...] = ()
+    """First match wins; empty when everything fits."""
+
+    @model_validator(mode="after")
+    def _reads_its_store(self) -> Self:
+        for number, rule in enumerate(self.rules, 1):
+            if (why := rule.why_not_store(self.store)) is not None:
+                raise ValueError(f"rule {number} {why}")
+        return self
 
 
 class Goal(RanksGoal, HostCoresGoal, PartsGoal, CachedExpertsGoal, PackingGoal, StockGoal):

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -51,6 +51,16 @@ class Layer:
     kv_cache: KVCache = field(default_factory=KVCache)
     fuses_gates: bool = False
     """True if gate and up of its dense MLP are stored apart, and one matrix once loaded."""
+
+    @property
+    def as_stored(self) -> "Layer":
+        """The same as the checkpoint stores it."""
+        return replace(self, parameters=tuple(p.as_stored for p in self.parameters))
+
+    @property
+    def is_recoded(self) -> bool:
+        """Whether the plan, and not the checkpoint, chose the form of some of its weights."""
+        return any(parameter.is_recoded for parameter in self.parameters)
 
     @cached_property
     def nbytes(self) -> int:

@@ -1,7 +1,7 @@
 """A parameter of a model: a weight, with whatever is stored for it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -38,13 +38,26 @@ class Parameter:
 
     A logical shape other than the stored one is [..., out, in].
     """
-    unpacked: Tensors = ()
+    made_of: Tensors = ()
     """The checkpoint's tensors that the parts are made of when they are loaded, as many as
     ``tensors``; () where it stores the parts themselves."""
 
     def of(self, part: Part) -> Tensors:
         """Return the tensors of one part, in the order of the experts; () where there are none."""
         return self.tensors if part is Part.WEIGHT else dict(self.beside).get(part, ())
+
+    @property
+    def is_recoded(self) -> bool:
+        """Whether the plan, and not the checkpoint, chose the form."""
+        return bool(self.made_of)
+
+    @cached_property
+    def as_stored(self) -> "Parameter":
+        """The same as the checkpoint stores it."""
+        if not self.is_recoded:
+            return self
+        parts = replace(self, tensors=self.made_of, form=RAW, beside=())
+        return replace(parts, logical_shape=None, made_of=())
 
     @property
     def parts(self) -> tuple[Part, ...]:

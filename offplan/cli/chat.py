@@ -105,7 +105,7 @@ def _open_local(
         from offplan.cli.request import read_sampling
         from offplan.cli.speakers import LocalSpeaker
         from offplan.library.sessions import load_session
-        from offplan.library.settling import settle_by
+        from offplan.library.settling import replan_without
         from offplan.runtime.device import find_device
         from offplan.runtime.joined import JoinedTexts
         from offplan.runtime.prompts import load_tokenizer
@@ -126,7 +126,7 @@ def _open_local(
         find_device(device),
         dummy_weights=dummy_weights,
         on_stage=ProgressBar,
-        settle=settle_by(print_note),
+        settle=replan_without(print_note),
     )
     context = plan.workload.context
     with opened as session:

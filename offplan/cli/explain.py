@@ -29,7 +29,7 @@ def explain(
         loaded, model=model, machine=chosen, on_progress=ProgressBar("reading headers")
     )
     priced = price_asked(plan, loaded, question)
-    terms = derive_prediction(question.pack(priced.offload), question.planned_machine, priced)
+    terms = derive_prediction(question.hold(priced.offload), question.planned_machine, priced)
     neighbours = find_neighbours(question, priced)
     payload = explanation_payload(terms, neighbours)
     print_result(payload, *render_explanation(priced, terms, neighbours), json=json)

@@ -127,9 +127,9 @@ class Query:
         from offplan.checkpoint.open import open_model
         from offplan.checkpoint.weights import require_checkpoint
         from offplan.cli.planning import note_budget, read_workload, settle_context
-        from offplan.engines.runner import find_runner
         from offplan.library.asking import ask, read_routing
         from offplan.library.machines import check_threads, find_machine
+        from offplan.plan import Goal
 
         if self.machine is not None:  # else it is measured
             import_less()
@@ -157,9 +157,7 @@ class Query:
             model,
             workload,
             store=self.store,
-            num_gpus=goal["tensor_parallel"],
-            packing=goal["packing"] and find_runner(goal["engine"]).holds_packed,
-            stock=goal["stock"],
+            goal=Goal.from_arguments(**goal),
             on_stage=ProgressBar,
         )
         if machine is None:
@@ -196,7 +194,7 @@ class Query:
         from offplan.report.poster import draw_poster
 
         if self.svg is not None:
-            picture = draw_poster(portray(plan, question.pack(plan.offload), question.machine))
+            picture = draw_poster(portray(plan, question.hold(plan.offload), question.machine))
             save_file(self.svg, printable(picture), force=self.force)
 
     @property

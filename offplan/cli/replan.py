@@ -79,9 +79,7 @@ def replan(
             found,
             old.workload,
             store=old.offload.store,
-            num_gpus=old.goal.ranks.tensor,
-            packing=old.goal.packing,
-            stock=old.goal.stock,
+            goal=old.goal,
             on_stage=ProgressBar,
         )
     if chosen is not None and chosen.profile_name is not None:

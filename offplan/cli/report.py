@@ -76,7 +76,7 @@ def report(
         # no more than the machine has, which may be another one than the plan's
         asked = loaded.model_copy(update={"budget": question.budget})
         priced = price_asked(plan, asked, question)
-        portrait = portray(priced, question.pack(priced.offload), question.machine)
+        portrait = portray(priced, question.hold(priced.offload), question.machine)
         if portrait.lanes is None:
             notes.append(
                 f"A prompt and a step in time are not drawn: {priced.goal.engine} runs the plan by "

@@ -46,7 +46,7 @@ def run(given: RunOptions) -> None:
         from offplan.cli.threads import settle_threads
         from offplan.cli.told import open_teller
         from offplan.library.sessions import check_context, load_session
-        from offplan.library.settling import settle_by
+        from offplan.library.settling import replan_without
         from offplan.report.payload import run_payload
         from offplan.report.run import render_run
         from offplan.runtime.device import device_name, find_device
@@ -71,7 +71,7 @@ def run(given: RunOptions) -> None:
             record_routing=given.record_routing is not None,
             host_threads=given.host_threads,
             on_stage=ProgressBar,
-            settle=settle_by(print_note),
+            settle=replan_without(print_note),
         )
         with opened as session:
 

@@ -116,7 +116,7 @@ def serve(
         )
         with waiting("starting torch"):
             from offplan.library.sessions import load_session
-            from offplan.library.settling import settle_by
+            from offplan.library.settling import replan_without
             from offplan.runtime.device import find_device
             from offplan.runtime.joined import JoinedTexts
             from offplan.runtime.prompts import load_tokenizer
@@ -139,7 +139,7 @@ def serve(
             find_device(device),
             dummy_weights=dummy_weights,
             on_stage=ProgressBar,
-            settle=settle_by(print_note),
+            settle=replan_without(print_note),
         )
         with opened as session:
             metrics = Metrics(loaded.prediction)

@@ -11,12 +11,11 @@ from offplan.costs.timeline import to_ps
 from offplan.costs.work import (
     LayerWork,
     PassShape,
+    head_bytes,
     head_expands,
     layer_work,
     moved_bytes,
-    packed_slowdown,
 )
-from offplan.held.packing import is_packed
 from offplan.held.stage import Stage
 from offplan.machine.profile import LayerTime, MachineProfile
 
@@ -135,12 +134,12 @@ def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> Co
     of a layer, an engine's own or the profile's. A layer of transformers' own passes takes the
     roofline, its launches, or what its operators read and write, whichever is most. Times measured
     at other shapes of the same layer scale it, or, of the chunks of a prompt, differ from it by as
-    much. A packed layer that was not measured itself takes what packing costs beyond the layer as
-    it is stored: never less.
+    much. A recoded layer that was not measured itself takes what that costs beyond the layer as it
+    is stored: never less.
     """
-    if work.unpacked is not None and work.key not in machine.timed_layers:
-        plain = layer_time(machine, work.unpacked, shape)
-        longer = work.packing_bytes(shape) / machine.hbm.value
+    if work.stored is not None and work.key not in machine.timed_layers:
+        plain = layer_time(machine, work.stored, shape)
+        longer = work.recoding_bytes(shape) / machine.hbm.value
         return ComputeTime(plain.seconds + longer, measured=False)
 
     def estimate(at: PassShape) -> float:
@@ -164,8 +163,7 @@ def _roofline(machine: MachineProfile, work: LayerWork, shape: PassShape) -> flo
 def outside_time(machine: MachineProfile, stage: Stage, shape: PassShape) -> ComputeTime:
     """Price embedding rows, final norm and the head on the last token of each sequence.
 
-    The values of a head that is stored as codes may have to be made, and then read. A packed head
-    is read at the speed of its values, but for PACKED_SLOWDOWNS.
+    The values of a head that is stored as codes may have to be made, and then read.
     """
     head, element_bytes = stage.head, stage.element_bytes
 
@@ -182,9 +180,7 @@ def outside_time(machine: MachineProfile, stage: Stage, shape: PassShape) -> Com
         # an embedding row in, a hidden state out
         rows = 2 * at.num_tokens * min(head.shape) * element_bytes
         made = head.num_weights if head_expands(head, at, element_bytes) else 0
-        stored = head.nbytes
-        if is_packed(head) and not made:
-            stored = round(packed_slowdown(at.batch) * sum(t.nbytes for t in head.unpacked))
+        stored = head_bytes(head, at, element_bytes)
         reading = (stored + rows + 2 * element_bytes * made) / machine.hbm.value
         flops = 2 * head.num_weights * at.batch
         return max(reading, flops / (machine.matmul.value * MATMUL_EFFICIENCY))

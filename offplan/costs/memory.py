@@ -6,7 +6,6 @@ from offplan.costs.activations import activation_parts
 from offplan.costs.parts import find_parts_memory
 from offplan.costs.term import Input, Term, list_figures, sum_up
 from offplan.costs.vllm_cache import cache_bytes
-from offplan.held.packing import is_packed
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Placement
@@ -45,14 +44,13 @@ def list_gpu_memory(
     prefill_chunk: int,
 ) -> Iterator[Term]:
     """List the terms of GPU memory, which a plan promises to stay within, and then their sum."""
-    packed = filter(is_packed, stage.parameters)
-    saved = sum(sum(t.nbytes for t in each.unpacked) - each.nbytes for each in packed)
+    saved = sum(each.as_stored.nbytes - each.nbytes for each in stage.parameters)
     cached, context = stage.cache_bytes(workload), workload.batch * workload.context
     tokens = context * sum(layer.kv_cache.bytes_per_token for layer in stage.layers)
     margin = f"{MARGIN:.1%} of the budget"
     weights = {
         "weights": stage.loaded_bytes + saved,
-        "what packing saves": -saved,
+        **({} if stage.recoding is None else {stage.recoding.saving: -saved}),
         "experts kept one by one": placement.expert_slots_bytes,
         "what rules take": placement.resident_bytes + placement.table_bytes - stage.loaded_bytes,
         "embeddings on the host": -placement.table_bytes,

@@ -9,7 +9,6 @@ from offplan.costs.compute import MATMUL_EFFICIENCY, PassCompute
 from offplan.costs.kept_experts import KeptUse, list_use
 from offplan.costs.term import Input, Term, list_figures, list_sizes, show_figure
 from offplan.costs.timeline import PhaseTimes, to_seconds
-from offplan.held.packing import is_packed
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase
@@ -41,8 +40,8 @@ def list_phase(
     roofline: tuple[Input, ...] = ()
     if not priced.measured:
         source = f"roofline, of which matmul counts {MATMUL_EFFICIENCY:g}, or scaled from it"
-        if any(is_packed(p) for layer in stage.layers for p in layer.parameters):
-            source += "; what packing adds is as on an H200"
+        if stage.recoding is not None:
+            source += f"; {stage.recoding.basis}"
         roofline = list_figures(machine, "hbm", "matmul", "layer_overhead")
     computed = {"layers": sum(priced.layer_ps), "outside the layers": priced.outside_ps}
     parts = [Input(name, to_seconds(ps), "s", source) for name, ps in computed.items()]

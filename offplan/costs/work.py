@@ -1,44 +1,20 @@
 """The work of one decoder layer, whatever the machine: bytes to read, products to compute."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.model import Experts, KVCache, Layer
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.windows import Mixer
 from offplan.costs.calls import count_calls
+from offplan.costs.packing import extra_bytes, packed_slowdown
 from offplan.forms.form import Kind
-from offplan.held.packing import is_packed, unpack_layer
 from offplan.held.stage import Stage
-from offplan.kernel_sizes import CODES_ROWS, MIN_ROWS, PACKED_ROWS, are_gathered
+from offplan.kernel_sizes import CODES_ROWS, MIN_ROWS, are_gathered
 from offplan.placement import Phase
 from offplan.plan import Workload
-
-PACKED_SLOWDOWNS = ((1, 1.04), (4, 1.05), (16, 1.11), (32, 1.23), (64, 1.60), (128, 2.73))
-"""Time of products with packed weights as a multiple of that with their values, by inputs of a
-weight. It is for a machine whose profile has no times of packed layers.
-
-Source: the products of a layer of Qwen3-8B on an H200 (``results/packed-rows-h200.json``). By 4
-inputs and more they took 114, 119, 134, 176 and 321 us packed, and 107 to 117 us by cuBLAS from
-values. Products by one input took 122 and 117. Up to 64 inputs, an H100 takes 0.90 to 0.92 of the
-packed times since (``results/packed-rows-h100.json``).
-"""
-PACKED_EXPERT_SLOWDOWNS = ((1, 1.04), (2, 1.44), (16, 1.61), (32, 1.68), (64, 2.51), (128, 3.57))
-"""PACKED_SLOWDOWNS of experts, by inputs of an expert on average.
-
-Source: dense products by an earlier kernel. A prompt of 512 tokens of DeepSeek-V2-Lite has 48
-inputs an expert. It is so predicted to take 161 ms on an H200, where vLLM took 173.
-"""
-
-EXPANSION_SLOWDOWN = 1.3
-"""Time of expanding packed weights as a multiple of that of their bytes, read and written.
-
-Source: 12,288 x 4,096 took 49 us on an H200 and its bytes 44; smaller matrices took longer.
-"""
-
 
 CODED_EXPERT_SLOWDOWNS = {False: 5.0, True: 9.0}
 """Time of products with experts' codes, of eight bits and of four (True), as a multiple of that of
@@ -56,17 +32,6 @@ profile has no times of such layers.
 Source: 12,288 x 4,096 of compressed-tensors' W4A16 on an H200. By one input it takes 19 us, where
 22 made 2.9 of a decode step of Qwen3-32B. To be expanded it takes 37 us, where its bytes take 30.
 """
-
-
-def packed_slowdown(
-    num_inputs: float, slowdowns: Sequence[tuple[int, float]] = PACKED_SLOWDOWNS
-) -> float:
-    """Time of a product with packed weights as a multiple of that with values."""
-    most, slowest = slowdowns[-1]
-    for (few, fast), (many, slow) in pairwise(slowdowns):
-        if num_inputs <= many:
-            return fast + max(0.0, num_inputs - few) / (many - few) * (slow - fast)
-    return slowest * num_inputs / most
 
 
 @dataclass(frozen=True)
@@ -176,8 +141,8 @@ class LayerWork:
     """Bytes that these read and write in a call beside weights, the cache's among them."""
     overhead_s: float | None = None
     """Seconds that an engine's layer takes beside its roofline; None for the machine's figure."""
-    unpacked: "LayerWork | None" = None
-    """The work of the same layer as the checkpoint stores it; None if nothing is packed."""
+    stored: "LayerWork | None" = None
+    """The work of the same layer as the checkpoint stores it; None if it is held so."""
 
     def weight_bytes(self, shape: PassShape) -> float:
         """Bytes of weights that a pass reads, each once."""
@@ -219,24 +184,17 @@ class LayerWork:
         rows = max(pairs, MIN_ROWS * self.experts.touched(shape.num_tokens))
         return 2 * self.slow_expert_elements * rows / self.experts.num_experts
 
-    def packing_bytes(self, shape: PassShape) -> float:
-        """Bytes to and from GPU memory that are as long on their way as packing makes a pass.
-
-        Products of few tokens take PACKED_SLOWDOWNS times as long as their values. For many tokens,
-        dense weights are read packed and their values written before they are multiplied.
-        """
-        if self.unpacked is None:
+    def recoding_bytes(self, shape: PassShape) -> float:
+        """Bytes to and from GPU memory that are as long on their way as recoding makes a pass."""
+        if self.stored is None:
             return 0.0
-        plain, of_expert = self.unpacked, 0.0
+        plain, of_expert = self.stored, 0.0
         if self.experts is not None:
             of_expert = shape.num_tokens * self.experts.num_experts_per_token
             of_expert /= self.experts.num_in_all
         experts = plain.weight_bytes(shape) - plain.dense_bytes
-        longer = (packed_slowdown(of_expert, PACKED_EXPERT_SLOWDOWNS) - 1) * experts
-        if shape.num_tokens <= PACKED_ROWS:
-            return longer + (packed_slowdown(shape.num_tokens) - 1) * plain.dense_bytes
         expanded = self.dense_bytes + self.element_bytes * self.expanded_elements
-        return longer + EXPANSION_SLOWDOWN * expanded
+        return extra_bytes(shape.num_tokens, of_expert, plain.dense_bytes, experts, expanded)
 
     def flops(self, shape: PassShape) -> float:
         """Operations of a pass: two for each weight and token, and causal attention."""
@@ -287,7 +245,6 @@ def pairs_in_chunks(shape: PassShape, size: int | None) -> int:
 
 def layer_work(stage: Stage, layer: Layer) -> LayerWork:
     """Sum up what a layer reads and multiplies."""
-    is_any_packed = any(map(is_packed, layer.parameters))
     dense = [p for p in layer.parameters if not p.is_expert]
     expert_elements = sum(_matrix_elements(p) for p in layer.parameters if p.is_expert)
     dense_elements = sum(map(_matrix_elements, dense))
@@ -306,7 +263,7 @@ def layer_work(stage: Stage, layer: Layer) -> LayerWork:
         slow_expert_elements=sum(
             (CODED_EXPERT_SLOWDOWNS[_is_half_byte(p)] - 1) * p.num_weights
             for p in layer.parameters
-            if p.is_expert and not p.form.is_raw and not is_packed(p)
+            if p.is_expert and not p.form.is_raw and not p.is_recoded
         ),
         element_bytes=stage.element_bytes,
         token_elements=dense_elements + borrowed + share * expert_elements,
@@ -326,7 +283,7 @@ def layer_work(stage: Stage, layer: Layer) -> LayerWork:
         overhead_s=None
         if engine is None
         else engine.overhead_s(is_routed=is_routed, num_ranks=num_ranks),
-        unpacked=layer_work(stage, unpack_layer(layer)) if is_any_packed else None,
+        stored=layer_work(stage, layer.as_stored) if layer.is_recoded else None,
     )
 
 
@@ -359,6 +316,16 @@ def expands(parameter: Parameter, shape: PassShape, element_bytes: int) -> bool:
 def head_expands(head: Parameter, shape: PassShape, element_bytes: int) -> bool:
     """Return True if a pass has the head made of its codes: it meets last tokens alone."""
     return not head.form.is_raw and makes_values(shape.batch, element_bytes)
+
+
+def head_bytes(head: Parameter, shape: PassShape, element_bytes: int) -> int:
+    """Bytes that a pass takes as long to read of the head as it is held; values made are beside.
+
+    A recoded head is read at the speed of its values, but for PACKED_SLOWDOWNS.
+    """
+    if not head.is_recoded or head_expands(head, shape, element_bytes):
+        return head.nbytes
+    return round(packed_slowdown(shape.batch) * head.as_stored.nbytes)
 
 
 def makes_values(num_rows: int, element_bytes: int) -> bool:

@@ -211,11 +211,9 @@ def require_stored_weights(offload: Offload, engine: Engine) -> None:
                     f"rule {number} has the backend {backend.name}, which {title} does not have: "
                     f"expected {known}; plan again with `engine`"
                 )
-    if offload.packing is not None and not engine.is_worker:
-        raise ExportError(
-            f"{title} holds every weight as it is stored; the plan holds some packed: plan "
-            "again with `engine` or `packing=False`"
-        )
+    for what in offload.list_unsaid():
+        if not engine.is_worker:
+            raise ExportError(f"{title} {what}")
 
 
 def note_overshoot(title: str, moved: Sequence[EngineParameter], num_bytes: int) -> tuple[str, ...]:

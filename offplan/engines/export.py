@@ -97,7 +97,7 @@ def export_plan(
     chosen.require_served(model, plan.workload.context)
     require_stored_weights(plan.offload, chosen)
     goal = plan.goal.model_copy(update={"engine": engine})
-    stages = lower(model, goal, plan.offload.packing)
+    stages = lower(model, goal, plan.offload.recoding)
     demand = EngineRunner(engine, chosen, version).demand(plan.offload, stages)
     host = plan.budget.host_memory
     if host is not None and demand.pinned_bytes > host:
@@ -105,7 +105,7 @@ def export_plan(
             f"{chosen.title} page-locks {format_bytes(demand.pinned_bytes)}, each parameter "
             f"rounded up to a power of two, of a budget of {format_budget(host)}"
         )
-    planned = lower(model, plan.goal, plan.offload.packing)
+    planned = lower(model, plan.goal, plan.offload.recoding)
     more = demand.more_gpu_bytes + _held_beyond(plan, planned, stages)
     total = plan.prediction.gpu_memory.total_bytes + more
     if more > 0 and total > plan.budget.gpu_memory * (1 + PRINTED_TO):

@@ -15,8 +15,7 @@ from offplan.checkpoint.model import Layer
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import DTYPE_BITS, Tensors, split_expert
 from offplan.forms.form import Part
-from offplan.forms.packed import packed_parts
-from offplan.held.packing import is_packed
+from offplan.forms.packed import parts_of
 from offplan.held.stage import Stage
 
 FUSED = {
@@ -76,12 +75,12 @@ def _name_parameters(stage: Stage, renamed: Mapping[str, str]) -> Iterator[Engin
         held: defaultdict[str, list[tuple[Parameter, Part]]] = defaultdict(list)
         for parameter in layer.parameters:
             for part in parameter.parts:
-                weight = parameter.unpacked or parameter.of(part)
+                weight = parameter.made_of or parameter.of(part)
                 first = weight[0].name
                 stored = (split_expert(first) or (0, first))[1].removeprefix(f"{layer.prefix}.")
                 name = _name_expert(stored) if parameter.is_expert else _name(stored, fused)
                 name = _rename(name, renamed)
-                held[name_part(name, part) if is_packed(parameter) else name].append(
+                held[name_part(name, part) if parameter.is_recoded else name].append(
                     (parameter, part)
                 )
         for name, parts in held.items():
@@ -90,17 +89,17 @@ def _name_parameters(stage: Stage, renamed: Mapping[str, str]) -> Iterator[Engin
             nbytes = sum(parameter.part_bytes[part] for parameter, part in parts)
             nbytes += sum(parameter.loaded_bytes - parameter.nbytes for parameter in parameters)
             packs = None
-            if is_packed(parameters[0]):
-                packs, nbytes = name.rpartition(".")[0], _packed_bytes(*parts)
+            if parameters[0].is_recoded:
+                packs, nbytes = name.rpartition(".")[0], _fused_bytes(*parts)
             yield EngineParameter(layer.index, name, parameters, tensors, nbytes, packs)
 
 
-def _packed_bytes(*parts: tuple[Parameter, Part]) -> int:
+def _fused_bytes(*parts: tuple[Parameter, Part]) -> int:
     """Bytes of a part of a packed weight, which is fused of several and then packed as one."""
     first, part = parts[0]
     *stack, _, num_in = first.shape
     num_out = sum(parameter.shape[-2] for parameter, _ in parts)
-    dtype, sizes = packed_parts((*stack, num_out, num_in))[part]
+    dtype, sizes = parts_of((*stack, num_out, num_in))[part]
     return len(first.tensors) * prod(sizes) * DTYPE_BITS[dtype] // 8
 
 

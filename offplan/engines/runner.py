@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from offplan.capabilities.table import Recoding
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tables import Table
@@ -25,13 +26,13 @@ from offplan.engines.ranks import Divider
 from offplan.engines.registry import find_engine
 from offplan.engines.taken import choose_packed, demand_of_worker
 from offplan.errors import ExportError
-from offplan.held.held import hold_stock, hold_whole, pack_stages
+from offplan.held.held import hold_stock, hold_whole, recode_stages
 from offplan.held.layout import Layout
 from offplan.held.pass_rules import PassRules
 from offplan.held.runner import OWN_RUNTIME, STOCK_RUNTIME, Runner
 from offplan.held.stage import Stage
 from offplan.placement import place
-from offplan.plan import Goal, Offload, Packing, Plan, Rule
+from offplan.plan import Goal, Offload, Plan, Rule
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,11 @@ class EngineRunner:
     def demand(self, offload: Offload, stages: Sequence[Stage]) -> EngineDemand:
         """Return what makes the engine run a decision; raises ExportError if it cannot.
 
-        A rank of each stage is asked once; it holds its weights by the decision's packing.
+        A rank of each stage is asked once; it holds its weights as the decision says.
         """
         engine, version = self.engine, self.version
         require_stored_weights(offload, engine)
-        if not offload.rules and offload.embeddings == "device" and offload.packing is None:
+        if not offload.rules and offload.embeddings == "device" and offload.recoding is None:
             resident = (engine.demand_resident(stage, version) for stage in stages)
             return max(resident, key=lambda demand: demand.more_gpu_bytes)
         if engine.demand_rule is None:
@@ -145,7 +146,7 @@ def find_runner(engine: str | None, *, stock: bool = False) -> Runner:
     return EngineRunner(engine, *find_engine(engine))
 
 
-def lower(model: Model, goal: Goal, packing: Packing | None = None) -> tuple[Stage, ...]:
+def lower(model: Model, goal: Goal, recoding: Recoding | None = None) -> tuple[Stage, ...]:
     """Lower a model to what the ranks hold that a goal names: one of each stage of a pipeline.
 
     Raises ExportError for a model that the engine cannot divide so, or of which that is not known.
@@ -153,11 +154,11 @@ def lower(model: Model, goal: Goal, packing: Packing | None = None) -> tuple[Sta
     """
     runner = find_runner(goal.engine, stock=goal.stock)
     if goal.stock:
-        return pack_stages([hold_stock(model)], packing, runner)
+        return recode_stages([hold_stock(model)], recoding, runner)
     if goal.engine is None or goal.ranks.num_gpus == 1:
-        return pack_stages([hold_whole(model, runner)], packing, runner)
+        return recode_stages([hold_whole(model, runner)], recoding, runner)
     divider = Divider(model, runner, goal.ranks)
-    return pack_stages(map(divider.stage, range(goal.ranks.pipeline)), packing, runner)
+    return recode_stages(map(divider.stage, range(goal.ranks.pipeline)), recoding, runner)
 
 
 def _only_rule(offload: Offload, engine: Engine) -> Rule:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from offplan import __version__
+from offplan.capabilities.table import Recoding
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tables import describe_tables
 from offplan.checkpoint.tensors import TensorInfo
@@ -24,7 +25,6 @@ from offplan.engines.vllm import (
 from offplan.errors import ExportError
 from offplan.forms.form import Kind, Part
 from offplan.forms.packed import can_pack
-from offplan.held.packing import is_packed
 from offplan.held.stage import Stage
 from offplan.placement import Placement, place
 from offplan.plan import Backend, Offload
@@ -138,7 +138,7 @@ def demand_of_worker(offload: Offload, stages: Sequence[Stage], version: Version
     _require_one_backend(offload)
     found = [StageTaken.find(offload, stage, version) for stage in stages]
     flags: dict[str, tuple[str, ...]] = {"worker-cls": (WORKER,)}
-    if offload.packing is not None:
+    if offload.recoding is not None:
         flags["quantization"] = (QUANTIZATION,)
     environment: dict[str, str] = {}
     if any(each.taken.streams for each in found):
@@ -174,8 +174,8 @@ class StageTaken:
             for entry in placement.entries
             for tensor in entry.unit.tensors
         }
-        if offload.packing is not None:
-            _require_packable(stage)
+        if offload.recoding is not None:
+            _require_packable(stage, offload.recoding)
         layers: list[dict[str, TakenParameter]] = [{} for _ in stage.layers]
         packed: list[dict[str, int]] = [{} for _ in stage.layers]
         moved: list[tuple[EngineParameter, Backend]] = []
@@ -198,7 +198,7 @@ class StageTaken:
             ring_bytes=placement.num_slots * slot_bytes(streamed),
             embedding=embedding,
             packed=tuple(packed) if any(packed) else (),
-            packs_head=any(map(is_packed, stage.outside)),
+            packs_head=any(p.is_recoded for p in stage.outside),
             first_layer=stage.first_layer,
         )
         more_ring = taken.ring_bytes - placement.ring_bytes
@@ -259,12 +259,12 @@ def _fuse(parameters: Sequence[Parameter]) -> tuple[int, int]:
     return sum(shape[-2] for shape in shapes), shapes[0][-1]
 
 
-def _require_packable(stage: Stage) -> None:
+def _require_packable(stage: Stage, recoding: Recoding) -> None:
     """Raise ExportError where vLLM would not pack exactly what the plan does."""
     if stage.model.towers:
         raise ExportError(
             f"{stage.model.source} has towers beside its text, and packed weights in vLLM were not "
-            "tried with such a model: plan again with `packing=False`"
+            f"tried with such a model: plan again with {recoding.without}"
         )
     found = engine_parameters(stage, find_names(stage))
     names = {(each.layer, each.name) for each in found}
@@ -276,7 +276,7 @@ def _require_packable(stage: Stage) -> None:
             raise ExportError(
                 f"vLLM holds {whole} of layer {each.layer} as one matrix, and the plan packs part "
                 "of it alone, or more than one packed matrix has: plan again with "
-                f"`packing=False`, or with `leave_unpacked={each.parameters[0].segment}`"
+                f"{recoding.without}, or with {recoding.leave([each.parameters[0].segment])}"
             )
 
 

@@ -28,7 +28,7 @@ def find_taken(
     engine = f"vllm-worker=={format_version(version)}"
     export_plan(plan, model, engine)  # which refuses what cannot be done
     goal, offload = plan.goal.model_copy(update={"engine": engine}), plan.offload
-    return StageTaken.find(offload, lower(model, goal, offload.packing)[stage], version).taken
+    return StageTaken.find(offload, lower(model, goal, offload.recoding)[stage], version).taken
 
 
 def _require_ranks(plan: Plan, ranks: Ranks) -> None:

@@ -69,7 +69,7 @@ def _read_group(group: Mapping[str, Any], layout: Any, scale: str) -> Scheme | N
     form = _read_form(weights, layout)
     if form is OTHER:
         return None
-    is_packed = form.word_order is WordOrder.COMPRESSED_TENSORS
+    in_words = form.word_order is WordOrder.COMPRESSED_TENSORS
     is_shuffled = str(weights.get("actorder")).lower() in ("group", "true")
     is_static = is_record(inputs) and inputs.get("dynamic") is False
     choices = {
@@ -77,7 +77,7 @@ def _read_group(group: Mapping[str, Any], layout: Any, scale: str) -> Scheme | N
         Part.GROUP_INDEX: is_shuffled and form.word_order is not None,
         Part.INPUT_SCALE: is_static or (form.kind is Kind.NVFP4 and is_record(inputs)),
     }
-    kind = "packed" if is_packed else form.kind.value
+    kind = "packed" if in_words else form.kind.value
     scale = "U8" if layout == "mxfp8-quantized" else scale
     return Scheme(form, f"compressed-tensors {kind}", scale, choices)
 

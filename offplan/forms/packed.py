@@ -16,7 +16,7 @@ def can_pack(shape: tuple[int, ...]) -> bool:
     return num_in % 8 == 0 and num_out % PATCH_ROWS == 0 and num_out * num_in < 2**30
 
 
-def packed_parts(shape: tuple[int, ...]) -> dict[Part, tuple[str, tuple[int, ...]]]:
+def parts_of(shape: tuple[int, ...]) -> dict[Part, tuple[str, tuple[int, ...]]]:
     """Return the type (safetensors' name) and shape of each part of [..., out, in]."""
     *stack, num_out, num_in = shape
     assert prod(shape), "an empty matrix is stored as it is"

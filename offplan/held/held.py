@@ -3,12 +3,14 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from offplan.capabilities.packing import Unpacked
+from offplan.capabilities.table import Recoding
 from offplan.checkpoint.model import KVCache, Layer, Model
-from offplan.held.packing import pack_stage
+from offplan.held.packing import pack_everything, pack_stage, packable
 from offplan.held.runner import OWN_RUNTIME, STOCK_RUNTIME, Runner
 from offplan.held.stage import Stage
 from offplan.held.stock import StockPasses, find_passes
-from offplan.plan import Packing, Workload
+from offplan.plan import Goal, Workload
 
 
 def find_largest(stages: Sequence[Stage], workload: Workload) -> Stage:
@@ -16,20 +18,34 @@ def find_largest(stages: Sequence[Stage], workload: Workload) -> Stage:
     return max(stages, key=lambda each: each.loaded_bytes + each.cache_bytes(workload))
 
 
-def pack_stages(
-    stages: Iterable[Stage], packing: Packing | None, runner: Runner
+def recode_stages(
+    stages: Iterable[Stage], recoding: Recoding | None, runner: Runner
 ) -> tuple[Stage, ...]:
-    """Pack a rank's weights in each stage of a pipeline; raises what ``pack_stage`` raises."""
-    return tuple(pack_stage(stage, packing, runner) for stage in stages)
+    """Recode a rank's weights in each stage of a pipeline; raises what ``pack_stage`` raises."""
+    return tuple(pack_stage(stage, recoding, runner) for stage in stages)
 
 
-def hold(model: Model, packing: Packing | None = None, *, stock: bool = False) -> Stage:
-    """Lower a model to what offplan's own runtime holds of it; raises PlanError for the packing.
+def find_recoding(
+    stage: Stage, goal: Goal, runner: Runner, *, last: Stage | None = None, batch: int = 1
+) -> Recoding | None:
+    """Find the recoding of all that a goal lets be recoded; None if nothing can be.
+
+    ``stage`` is the one that is planned for, and ``last`` the last of the pipeline, if that is
+    another. ``batch`` are the sequences of a step.
+    """
+    unpacked = Unpacked(goal.leave_unpacked)
+    if not (goal.packing and runner.holds_packed and packable(stage, unpacked, runner)):
+        return None
+    return pack_everything(last or stage, unpacked, runner, batch)
+
+
+def hold(model: Model, recoding: Recoding | None = None, *, stock: bool = False) -> Stage:
+    """Lower a model to what offplan's own runtime holds of it; raises PlanError for the recoding.
 
     ``stock`` is for transformers' own passes.
     """
     runner = STOCK_RUNTIME if stock else OWN_RUNTIME
-    return pack_stage(hold_whole(model, runner), packing, runner)
+    return pack_stage(hold_whole(model, runner), recoding, runner)
 
 
 def hold_stock(model: Model, passes: StockPasses | None = None) -> Stage:

@@ -3,61 +3,46 @@
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
+from offplan.capabilities.packing import OUTPUT_HEAD, Packing, Unpacked, is_matrix
 from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.model import Layer, Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.roles import Role, role_of
 from offplan.checkpoint.tensors import TensorInfo, Tensors
-from offplan.errors import InputError, PlanError
-from offplan.forms.form import RAW, Kind, Part
-from offplan.forms.packed import PACKED, can_pack, packed_parts
+from offplan.errors import PlanError
+from offplan.forms.form import Part
+from offplan.forms.packed import PACKED, can_pack, parts_of
 from offplan.held.runner import OWN_RUNTIME, Runner
 from offplan.held.stage import Stage
-from offplan.plan import Packing
+from offplan.kernel_sizes import CODES_ROWS
 from offplan.ranks import ONE_RANK
 from offplan.segments import describe_unmatched
-from offplan.unpacked import OUTPUT_HEAD, Unpacked
 
 NOTHING = Unpacked()
 """No weight is left out."""
 
 
 def pack_everything(
-    held: Model | Stage, unpacked: Unpacked = NOTHING, runner: Runner = OWN_RUNTIME
+    held: Model | Stage, unpacked: Unpacked = NOTHING, runner: Runner = OWN_RUNTIME, batch: int = 1
 ) -> Packing:
     """Return the packing that takes all that can be packed but what is left ``unpacked``.
 
-    ``held`` is a model, or what ``runner`` holds of the last stage of ranks.
+    ``held`` is a model, or what ``runner`` holds of the last stage of ranks. Values of a head are
+    made for a ``batch`` of many sequences, which takes more than packing it saves.
     """
-    packs_head = not unpacked.takes_head and _why_not_pack_head(held, runner) is None
+    packs_head = not unpacked.takes_head and batch <= CODES_ROWS
+    packs_head = packs_head and _why_not_pack_head(held, runner) is None
     names = tuple(name for name in unpacked.names if name != OUTPUT_HEAD)
     return Packing(group_size=1, num_in_group=1, output_head=packs_head, leave_unpacked=names)
 
 
-def leave_unpacked(model: Model, packing: Packing, names: Iterable[str]) -> Packing | None:
+def exclude_from_packing(model: Model, packing: Packing, names: Iterable[str]) -> Packing | None:
     """Return a packing that leaves some more weights as they are stored; None if all are, then."""
     unpacked = Unpacked(packing.leave_unpacked).with_names(names)
     left = tuple(name for name in unpacked.names if name != OUTPUT_HEAD)
     head = packing.output_head and not unpacked.takes_head
     less = packing.model_copy(update={"leave_unpacked": left, "output_head": head})
     return less if _taken(model, less, OWN_RUNTIME) else None
-
-
-def check_unpacked(model: Model, unpacked: Unpacked) -> None:
-    """Raise InputError for a name that no matrix of a model's layers has."""
-    for name in unpacked.names:
-        one = Unpacked((name,))
-        is_there = one.takes_head or any(
-            one.takes(layer.index, p.name) and _is_matrix(p)
-            for layer in model.layers
-            for p in layer.parameters
-        )
-        if not is_there:
-            raise InputError(
-                f"`leave_unpacked={name}`: no matrix of {model.source} goes by it; name one of the "
-                f"layers 0 to {len(model.layers) - 1} (7), a segment (mlp.down_proj), both "
-                "(7.mlp.down_proj), or output_head"
-            )
 
 
 def name_weights(model: Model, weights: Collection[str]) -> tuple[str, ...]:
@@ -97,8 +82,8 @@ def pack_stage(stage: Stage, packing: Packing | None, runner: Runner) -> Stage:
     takes nothing, or some of a layer's experts alone, or a head that cannot be packed. Raises
     PlanError for a name that it leaves out and that is not there.
     """
-    assert stage.packing in (None, packing), "a stage is packed once"
-    if packing is None or stage.packing is not None:
+    assert stage.recoding in (None, packing), "a stage is packed once"
+    if packing is None or stage.recoding is not None:
         return stage
     if packing not in stage.memo:
         stage.memo[packing] = _pack_stage(stage, packing, runner)
@@ -109,10 +94,8 @@ def pack_stage(stage: Stage, packing: Packing | None, runner: Runner) -> Stage:
 def _pack_stage(stage: Stage, packing: Packing, runner: Runner) -> Stage:
     model, source = stage.model, stage.model.source
     unpacked = Unpacked(packing.leave_unpacked)
-    try:
-        check_unpacked(model, unpacked)
-    except InputError as error:
-        raise PlanError(f"packing: {error}") from None
+    for why in unpacked.list_absent(model):
+        raise PlanError(f"packing: {why}")
     unmatched = describe_unmatched(packing.cpu_offload_params, model.parameter_names)
     if unmatched is not None:
         raise PlanError(f"packing {unmatched}")
@@ -123,16 +106,16 @@ def _pack_stage(stage: Stage, packing: Packing, runner: Runner) -> Stage:
         return replace(layer, parameters=held)
 
     layers = tuple(map(hold, stage.layers))
-    taken = [is_packed(p) for layer in layers for p in layer.parameters]
+    taken = [p.is_recoded for layer in layers for p in layer.parameters]
     if not any(taken):
         where = f" on {stage.ranks.label}" if stage.ranks != ONE_RANK else ""
         raise PlanError(
             f"packing takes nothing: {source} has{where} no bfloat16 matrices in the layers that "
             "it matches and that can be packed; leave out `packing`, or plan again with "
-            "`packing=False`"
+            f"{packing.without}"
         )
     for layer in layers:
-        if len({is_packed(p) for p in layer.parameters if _is_matrix(p) and p.is_expert}) > 1:
+        if len({p.is_recoded for p in layer.parameters if is_matrix(p) and p.is_expert}) > 1:
             raise PlanError(
                 f"packing takes some of the routed experts' weights of layer {layer.index} only: "
                 "kernels multiply a layer's experts in one way; take all of them, or none"
@@ -145,24 +128,8 @@ def _pack_stage(stage: Stage, packing: Packing, runner: Runner) -> Stage:
                 f"{why_not}; leave out `output_head`"
             )
         outside = tuple(_pack(p) if _is_head(p, model) else p for p in outside)
-    packed = replace(stage, layers=layers, outside=outside, packing=packing)
+    packed = replace(stage, layers=layers, outside=outside, recoding=packing)
     return packed.with_layout(runner.lay_out(packed))
-
-
-def unpack_layer(layer: Layer) -> Layer:
-    """Return a layer as the checkpoint stores it."""
-    stored = tuple(
-        replace(p, tensors=p.unpacked, form=RAW, beside=(), logical_shape=None, unpacked=())
-        if is_packed(p)
-        else p
-        for p in layer.parameters
-    )
-    return replace(layer, parameters=stored)
-
-
-def is_packed(parameter: Parameter) -> bool:
-    """Return True if a weight is held packed."""
-    return parameter.form.kind is Kind.PACKED
 
 
 def packable(
@@ -188,7 +155,7 @@ def packable(
             for p in layer.parameters
             if id(p) in held_so and not unpacked.takes(first + layer.index, p.name)
         ]
-        num_experts = sum(_is_matrix(p) and p.is_expert for p in layer.parameters)
+        num_experts = sum(is_matrix(p) and p.is_expert for p in layer.parameters)
         all_fit = sum(p.is_expert for p in fitting) == num_experts
         found += [p for p in fitting if all_fit or not p.is_expert]
     return found
@@ -248,12 +215,7 @@ def _fits(parameter: Parameter, architecture: Architecture) -> bool:
 
 def _is_raw_matrix(parameter: Parameter) -> bool:
     is_raw = parameter.form.is_raw and parameter.resized is None
-    return is_raw and _is_matrix(parameter) and all(t.dtype == "BF16" for t in parameter.tensors)
-
-
-def _is_matrix(parameter: Parameter) -> bool:
-    """Return True if it is one matrix, or one for each expert; a fused expert's bias is none."""
-    return len(parameter.shape) == (3 if parameter.is_fused else 2)
+    return is_raw and is_matrix(parameter) and all(t.dtype == "BF16" for t in parameter.tensors)
 
 
 def _pack(parameter: Parameter) -> Parameter:
@@ -266,12 +228,12 @@ def _pack(parameter: Parameter) -> Parameter:
         form=PACKED,
         beside=tuple(parts.items()),
         logical_shape=parameter.shape,
-        unpacked=parameter.tensors,
+        made_of=parameter.tensors,
     )
 
 
 def _parts_of(parameter: Parameter) -> Iterator[tuple[Part, Tensors]]:
     """Yield each part, a tensor for each that the checkpoint stores."""
-    for part, (dtype, shape) in packed_parts(parameter.shape).items():
+    for part, (dtype, shape) in parts_of(parameter.shape).items():
         end = f":{part.value}"
         yield part, tuple(TensorInfo(t.name + end, dtype, shape) for t in parameter.tensors)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from offplan.capabilities.table import Recoding
 from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.group import resize
 from offplan.checkpoint.model import Experts, Layer, Model
@@ -17,7 +18,7 @@ from offplan.held.layout import AS_STORED, Layout
 from offplan.held.pass_rules import PassRules
 from offplan.held.stock import StockPasses
 from offplan.held.unit import Unit, group_units
-from offplan.plan import Packing, Workload
+from offplan.plan import Workload
 from offplan.ranks import ONE_RANK, Ranks
 from offplan.routing.profile import BatchReuse, RoutingProfile
 
@@ -50,8 +51,8 @@ class Stage:
     """The number that its first layer has in the whole model."""
     derived_bytes: int = 0
     """Bytes on the GPU that are made of weights when they are loaded, beside the weights."""
-    packing: Packing | None = None
-    """The packing by which weights are held."""
+    recoding: Recoding | None = None
+    """The weights that are held in another form than the checkpoint's; None if none are."""
     routing: RoutingProfile | None = field(default=None, compare=False)
     """How soon experts are chosen again; None assumes that tokens choose all
     equally often."""

@@ -65,7 +65,7 @@ def _plan_each(question: Question) -> Iterator[Alternative]:
         model = requantise(question.model, bits)
         if model is None:
             continue
-        goal = question.goal.model_copy(update={"leave_unpacked": ()})
+        goal = question.goal.for_other_weights()
         passes = question.stage.passes
         if passes is None:
             stages = lower(model, goal)

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from offplan.capabilities.table import Recoding
 from offplan.checkpoint.model import Model
 from offplan.errors import InfeasibleError, PlanError
-from offplan.held.held import hold, pack_stages
+from offplan.held.held import hold, recode_stages
 from offplan.held.runner import OWN_RUNTIME, Runner
 from offplan.held.stage import Stage
 from offplan.library.alternatives import Alternative, find_alternatives
@@ -13,7 +14,7 @@ from offplan.library.runnable import why_not_run
 from offplan.library.shares import StageShare, list_shares
 from offplan.machine.name import why_no_run
 from offplan.machine.profile import MachineProfile
-from offplan.packing_sample import find_unpackable
+from offplan.packing_sample import Sample, take_sample
 from offplan.plan import Plan
 from offplan.planner.find import PlanResult
 from offplan.planner.make import make_plan
@@ -25,7 +26,7 @@ class Analysis:
     """The findings of ``analyze``: a result, why there is none, or what could not be measured."""
 
     stages: tuple[Stage, ...]
-    """Each stage's rank: its weights, nothing of them packed."""
+    """Each stage's rank: its weights as they are stored."""
     why_not_run: str | None
     """Why ``run`` cannot execute the model; None where it can."""
     machine: MachineProfile | None
@@ -42,17 +43,18 @@ class Analysis:
     """The runtime or engine that loads and runs them."""
 
     @cached_property
-    def packed(self) -> tuple[Stage, ...]:
-        """The same, with the weights packed that the plan says."""
-        packing = None if self.result is None else self.result.plan.offload.packing
-        return pack_stages(self.stages, packing, self.runner)
+    def recoded(self) -> tuple[Stage, ...]:
+        """The same, with the weights recoded that the plan says."""
+        return recode_stages(self.stages, self._recoding, self.runner)
+
+    @property
+    def _recoding(self) -> Recoding | None:
+        return None if self.result is None else self.result.plan.offload.recoding
 
     @cached_property
-    def unpackable(self) -> tuple[str, ...]:
-        """Weights that the plan packs and that a sample of local files shows not to pack."""
-        if self.result is None:
-            return ()
-        return find_unpackable(self.stages[0].model, self.result.plan.offload.packing)
+    def sample(self) -> Sample:
+        """What a sample of local files shows of the weights that the plan recodes."""
+        return take_sample(self.stages[0].model, self._recoding)
 
     @cached_property
     def shares(self) -> tuple[StageShare, ...]:
@@ -112,6 +114,6 @@ def why_not_plan(model: Model, plan: Plan, *, edited: bool = False) -> str | Non
         plan.require_one_gpu()
     except PlanError as error:
         return str(error)
-    stage = hold(model, plan.offload.packing, stock=plan.goal.stock)
+    stage = hold(model, plan.offload.recoding, stock=plan.goal.stock)
     asked = plan.offload if edited or plan.has_cores else None
     return why_not_run(stage, plan.workload.context, asked, not plan.machine.is_cpu)

@@ -1,11 +1,8 @@
 """Questions to the planner: asked by a caller, or asked again as a plan file records them."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from pydantic import ValidationError
 
 from offplan.capabilities.goal import Asked
 from offplan.checkpoint.model import Model
@@ -20,7 +17,6 @@ from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Goal, Plan, Workload, take_plan
 from offplan.planner.question import Question
 from offplan.progress import Progress
-from offplan.records import explain
 from offplan.routing.profile import RoutingProfile, check_routing, load_routing
 
 
@@ -53,12 +49,8 @@ def ask(
     """
     workload = workload or Workload()
     free = machine.free_gpu_bytes if gpu_memory is None else gpu_memory
-    try:
-        budget = Budget(gpu_memory=free, host_memory=host_memory)
-        wanted = Goal(**{key: value for key, value in goal.items() if value is not None})
-    except ValidationError as error:
-        wrong = (f"{where}: {why}" if where else why for where, why in explain(error))
-        raise InputError("; ".join(wrong)) from None
+    budget = Budget.from_arguments(gpu_memory=free, host_memory=host_memory)
+    wanted = Goal.from_arguments(**goal)
     by_others = wanted.engine is not None or wanted.stock or needs_stock(model, workload.context)
     chosen = wanted.choose(Asked(model, workload.batch, store), by_others=by_others)
     wanted = wanted.model_copy(update=chosen)
@@ -72,10 +64,10 @@ def ask_again(
     model: Model | StrPath | None = None,
     machine: Machine | None = None,
     accept_drift: bool = False,
-    leave_unpacked: Sequence[str] | None = None,
     routing: str | None = None,
     without_cores: bool = False,
     on_progress: Progress | None = None,
+    **goal: Any,
 ) -> Question:
     """Ask the question that a plan answers, as its file records it.
 
@@ -83,9 +75,10 @@ def ask_again(
     it, byte for byte. ``model`` is the plan's model, opened already or where it is to be read
     instead of where the plan says. ``machine`` replaces the one that the plan names. With
     ``accept_drift`` the question is about the model as it is by now, though it is not the plan's.
-    ``leave_unpacked`` takes the place of the names that the plan records, and ``routing`` that of
-    its routing profile's file. ``without_cores`` asks for a plan that leaves the host's cores out,
-    though the plan's question has them. ``on_progress`` hears (shards read, shards in all).
+    ``goal`` are fields of ``Goal`` that take the place of the plan's, but those that are None.
+    ``routing`` takes the place of its routing profile's file. ``without_cores`` asks for a plan
+    that leaves the host's cores out, though the plan's question has them. ``on_progress`` hears
+    (shards read, shards in all).
 
     Raises CheckpointError, HubError and DriftError as ``open_planned_model`` does. Raises
     ProfileError if the plan's profile is gone or not valid. Raises InputError if its routing
@@ -109,12 +102,11 @@ def ask_again(
     found = model if accept_drift else open_planned_model(plan, model)
     # a local copy goes by the name that the plan has for it
     named = replace(found, source=plan.model.source, revision=plan.model.revision)
-    goal = plan.goal
-    if leave_unpacked is not None:
-        goal = goal.model_copy(update={"leave_unpacked": tuple(leave_unpacked)})
+    changes = {key: value for key, value in goal.items() if value is not None}
+    wanted = Goal.from_arguments(**{**dict(plan.goal), **changes}) if changes else plan.goal
     if without_cores:
-        goal = goal.without_cores()
-    asked = plan.workload, plan.budget, goal, plan.offload.store
+        wanted = wanted.without_cores()
+    asked = plan.workload, plan.budget, wanted, plan.offload.store
     file = routing
     if file is None and plan.routing is not None:
         file = plan.locate(plan.routing.file)

@@ -13,8 +13,8 @@ from offplan.hostmem.limits import peak_host_bytes
 from offplan.library.planned import open_planned_model
 from offplan.library.repricing import ComparedExperts, compare_experts, price_again
 from offplan.library.runnable import check_before_fetching
-from offplan.library.settling import Tell, keep_priced, settle_by
-from offplan.library.unpackable import load_settled, settle_packing
+from offplan.library.settled import load_settled, settle_sampled
+from offplan.library.settling import Tell, keep_priced, replan_without
 from offplan.plan import Plan, take_plan
 from offplan.progress import Stages, silent
 from offplan.routing.profile import require_routing
@@ -101,7 +101,7 @@ def bench_plan(
         context, stock = workload.context, plan.goal.stock
         check_before_fetching(found, plan.offload, context, chosen, stock=stock)
         if tell is not None:
-            plan = settle_packing(plan, found, settle_by(tell))
+            plan = settle_sampled(plan, found, replan_without(tell))
     setup = Bench(
         model=found,
         offload=plan.offload,
@@ -122,7 +122,7 @@ def bench_plan(
         found,
         chosen,
         lambda plan: measure_plan(replace(setup, offload=plan.offload), on_stage),
-        keep_priced if tell is None else settle_by(tell),
+        keep_priced if tell is None else replan_without(tell),
     )
     host_bytes, setup = peak_host_bytes(), replace(setup, offload=plan.offload)
     return BenchResult(

@@ -14,7 +14,7 @@ def count_held(plan: Plan, model: Model) -> Plan:
     that the plan records, and so is transformers' own cache. ``model`` is the plan's. Raises
     PlanError for a decision that does not fit the model.
     """
-    stage = hold(model, plan.offload.packing, stock=plan.goal.stock)
+    stage = hold(model, plan.offload.recoding, stock=plan.goal.stock)
     placement = place(stage, plan.offload)
     recorded = plan.prediction.gpu_memory
     terms = {

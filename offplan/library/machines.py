@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import Any
 
 from offplan.checkpoint.model import Model
 from offplan.choices import DeviceName, Store
+from offplan.engines.runner import find_runner
 from offplan.errors import CheckpointError, OffplanError
 from offplan.files import StrPath
-from offplan.held.held import hold, hold_stock
-from offplan.held.packing import pack_everything, packable
+from offplan.held.held import find_recoding, hold, hold_stock
 from offplan.held.stage import Stage
 from offplan.hostcores.build import check_platform
 from offplan.hostcores.coordinator import choose_cores
@@ -21,7 +22,7 @@ from offplan.hostmem.cgroups import core_quota
 from offplan.library.runnable import why_not_run
 from offplan.machine.name import parse_name
 from offplan.machine.profile import LayerTime, MachineProfile, load_profile
-from offplan.plan import Workload
+from offplan.plan import Goal, Workload
 from offplan.progress import Stages, silent
 
 MOST_TIMED = 8192
@@ -73,18 +74,18 @@ def measure_here(
     with_others: bool = False,
     with_cores: bool = False,
     host_threads: int | None = None,
-    packing: bool = True,
-    stock: bool = False,
     on_stage: Stages = silent,
+    **goal: Any,
 ) -> Machine:
     """Measure this machine on its current CUDA device, and a model's layers at a workload.
 
     Without a ``model`` only the machine is measured: link, memory, matrix products. With one, each
     kind of its layers is timed too, on random weights at the shapes of ``workload`` (the default
-    one if left out). With ``packing`` layers are also timed packed. How often its products read
-    weights in place is measured, too. Layers are timed in transformers' own passes with ``stock``,
-    and where offplan's cannot run the model. Times of layers are kept on disk, and found there
-    where nothing that they depend on has changed, unless all is to be measured ``afresh``.
+    one if left out). ``goal`` are fields of ``Goal``: layers are also timed recoded, if it lets
+    plans hold them so. Layers are timed in transformers' own passes with ``stock``, and where
+    offplan's cannot run the model. How often products read weights in place is measured, too.
+    Times of layers are kept on disk, and found there where nothing that they depend on has changed,
+    unless all is to be measured ``afresh``.
     ``with_others`` also uses the host's other GPUs: the link while several copy at once, and a
     second one's memory as a store. ``with_cores`` has the host's cores multiply the model's weights
     by ``host_threads`` threads, one for each of most physical cores if left out. If the cores
@@ -99,8 +100,8 @@ def measure_here(
         require_gpu()
     if host_threads is not None:
         check_threads(host_threads)
-    workload = workload or Workload()
-    held = [] if model is None else _hold_timed(model, workload, packing=packing, stock=stock)
+    workload, asked = workload or Workload(), Goal.from_arguments(**goal)
+    held = [] if model is None else _hold_timed(model, workload, asked)
     import torch
 
     from offplan.machine.measure import measure_machine
@@ -123,19 +124,20 @@ def measure_here(
     return Machine(profile, profile.gpu_memory.value - used, skipped=skipped)
 
 
-def _hold_timed(model: Model, workload: Workload, *, packing: bool, stock: bool) -> list[Stage]:
+def _hold_timed(model: Model, workload: Workload, goal: Goal) -> list[Stage]:
     """Hold a model in the ways that are timed: as it is stored, and as plans may hold it besides.
 
     Raises CheckpointError for a model that cannot run on texts of the workload's context.
     """
-    obstacle = None if stock else why_not_run(hold(model), workload.context)
-    if stock or obstacle is not None:
+    obstacle = None if goal.stock else why_not_run(hold(model), workload.context)
+    if goal.stock or obstacle is not None:
         of_stock = why_not_run(hold(model, stock=True), workload.context)
         if of_stock is not None:
             raise CheckpointError(obstacle or of_stock)
         return [hold_stock(model)]
-    packed = [hold(model, pack_everything(model))] if packing and packable(model) else []
-    return [hold(model), *packed]
+    stored = hold(model)
+    recoding = find_recoding(stored, goal.for_other_weights(), find_runner(goal.engine))
+    return [stored] if recoding is None else [stored, hold(model, recoding)]
 
 
 def _add_model(
@@ -219,25 +221,24 @@ def find_machine(
     workload: Workload,
     *,
     store: Store = "host",
-    num_gpus: int = 1,
-    packing: bool = True,
-    stock: bool = False,
+    goal: Goal | None = None,
     on_stage: Stages = silent,
 ) -> Machine | None:
     """Take the machine of this profile, else the one at hand; None if that has no GPU.
 
     The host's other GPUs are measured only where the ``store`` is one of them, or the plan is for
-    several. ``packing`` and ``stock`` are as in ``measure_here``. Raises what ``load_machine`` and
+    several. Layers are timed as the ``goal`` has them. Raises what ``load_machine`` and
     ``measure_here`` raise.
     """
     if name is not None:
         return load_machine(name)
     if not has_gpu():
         return None
-    others = store == "peer" or num_gpus > 1
+    goal = goal or Goal()
+    others = store == "peer" or goal.ranks.tensor > 1
     measure = partial(measure_here, with_others=others, on_stage=on_stage)
     try:
-        return measure(model, workload, packing=packing, stock=stock)
+        return measure(model, workload, **{**dict(goal), "host_threads": None})
     except CheckpointError:  # what cannot run cannot be timed: its compute is estimated
         return measure()
 

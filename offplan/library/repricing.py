@@ -126,7 +126,7 @@ def hold_planned(plan: Plan, model: Model) -> tuple[Stage, ...]:
     Raises ExportError for ranks that its engine cannot divide the model among, and PlanError for
     packing that does not fit it.
     """
-    stages, routing = lower(model, plan.goal, plan.offload.packing), find_planned_routing(plan)
+    stages, routing = lower(model, plan.goal, plan.offload.recoding), find_planned_routing(plan)
     return tuple(replace(each, routing=routing) for each in stages)
 
 

@@ -63,7 +63,7 @@ def why_not_run(
 ) -> str | None:
     """Return why ``run`` cannot execute a model on texts of so many tokens, None where it can.
 
-    ``stage`` is what offplan's own runtime holds of it, by the packing of ``offload``. That is the
+    ``stage`` is what offplan's own runtime holds of it, as ``offload`` says. That is the
     decision to run it by, ``on_gpu`` or on a CPU; None asks for one that offloads nothing.
 
     No weight is read or fetched. transformers' class is built without them, what its attentions ask
@@ -164,7 +164,7 @@ def _count_passes(model: Model) -> StockPasses | str:
 
 
 def _offload_nothing(stage: Stage) -> Offload:
-    return Offload(prefill_chunk=1, packing=stage.packing)
+    return Offload(prefill_chunk=1).recoded_by(stage.recoding)
 
 
 def find_obstacle(stage: Stage, offload: Offload | None = None, on_gpu: bool = False) -> str | None:
@@ -223,6 +223,6 @@ def answer() -> None:
     gc.disable()  # a process of one question: there is no garbage worth the time
     import_less()
     model, stock, offload, on_gpu = pickle.load(sys.stdin.buffer)
-    stage = hold(model, offload.packing, stock=stock)
+    stage = hold(model, offload.recoding, stock=stock)
     print(json.dumps(find_obstacle(stage, offload, on_gpu)))
     gc.freeze()

@@ -9,12 +9,7 @@ from offplan.files import StrPath
 from offplan.library.held_memory import check_held
 from offplan.library.planned import open_planned_model
 from offplan.library.runnable import check_before_fetching
-from offplan.library.unpackable import (
-    Settle,
-    leave_as_stored,
-    load_settled,
-    settle_packing,
-)
+from offplan.library.settled import Settle, leave_as_stored, load_settled, settle_sampled
 from offplan.plan import Plan, take_plan
 from offplan.progress import Stages, silent
 from offplan.runtime.device import find_device
@@ -77,7 +72,7 @@ def load_session(
             model, plan.offload, plan.workload.context, device, stock=plan.goal.stock
         )
         if settle is not None:
-            plan = settle_packing(plan, model, settle)
+            plan = settle_sampled(plan, model, settle)
 
     def load(plan: Plan) -> Session:
         return Session(

@@ -1,4 +1,4 @@
-"""Plans are made again around weights that turn out not to pack, as ``run`` and ``bench`` do."""
+"""Plans are made again around weights that turn out not to fit a form."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,7 +6,7 @@ from offplan.checkpoint.model import Model
 from offplan.errors import OffplanError
 from offplan.library.asking import ask_again
 from offplan.library.repricing import find_planned_machine, price_on
-from offplan.library.unpackable import Settle, leave_as_stored, note_unpacked
+from offplan.library.settled import Settle, leave_as_stored
 from offplan.plan import Plan
 from offplan.planner.make import make_plan
 from offplan.units import format_bytes
@@ -15,14 +15,16 @@ Tell = Callable[[str], object]
 """Is told in a line what changes in a plan."""
 
 
-def settle_by(tell: Tell) -> Settle:
+def replan_without(tell: Tell) -> Settle:
     """Return what finds another plan in any case: it plans again where the budget has no room.
 
     ``tell`` hears of it. The new plan raises what ``ask_again`` and ``make_plan`` raise.
     """
 
     def settle(plan: Plan, model: Model, names: Sequence[str]) -> Plan:
-        told = f"{', '.join(names)} cannot be held packed (more patches than room)"
+        recoding = plan.offload.recoding
+        assert recoding is not None, "weights that are as they are stored fit"
+        told = f"{', '.join(names)} {recoding.misfit}"
         kept = keep_priced(plan, model, names)
         if kept is not None:
             sizes = [each.prediction.gpu_memory.total_bytes for each in (plan, kept)]
@@ -32,7 +34,7 @@ def settle_by(tell: Tell) -> Settle:
             )
             return kept
         made = plan_around(plan, model, names)
-        tell(f"{told}: planned again without packing these")
+        tell(f"{told}: planned again without {recoding.doing} these")
         return made
 
     return settle
@@ -52,11 +54,11 @@ def plan_around(plan: Plan, model: Model, names: Sequence[str]) -> Plan:
 
     Raises what ``ask_again`` and ``make_plan`` raise, and says then what was to be done.
     """
-    noted = note_unpacked(plan, names)
+    around = plan.model_copy(update={"goal": plan.goal.exclude(names)})
     try:
-        return make_plan(ask_again(plan, model=model, leave_unpacked=noted)).plan
+        return make_plan(ask_again(around, model=model)).plan
     except OffplanError as error:
         raise type(error)(
             f"{', '.join(names)} cannot be held packed, and the plan cannot be made again without: "
-            f"{error}; ask again with `leave_unpacked={','.join(noted)}`"
+            f"{error}; ask again with {around.goal.excluded}"
         ) from None

@@ -109,6 +109,6 @@ def _fastest_ps(ways: Sequence[PassCompute]) -> int:
 
 def write_plan(searcher: Searcher, question: Question, offload: Offload) -> Plan:
     """Write the plan of a question that offloads so, maybe with only some layers packed."""
-    workload, budget, stages = question.workload, question.budget, question.pack(offload)
+    workload, budget, stages = question.workload, question.budget, question.hold(offload)
     prediction = predict(stages, searcher.space.machine, workload, budget, offload)
     return question.answer(offload, prediction)

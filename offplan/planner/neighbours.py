@@ -9,7 +9,7 @@ from offplan.backends import Backend
 from offplan.costs.predict import predict
 from offplan.errors import ExportError, PlanError
 from offplan.held.runner import Demand, Runner
-from offplan.plan import Offload, Packing, Plan, Prediction, Rule
+from offplan.plan import Offload, Plan, Prediction, Rule
 from offplan.planner.options import number_steps
 from offplan.planner.question import Question
 from offplan.planner.space import prefill_chunks
@@ -40,7 +40,7 @@ def find_neighbours(question: Question, plan: Plan) -> tuple[Neighbour, ...]:
     for change, changes in _steps(question, plan.offload):
         try:
             offload = Offload.model_validate({**dict(plan.offload), **changes})
-            stages, machine = question.pack(offload), question.planned_machine
+            stages, machine = question.hold(offload), question.planned_machine
             prediction = predict(stages, machine, plan.workload, plan.budget, offload)
             demand = question.runner.demand(offload, stages)
         except (ValidationError, PlanError, ExportError):
@@ -65,13 +65,7 @@ def _steps(question: Question, offload: Offload) -> Iterator[tuple[str, dict[str
     if runner.places_tables(question.model.tables):
         place = "device" if offload.embeddings == "host" else "host"
         yield f"embeddings {offload.embeddings} -> {place}", {"embeddings": place}
-    if offload.packing is not None:
-        yield "without packing", {"packing": None}
-        if offload.packing.output_head:
-            layers_alone = offload.packing.model_copy(update={"output_head": False})
-            yield "output_head true -> false", {"packing": layers_alone}
-        for step, changes in _pattern_steps(offload.packing):
-            yield f"packing: {step}", {"packing": {**dict(offload.packing), **changes}}
+    yield from offload.list_steps()
     for number, rule in enumerate(offload.rules):
         others = offload.rules[:number], offload.rules[number + 1 :]
         name = f"rule {number + 1}"
@@ -92,7 +86,7 @@ def _rule_steps(
             told = f"max_bytes {format_bytes(rule.max_bytes)} -> {format_bytes(size)}"
             yield told, {"max_bytes": size}
         return
-    yield from _pattern_steps(rule)
+    yield from rule.list_pattern_steps()
     yield from number_steps(rule)
     for phases in [("prefill", "decode")] if runner.takes_one_rule else [("prefill",), ("decode",)]:
         way: Backend = getattr(rule, phases[0])
@@ -100,14 +94,6 @@ def _rule_steps(
             if other is not way:
                 step = f"{' and '.join(phases)} {way.name} -> {other.name}"
                 yield step, dict.fromkeys(phases, other)
-
-
-def _pattern_steps(pattern: Rule | Packing) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield the steps of a group pattern, and the key that each changes."""
-    for knob in ("num_in_group", "group_size"):
-        old = getattr(pattern, knob)
-        for new in (old - 1, old + 1):
-            yield f"{knob} {old} -> {new}", {knob: new}
 
 
 def _refuse(plan: Plan, demand: Demand) -> str | None:

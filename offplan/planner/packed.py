@@ -7,8 +7,9 @@ not for each packing by itself.
 
 import numpy as np
 
+from offplan.capabilities.packing import Packing
 from offplan.held.packing import packable
-from offplan.plan import Budget, Offload, Packing
+from offplan.plan import Budget, Offload
 from offplan.planner.aims import NEVER, WITHIN, Aim, Nearest, limits_ps
 from offplan.planner.patterns import list_patterns
 from offplan.planner.search import MAX_RULES, Found, Search, Searcher
@@ -27,7 +28,7 @@ def find_best(
 
     A ``rival``, a plan of that budget, is chosen where it is as good and plainer.
     """
-    packed = searcher.packed
+    packed = searcher.recoded
     if packed is None:
         return searcher.find(budget, aim, limit, max_rules, rival)
     fewest = _find_fewest(searcher.space, packed.space, budget, aim)
@@ -75,9 +76,10 @@ def _find_fewest(plain: Space, packed: Space, budget: Budget, aim: Aim) -> Found
         return None  # the search packs experts in all layers or in none
     if plain.question.goal.pipeline_parallel > 1:
         return None  # whose other stages would have to fit as well
-    assert packed.packing is not None, "that space packs all"
+    whole = packed.recoding
+    assert whole is not None, "that space packs all"
     patterns = list_patterns(len(plain.kind_of))
-    num_patterns, num_heads = len(patterns.group_size), 1 + packed.packing.output_head
+    num_patterns, num_heads = len(patterns.group_size), 1 + whole.output_head
     # all patterns with the head as where all is packed, then with the head as it is stored
     layers = np.tile(patterns.layers, (num_heads, 1))
     plain_head = np.arange(num_heads).repeat(num_patterns)
@@ -108,8 +110,8 @@ def _find_fewest(plain: Space, packed: Space, budget: Budget, aim: Aim) -> Found
     packing = Packing(
         group_size=int(patterns.group_size[chosen]),
         num_in_group=int(patterns.num_in_group[chosen]),
-        output_head=packed.packing.output_head and not plain_head[pattern],
-        leave_unpacked=packed.packing.leave_unpacked,
+        output_head=whole.output_head and not plain_head[pattern],
+        leave_unpacked=whole.leave_unpacked,
     )
     offload = Offload(
         prefill_chunk=setting.prefill_chunk,

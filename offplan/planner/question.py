@@ -6,11 +6,11 @@ from typing import Any
 
 from offplan.backends import Backend
 from offplan.capabilities.goal import Asked
+from offplan.capabilities.table import Recoding
 from offplan.checkpoint.model import Model
 from offplan.choices import Store
 from offplan.errors import InputError
-from offplan.held.held import find_largest, pack_stages
-from offplan.held.packing import check_unpacked
+from offplan.held.held import find_largest, find_recoding, recode_stages
 from offplan.held.runner import Runner
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
@@ -25,7 +25,6 @@ from offplan.plan import (
     RoutingRef,
     Workload,
 )
-from offplan.unpacked import Unpacked
 
 
 @dataclass(frozen=True)
@@ -34,14 +33,14 @@ class Question:
 
     GPU memory is that of each rank, host memory that of all ranks together.
 
-    Raises InputError for an engine beside a second GPU's memory, and for weights to leave unpacked
-    that the model does not have. Raises InputError for experts that cannot be cached, and for a
+    Raises InputError for an engine beside a second GPU's memory, and for what the
+    goal's capabilities refuse. Raises InputError for experts that cannot be cached, and for a
     batch that the routing profile does not have. Raises ProfileError if the link to that memory is
     not known.
     """
 
     stages: tuple[Stage, ...]
-    """Weights of a rank of each stage of a pipeline, in their order, nothing of them packed."""
+    """Weights of a rank of each stage of a pipeline, in their order, all as they are stored."""
     runner: Runner
     """What loads and runs them."""
     machine: MachineProfile
@@ -58,7 +57,6 @@ class Question:
 
     def __post_init__(self) -> None:
         engine = self.goal.engine
-        check_unpacked(self.model, self.unpacked)
         if engine is not None and self.store != "host":
             raise InputError(
                 f"`engine={engine}` and `store={self.store}`: no engine's flags reach a second "
@@ -103,9 +101,9 @@ class Question:
         """The stage that is planned for."""
         return find_largest(self.stages, self.workload)
 
-    def pack(self, offload: Offload) -> tuple[Stage, ...]:
-        """Return the stages with the weights packed that a decision says."""
-        return pack_stages(self.stages, offload.packing, self.runner)
+    def hold(self, offload: Offload) -> tuple[Stage, ...]:
+        """Return the stages as they are held by a decision."""
+        return recode_stages(self.stages, offload.recoding, self.runner)
 
     @property
     def model(self) -> Model:
@@ -117,15 +115,13 @@ class Question:
         """The machine's profile with the link to the store as its link, all ranks using theirs."""
         return self.machine.with_link(self.store, self.goal.ranks, self.goal.host_threads)
 
-    @property
-    def may_pack(self) -> bool:
-        """True if weights may be packed: in GPU memory there are kernels that multiply them."""
-        return self.goal.packing and self.runner.holds_packed and not self.machine.is_cpu
-
-    @property
-    def unpacked(self) -> Unpacked:
-        """Weights that stay as they are stored."""
-        return Unpacked(self.goal.leave_unpacked)
+    @cached_property
+    def recoding(self) -> Recoding | None:
+        """The recoding of all that may be recoded: GPUs have kernels that multiply it."""
+        if self.machine.is_cpu:
+            return None
+        batch, last = self.workload.batch, self.stages[-1]
+        return find_recoding(self.stage, self.goal, self.runner, last=last, batch=batch)
 
     def with_gpu_memory(self, num_bytes: int) -> "Question":
         """Ask the same with another budget of GPU memory, no more than the machine has."""

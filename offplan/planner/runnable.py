@@ -19,7 +19,7 @@ def make_check(space: Space) -> Callable[[Offload, Budget], bool]:
     @cache
     def ask(offload: Offload) -> Demand | None:
         try:
-            return question.runner.demand(offload, question.pack(offload))
+            return question.runner.demand(offload, question.hold(offload))
         except ExportError:
             return None
 
@@ -38,8 +38,8 @@ def make_check(space: Space) -> Callable[[Offload, Budget], bool]:
             return False
         if demand.more_gpu_bytes <= 0 and question.goal.pipeline_parallel == 1 and host is None:
             return True
-        # a rival may be of another packing than the space
-        stages = question.pack(offload)
+        # a rival may be of another recoding than the space
+        stages = question.hold(offload)
         taken = predict(stages, space.machine, question.workload, budget, offload)
         fits_host = host is None or taken.host_memory_bytes <= host
         more = max(0, demand.more_gpu_bytes)

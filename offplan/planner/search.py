@@ -17,8 +17,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offplan.costs.work import makes_values
-from offplan.held.packing import pack_everything, packable
 from offplan.plan import Budget, Offload
 from offplan.planner.aims import NEVER, Aim, Fastest, Floats, limits_ps
 from offplan.planner.candidates import NO_RULE, Candidates, Ints, choose, count_on
@@ -91,17 +89,10 @@ class Searcher:
         check_range(self.space)
 
     @cached_property
-    def packed(self) -> "Searcher | None":
-        """Searches the same question with all packed that can be; None if nothing may be."""
-        question = self.space.question
-        stage, last, runner = question.stage, question.stages[-1], question.runner
-        if not question.may_pack or not packable(stage, question.unpacked, runner):
-            return None
-        packing = pack_everything(last, question.unpacked, runner)
-        # values of a head are made for many sequences, and take more than packing it saves
-        if makes_values(question.workload.batch, question.model.element_bytes):
-            packing = packing.model_copy(update={"output_head": False})
-        return Searcher(Space(question, packing))
+    def recoded(self) -> "Searcher | None":
+        """Searches the same question with all recoded that may be; None if nothing may be."""
+        recoding = self.space.question.recoding
+        return None if recoding is None else Searcher(Space(self.space.question, recoding))
 
     @cached_property
     def without_parts(self) -> "Searcher":
@@ -112,8 +103,8 @@ class Searcher:
 
     @property
     def spaces(self) -> list[Space]:
-        """All that are searched: this one, and that with all packed."""
-        return [self.space, *([] if self.packed is None else [self.packed.space])]
+        """All that are searched: this one, and that with all recoded."""
+        return [self.space, *([] if self.recoded is None else [self.recoded.space])]
 
     @property
     def fastest(self) -> Fastest:

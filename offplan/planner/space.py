@@ -13,7 +13,7 @@ predictions are off by; more where a target or the host's memory is all but out 
 one layer more on the GPU, whose other rules take a whole projection of a layer at least.
 What an engine is to run is one rule with one backend; its flags put no embedding on the host.
 Of a pipeline it is the space of the largest stage; ``planner.stages`` prices the others.
-A space has one packing for all its plans; ``planner.packed`` goes over those.
+A space has one recoding for all its plans; ``planner.packed`` goes over those.
 """
 
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offplan.backends import Backend
+from offplan.capabilities.table import Recoding
 from offplan.checkpoint.model import Layer
 from offplan.checkpoint.tables import Table
 from offplan.costs.activations import activation_bytes
@@ -35,12 +36,12 @@ from offplan.costs.link import rows_bytes, uva_slowdown
 from offplan.costs.memory import kv_cache_bytes, overhead_bytes
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import decode_shape, prefill_shapes
-from offplan.held.held import pack_stages
+from offplan.held.held import recode_stages
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit, group_units
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase
-from offplan.plan import Budget, Packing
+from offplan.plan import Budget
 from offplan.planner.classes import SegmentClass
 from offplan.planner.question import Question
 
@@ -100,13 +101,13 @@ class Space:
     """What all plans of a question have in common, whatever its budget and targets."""
 
     question: Question
-    packing: Packing | None = None
-    """What all its plans hold packed."""
+    recoding: Recoding | None = None
+    """The weights that all its plans hold in another form than the checkpoint's."""
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """What a rank of each stage holds by its plans."""
-        return pack_stages(self.question.stages, self.packing, self.question.runner)
+        return recode_stages(self.question.stages, self.recoding, self.question.runner)
 
     @cached_property
     def stage(self) -> Stage:

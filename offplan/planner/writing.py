@@ -53,6 +53,5 @@ def write_rules(space: Space, setting: int, prefetch_step: int, rules: tuple[Rul
         prefill_chunk=chosen.prefill_chunk,
         embeddings=chosen.embeddings,
         store=space.machine.store,
-        packing=space.packing,
         rules=rules,
-    )
+    ).recoded_by(space.recoding)

@@ -4,6 +4,7 @@ from offplan.held.stage import Stage
 from offplan.library.alternatives import Alternative
 from offplan.library.analysis import Analysis
 from offplan.plan import Plan
+from offplan.report.wording import name_options
 from offplan.units import format_bytes, format_frequency
 
 _REPOSITORIES = {8: "FP8", 4: "GPTQ, AWQ, W4A16, MXFP4 or NVFP4"}
@@ -62,13 +63,7 @@ def describe_advice(analysis: Analysis, plan: Plan) -> list[str]:
             "slowest case. `offplan run PLAN --record-routing FILE` records what they choose; "
             "--cached-experts auto --routing FILE plans by the record."
         )
-    if analysis.unpackable:
-        names = ",".join(analysis.unpackable)
-        lines.append(
-            f"A sample of the weights shows that {names} will not pack: `run` holds them as stored "
-            f"or plans again; --leave-unpacked {names} plans without packing them now."
-        )
-    return lines
+    return [*lines, *map(name_options, analysis.sample.advise())]
 
 
 def reads_experts(plan: Plan, stage: Stage) -> bool:

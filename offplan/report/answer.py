@@ -9,16 +9,16 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from offplan.backends import Backend
+from offplan.capabilities.table import Recoding
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.tables import describe_tables
 from offplan.checkpoint.weights import has_weights
 from offplan.engines.export import export_plan
 from offplan.errors import ExportError
-from offplan.held.packing import is_packed
 from offplan.held.stage import Stage
 from offplan.library.analysis import Analysis
 from offplan.machine.profile import MachineProfile
-from offplan.plan import Packing, Plan, Rule
+from offplan.plan import Plan, Rule
 from offplan.ranks import ONE_RANK
 from offplan.report.advice import describe_advice, describe_fitting, describe_type
 from offplan.report.analysis import describe_running
@@ -47,7 +47,7 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
         answer = Group(*head, *map(Text, told))
         return [answer, *render_model(model)[1:]]
     plan = analysis.result.plan
-    stages = analysis.packed
+    stages = analysis.recoded
     head += [
         *map(Text, describe_answer(analysis, plan, analysis.machine)),
         # in one piece, to be copied
@@ -66,7 +66,7 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
 
 def describe_answer(analysis: Analysis, plan: Plan, machine: MachineProfile) -> list[str]:
     """Answer what is asked of every plan: does it fit, how fast is it, can it be run."""
-    notes = analysis.runner.note_memory(plan, analysis.packed)
+    notes = analysis.runner.note_memory(plan, analysis.recoded)
     return [
         describe_fit(plan, machine),
         *(f"{note[0].upper()}{note[1:]}." for note in notes),
@@ -189,13 +189,13 @@ def describe_cores(plan: Plan, machine: MachineProfile) -> list[str]:
 
 
 def describe_plainly(plan: Plan, stages: Sequence[Stage]) -> str:
-    """Say what a plan does in sentences that need no glossary; ``stages`` are packed as it says."""
+    """Say what a plan does in sentences that need no glossary; ``stages`` are held by it."""
     offload = plan.offload
-    packed = []
-    if offload.packing is not None:
-        packed.append(_describe_packing_plainly(offload.packing, stages))
+    recoded = []
+    if offload.recoding is not None:
+        recoded.append(_describe_recoding_plainly(offload.recoding, stages))
     if not offload.rules and offload.embeddings == "device":
-        return "The plan: " + "; ".join(["everything stays on the GPU", *packed]) + "."
+        return "The plan: " + "; ".join(["everything stays on the GPU", *recoded]) + "."
     where = "in host memory" if offload.store == "host" else "on the second GPU"
     sentences = [_describe_rule_plainly(rule, stages, where) for rule in offload.rules]
     if offload.embeddings == "host":
@@ -203,21 +203,16 @@ def describe_plainly(plan: Plan, stages: Sequence[Stage]) -> str:
         stays = "stays" if len(tables) == 1 else "stay"
         what = describe_tables(tables.values())
         sentences.append(f"{what} {stays} in host memory, read row by row")
-    return "The plan: " + "; ".join([*sentences, *packed]) + "."
+    return "The plan: " + "; ".join([*sentences, *recoded]) + "."
 
 
-def _describe_packing_plainly(packing: Packing, stages: Sequence[Stage]) -> str:
-    """Say which weights a plan holds packed, and how much smaller they are so."""
-    packed = [
-        [p for p in layer.parameters if is_packed(p)] for stage in stages for layer in stage.layers
-    ]
-    weights = [p for stage in stages for p in stage.parameters if is_packed(p)]
-    stored = sum(tensor.nbytes for p in weights for tensor in p.unpacked)
-    share = sum(p.nbytes for p in weights) / stored
-    what = ", ".join(packing.cpu_offload_params) or "weights"
-    count = f"{sum(map(bool, packed))} of {len(packed)}"
-    head = " and the output head" if packing.output_head else ""
-    return f"{what} of {count} layers{head} are held packed without loss: {share:.2f} of their size"
+def _describe_recoding_plainly(recoding: Recoding, stages: Sequence[Stage]) -> str:
+    """Say which weights a plan recodes, and how much smaller they are so."""
+    layers = [layer.is_recoded for stage in stages for layer in stage.layers]
+    weights = [p for stage in stages for p in stage.parameters if p.is_recoded]
+    share = sum(p.nbytes for p in weights) / sum(p.as_stored.nbytes for p in weights)
+    told = recoding.describe_plainly(f"{sum(layers)} of {len(layers)}")
+    return f"{told}: {share:.2f} of their size"
 
 
 def _describe_rule_plainly(rule: Rule, stages: Sequence[Stage], where: str) -> str:

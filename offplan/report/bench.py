@@ -171,10 +171,11 @@ def _notes(plan: Plan, result: "BenchResult") -> list[str]:
 
 
 def _notes_on_accelerate(plan: Plan, result: "BenchResult") -> list[str]:
-    if plan.offload.packing is None or isinstance(result.others.get("accelerate", ""), str):
+    recoding = plan.offload.recoding
+    if recoding is None or isinstance(result.others.get("accelerate", ""), str):
         return []
     return [
         "accelerate has what the plan offloads on the host and holds every weight as it is stored, "
-        "which takes more GPU memory than the plan: a plan made with --no-packing compares them in "
-        "the same."
+        "which takes more GPU memory than the plan: a plan made with "
+        f"{name_options(recoding.without)} compares them in the same."
     ]

@@ -32,8 +32,8 @@ dump = TypeAdapter(Any).dump_python
 def analyze_payload(analysis: Analysis) -> dict[str, Any]:
     """Return what ``analyze --json`` prints; ``plan`` is null if nothing fits or was measured.
 
-    ``model`` and ``layers`` are whole, ``ranks`` what each of several GPUs holds. ``unpackable``
-    names weights that a sample shows not to pack, as ``--leave-unpacked`` takes them.
+    ``model`` and ``layers`` are whole, ``ranks`` what each of several GPUs holds. A sample
+    adds what it shows of the weights.
     """
     machine, result, infeasible = analysis.machine, analysis.result, analysis.infeasible
     plan = None if result is None else result.plan
@@ -43,7 +43,7 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
         **running_payload(analysis.why_not_run, stock=analysis.stages[0].is_stock),
         "machine": None if machine is None else machine_payload(machine),
         "plan": None if plan is None else plan.model_dump(mode="json"),
-        "unpackable": [*analysis.unpackable],
+        **analysis.sample.payload(),
         "alternatives": [vars(each) for each in analysis.alternatives],
         "why": None if result is None else why_payload(result),
         "infeasible": None if infeasible is None else _infeasible_payload(infeasible),
@@ -135,7 +135,7 @@ def run_payload(plan: Plan, result: RunResult, texts: Sequence["Text"]) -> dict[
         "predicted_as_run": None if other is None else _prediction_payload(other),
         "measured": {"decode": decode, "prefill": prefill, "gpu_memory": memory},
         "experts": dump(result.experts),
-        "left_unpacked": [*plan.goal.leave_unpacked],
+        **dict(plan.goal.list_outcomes()),
     }
 
 
@@ -162,7 +162,7 @@ def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
             "host_memory": {"process_bytes": result.host_bytes},
         },
         "experts": dump(result.experts),
-        "left_unpacked": [*plan.goal.leave_unpacked],
+        **dict(plan.goal.list_outcomes()),
         "vs": {name: _way_payload(way) for name, way in result.others.items()},
     }
 

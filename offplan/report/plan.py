@@ -103,8 +103,8 @@ def describe_offload(plan: Plan) -> list[str]:
         lines.append("on the host: embeddings, read by row")
     if not lines:
         lines.append("everything fits the GPU; nothing is offloaded")
-    if offload.packing is not None:
-        lines.append(offload.packing.describe())
+    if offload.recoding is not None:
+        lines.append(offload.recoding.describe())
     if any(any(rule.streams) for rule in offload.rules):
         lines.append(f"slots in the ring (prefetch_step): {offload.prefetch_step}")
     return [*lines, f"prompts are read in chunks of {offload.prefill_chunk} tokens"]

@@ -24,11 +24,11 @@ def explain_plan(result: PlanResult) -> list[str]:
 
 def _explain_offload(result: PlanResult) -> Iterator[str]:
     plan, prediction = result.plan, result.plan.prediction
-    memory = prediction.gpu_memory
+    memory, recoding = prediction.gpu_memory, plan.offload.recoding
     if not plan.offload.rules and plan.offload.embeddings == "device":
-        packed = "" if plan.offload.packing is None else " with weights packed"
+        recoded = "" if recoding is None else recoding.suffix
         yield (
-            f"everything fits{packed}: {format_bytes(memory.total_bytes)} of "
+            f"everything fits{recoded}: {format_bytes(memory.total_bytes)} of "
             f"{format_budget(plan.budget.gpu_memory)}, so nothing is offloaded"
         )
         return
@@ -41,8 +41,8 @@ def _explain_offload(result: PlanResult) -> Iterator[str]:
         f"{result.num_candidates} plans of one rule fit; {result.num_priced} plans were priced, "
         "and no estimate of another is better"
     )
-    if plan.offload.packing is not None:
-        yield "packed weights take 0.76 of their bytes, on the link and in memory, without loss"
+    if recoding is not None:
+        yield recoding.gain
     if result.second_rule_gain > 1:
         yield f"the best plan of one rule takes {100 * (result.second_rule_gain - 1):.1f} % longer"
     if (longer := prediction.objective_s / result.best_s - 1) >= 0.0005:

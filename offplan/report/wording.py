@@ -8,11 +8,9 @@ _OPTIONS = {
         for name in (
             *("gpu_memory", "host_memory", "batch", "prompt_tokens", "output_tokens", "context"),
             *("model", "machine", "dtype", "revision", "trust_remote_code", "dummy_weights"),
-            *("device", "store", "stock", "cached_experts", "parts", "host_cores", "host_threads"),
-            *("leave_unpacked", "routing", "record_routing", "record_weights"),
+            *("device", "store", "routing", "record_routing", "record_weights"),
         )
     },
-    "packing=False": "--no-packing",
     "engine": "--for",
     "tensor_parallel": "--tp",
     "pipeline_parallel": "--pp",
@@ -20,7 +18,7 @@ _OPTIONS = {
     "num_steps": "--steps",
     "num_tokens": "--max-new-tokens",
 }
-"""Options by the arguments that do the same in the library."""
+"""Options by the arguments that do the same in the library, but those of capabilities."""
 _ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
 
 
@@ -30,8 +28,13 @@ def name_options(text: str) -> str:
 
 
 def _name_option(found: re.Match[str]) -> str:
+    from offplan.capabilities.table import USUAL  # which few commands need
+
     name, value = found[1], found[2]
-    option = _OPTIONS.get(found[0].strip("`")) or _OPTIONS.get(name)
+    option = _OPTIONS.get(name)
+    is_off = value == "False"
+    if option is None and name in USUAL and (is_off or USUAL[name] is not True):
+        option = f"--{'no-' * is_off}{name.replace('_', '-')}"
     if option is None:
         return found[0]
     return option if value in (None, "True", "False") else f"{option} {value}"

@@ -137,7 +137,7 @@ def _write(value: Any) -> str:
 def _moves(model: Model, before: Offload, after: Offload) -> Iterator[Move]:
     """Yield what moves, in the order of the model's layers, equal moves of layers together."""
     old, new = (
-        _places(place(hold(model, each.packing), each), each.store) for each in (before, after)
+        _places(place(hold(model, each.recoding), each), each.store) for each in (before, after)
     )
     groups: dict[tuple[str, str, str], list[tuple[int, int]]] = {}
     for (layer, name), (num_bytes, _) in sorted((old | new).items()):

@@ -77,7 +77,7 @@ def check_start(plan: Plan, model: Model, engine: str, startup: Startup) -> tupl
         text = f"the server says its flags, not what they did: {chosen.title}'s log does (--log)"
         return (*findings, Finding("offload", "unknown", text))
     goal = plan.goal.model_copy(update={"engine": engine})
-    stages = lower(model, goal, plan.offload.packing)
+    stages = lower(model, goal, plan.offload.recoding)
     if startup.stages and max(startup.stages) >= len(stages):
         text = f"a stage {max(startup.stages)} of a pipeline writes; the plan has {len(stages)}"
         findings.append(Finding("stages", "drift", text))

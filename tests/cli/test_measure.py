@@ -16,7 +16,7 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, OffplanError
 from offplan.held.held import hold
-from offplan.held.packing import is_packed, pack_everything
+from offplan.held.packing import pack_everything
 from offplan.library.machines import find_machine, measure_here
 from offplan.machine import measure_cpu
 from offplan.machine.profile import (
@@ -29,6 +29,7 @@ from offplan.machine.profile import (
 from offplan.plan import Workload, load_plan
 from offplan.runtime.measuring import cores, layer_key, layer_times
 from tests.cli import CLI, TINY_MOE
+from tests.held import is_packed
 
 WORKLOAD = Workload(batch=1, prompt_tokens=32, output_tokens=96, context=256)
 

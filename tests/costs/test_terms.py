@@ -51,7 +51,7 @@ def test_every_number_is_derived(name: str) -> None:
     folder = PLANS[name]
     model = None if folder is None else str(ROOT / "tests" / "models" / folder / "config.json")
     question = ask_again(plan, model=model)
-    check(question.pack(plan.offload), question.planned_machine, plan)
+    check(question.hold(plan.offload), question.planned_machine, plan)
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "gptq"])
@@ -59,7 +59,7 @@ def test_so_is_that_of_a_stored_form(tmp_path: Path, name: str) -> None:
     model = open_model(str(write_quantised(tmp_path, FORMATS[name])))
     question = ask(model, load_machine("h200-pcie5"), gpu_memory=2**31)
     plan = make_plan(question).plan
-    check(question.pack(plan.offload), question.planned_machine, plan)
+    check(question.hold(plan.offload), question.planned_machine, plan)
 
 
 def test_so_is_what_packing_saves() -> None:
@@ -80,7 +80,7 @@ def test_so_is_what_engines_copy(engine: str, twice: bool) -> None:
     model = open_model(str(ROOT / "tests" / "models" / "deepseek-v2-lite" / "config.json"))
     question = ask(model, load_machine("h200-pcie5"), gpu_memory=16 * 2**30, engine=engine)
     plan = make_plan(question).plan
-    check(question.pack(plan.offload), question.planned_machine, plan)
+    check(question.hold(plan.offload), question.planned_machine, plan)
     terms = derive_prediction(question.stages, question.planned_machine, plan)
     formulas = {term.path: term.formula for term in terms}
     assert ("copy the first layers twice" in formulas["decode.stall"]) == twice

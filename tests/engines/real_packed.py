@@ -15,10 +15,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from offplan.capabilities.packing import Packing
 from offplan.checkpoint.open import open_model
 from offplan.engines.export import export_plan
 from offplan.forms.packed import PACKED
-from offplan.plan import Goal, Packing, Plan, Rule, Workload, dump_plan
+from offplan.plan import Goal, Plan, Rule, Workload, dump_plan
 from offplan.ranks import ONE_RANK, Ranks
 from offplan.runtime.forms.reference import expand
 from tests.engines import real_vllm

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from offplan.capabilities.packing import Packing
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.parameter import Parameter
@@ -18,9 +19,9 @@ from offplan.engines.taken import Taken
 from offplan.engines.worker import find_taken
 from offplan.errors import ExportError, PlanError
 from offplan.forms.form import Form, Kind, Part
-from offplan.forms.packed import packed_parts
-from offplan.held.packing import is_packed, pack_everything, pack_stage
-from offplan.plan import Backend, Goal, Packing, Plan, Rule
+from offplan.forms.packed import parts_of
+from offplan.held.packing import pack_everything, pack_stage
+from offplan.plan import Backend, Goal, Plan, Rule
 from offplan.ranks import Ranks
 from tests.engines.builders import (
     deepseek,
@@ -31,6 +32,7 @@ from tests.engines.builders import (
     up_to,
     uva,
 )
+from tests.held import is_packed
 
 NEWEST = (0, 33, 0)
 MODELS = Path(__file__).parents[1] / "models"
@@ -180,12 +182,12 @@ def pack(plan: Plan, packing: Packing | None) -> Plan:
     return plan.model_copy(update={"offload": plan.offload.model_copy(update={"packing": packing})})
 
 
-def test_packed_parts_move_one_by_one(tmp_path: Path) -> None:
+def test_parts_of_move_one_by_one(tmp_path: Path) -> None:
     """A matrix that vLLM fuses has room for the patches of one: less than those of its three."""
     model = read_qwen3(tmp_path)
     plan = pack(make_plan(prefetch("self_attn", group_size=2)), pack_everything(model))
     taken = take(plan, model)
-    sizes = packed_parts((256, 128))
+    sizes = parts_of((256, 128))
     expected = {
         f"self_attn.qkv_proj.weight_{name}": prod(sizes[part][1]) * (4 if "patch" in name else 1)
         for name, part in zip(
@@ -252,9 +254,9 @@ def test_ranks_pack_their_own_shares(ranks: Ranks, tmp_path: Path) -> None:
     assert not last.packs("model.layers.3.mlp.down_proj")
     assert not last.packs("model.layers.2.mlp.gate_up_proj")
     held = last.packed[3 - last.first_layer]
-    sizes = packed_parts((2 * 256 // ranks.tensor, 128))
+    sizes = parts_of((2 * 256 // ranks.tensor, 128))
     assert held["mlp.gate_up_proj.weight_packed"] == prod(sizes[Part.WEIGHT][1])
-    sizes = packed_parts((128, 128 // ranks.tensor))
+    sizes = parts_of((128, 128 // ranks.tensor))
     assert held["self_attn.o_proj.weight_exponent"] == prod(sizes[Part.EXPONENT][1])
     if ranks.pipeline > 1:
         first = find_taken(plan, model, NEWEST, ranks, 0)

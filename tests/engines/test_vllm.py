@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offplan.capabilities.packing import Packing
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.engines.engine import EngineDemand
@@ -18,7 +19,7 @@ from offplan.engines.vllm import FACTS
 from offplan.errors import ExportError, PlanError
 from offplan.forms.form import Form, Kind
 from offplan.held.held import hold, hold_whole
-from offplan.plan import Budget, Packing, Plan
+from offplan.plan import Budget, Plan
 from tests.costs.builders import place_rules
 from tests.engines.builders import (
     ATTENTION,

@@ -3,16 +3,19 @@
 from pathlib import Path
 
 from offplan import placement
+from offplan.capabilities.packing import Packing
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
+from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs import predict as costs
 from offplan.engines.runner import find_runner
-from offplan.held.held import hold, hold_whole, pack_stages
+from offplan.forms.form import Kind
+from offplan.held.held import hold, hold_whole, recode_stages
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Placement
-from offplan.plan import Budget, Offload, Packing, Prediction, Workload
+from offplan.plan import Budget, Offload, Prediction, Workload
 
 
 def hold_by(
@@ -20,7 +23,7 @@ def hold_by(
 ) -> tuple[Stage, ...]:
     """What the only GPU of an engine holds; None is offplan's own runtime."""
     runner = find_runner(engine)
-    return pack_stages([hold_whole(model, runner)], packing, runner)
+    return recode_stages([hold_whole(model, runner)], packing, runner)
 
 
 def input_embedding(model: Model) -> TensorInfo | None:
@@ -49,3 +52,8 @@ def predict(
 def open_stage(source: Path | str) -> Stage:
     """Open a checkpoint or a config, and lower it to what offplan's own runtime holds."""
     return hold(open_model(str(source)))
+
+
+def is_packed(parameter: Parameter) -> bool:
+    """Return True if a weight is held packed."""
+    return parameter.form.kind is Kind.PACKED

@@ -7,10 +7,11 @@ from hypothesis import given
 
 from offplan.checkpoint.model import Model
 from offplan.held.held import hold
-from offplan.held.packing import is_packed, pack_everything, unpack_layer
+from offplan.held.packing import pack_everything
 from offplan.held.unit import group_units
 from tests.costs.builders import dense_model, moe_model
 from tests.costs.strategies import odd_models
+from tests.held import is_packed
 
 
 @given(odd_models())
@@ -26,5 +27,5 @@ def test_units_are_all_of_a_layer(model: Model) -> None:
 def test_packed_layers_unpack_to_what_is_stored(model: Model) -> None:
     packed = hold(model, pack_everything(model))
     assert all(any(map(is_packed, layer.parameters)) for layer in packed.layers)
-    assert tuple(map(unpack_layer, packed.layers)) == model.layers
+    assert tuple(layer.as_stored for layer in packed.layers) == model.layers
     assert packed.loaded_bytes < hold(model).loaded_bytes

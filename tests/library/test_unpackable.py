@@ -14,19 +14,20 @@ from offplan.checkpoint.open import open_model
 from offplan.errors import UnpackableError
 from offplan.forms.form import Part
 from offplan.held.held import hold
-from offplan.held.packing import is_packed, pack_everything
+from offplan.held.packing import pack_everything
 from offplan.library.analysis import Analysis
 from offplan.library.asking import ask
 from offplan.library.machines import load_machine
 from offplan.library.repricing import price_on
 from offplan.library.sessions import open_session
-from offplan.library.unpackable import leave_as_stored
-from offplan.packing_sample import _count_patches, find_unpackable
+from offplan.library.settled import leave_as_stored
+from offplan.packing_sample import _count_patches, take_sample
 from offplan.plan import Plan, Rule, Workload, dump_plan, load_plan
 from offplan.planner.make import make_plan
 from offplan.report.answer import describe_answer
 from offplan.runtime.forms.packing import pack
 from tests.cli import CLI
+from tests.held import is_packed
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8]])
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -96,18 +97,18 @@ def test_a_sample_finds_what_loading_would(folder: Path) -> None:
     model = open_model(str(folder))
     packing = pack_everything(model)
     assert packing.output_head
-    assert find_unpackable(model, packing) == ()
-    assert find_unpackable(model, None) == ()
+    assert take_sample(model, packing).unpackable == ()
+    assert take_sample(model, None).unpackable == ()
     for name in (Q, DOWN, HEAD):
         change(folder, name, spread)
     # of the experts two are looked at, of which this is none
-    assert find_unpackable(model, packing) == ("1.self_attn.q_proj", "output_head")
+    assert take_sample(model, packing).unpackable == ("1.self_attn.q_proj", "output_head")
     change(folder, DOWN.replace("3.down", "2.down"), spread)
     expected = ("1.self_attn.q_proj", "2.mlp.experts.down_proj", "output_head")
-    assert find_unpackable(model, packing) == expected
+    assert take_sample(model, packing).unpackable == expected
     for layer in range(3):
         change(folder, Q.replace("1.self", f"{layer}.self"), spread)
-    assert "self_attn.q_proj" in find_unpackable(model, packing)
+    assert "self_attn.q_proj" in take_sample(model, packing).unpackable
 
 
 @pytest.mark.parametrize("num_in", [512, 1000])
@@ -201,10 +202,10 @@ def test_analyze_says_what_a_sample_shows(folder: Path) -> None:
     question = ask(model, load_machine("h200-pcie5"), plan.workload, gpu_memory=2**31)
     result = replace(make_plan(question), plan=plan)
     analysis = Analysis(question.stages, None, question.machine, result)
-    assert analysis.unpackable == ("1.self_attn.q_proj",)
+    assert analysis.sample.unpackable == ("1.self_attn.q_proj",)
     lines = describe_answer(analysis, plan, question.machine)
     assert [line for line in lines if "--leave-unpacked 1.self_attn.q_proj plans" in line]
     none = Analysis(
         question.stages, None, question.machine, make_plan(question)
     )  # which packs nothing
-    assert none.unpackable == ()
+    assert none.sample.unpackable == ()

@@ -71,7 +71,7 @@ def test_the_worker_is_planned_for_with_packed_weights(tmp_path: Path) -> None:
     plain = replace(asked, goal=Goal(engine="vllm-worker", packing=False))
     assert result.best_s < make_plan(plain).best_s
     for goal in (Goal(engine="vllm"), Goal(engine="sglang")):
-        assert not ask(model, machine, 0.5, goal=goal).may_pack
+        assert ask(model, machine, 0.5, goal=goal).recoding is None
 
 
 @pytest.mark.slow

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from offplan.capabilities.packing import Packing
 from offplan.checkpoint.open import open_model
-from offplan.forms.packed import packed_parts
+from offplan.forms.packed import parts_of
 from offplan.held.held import hold
 from offplan.held.packing import pack_everything
 from offplan.machine.profile import LayerTime, load_profile
-from offplan.plan import Goal, Offload, Packing, Workload
+from offplan.plan import Goal, Offload, Workload
 from offplan.planner.find import PlanResult
 from offplan.planner.make import make_plan
 from offplan.planner.neighbours import find_neighbours
@@ -53,7 +54,7 @@ def test_what_fits_is_left_as_it_is_stored(name: str) -> None:
 
 
 def test_engines_and_the_cpu_pack_nothing() -> None:
-    assert not ask(MODELS["dense"], MACHINE, 0.5, goal=Goal(engine="vllm")).may_pack
+    assert ask(MODELS["dense"], MACHINE, 0.5, goal=Goal(engine="vllm")).recoding is None
     question = ask(MODELS["dense"], load_profile("cpu"), 0.5, goal=Goal())
     assert make_plan(question).plan.offload.packing is None
 
@@ -109,10 +110,10 @@ def test_measured_times_of_packed_layers_decide() -> None:
 def test_a_head_whose_values_are_made_for_many_sequences_is_not_packed() -> None:
     for batch, packs_head in ((128, True), (129, False)):
         workload = Workload(batch=batch, prompt_tokens=8, output_tokens=8, context=16)
-        packed = Searcher(Space(ask(MODELS["dense"], MACHINE, 0.5, workload, Goal()))).packed
+        packed = Searcher(Space(ask(MODELS["dense"], MACHINE, 0.5, workload, Goal()))).recoded
         assert packed is not None
-        assert packed.space.packing is not None
-        assert packed.space.packing.output_head == packs_head
+        assert packed.space.recoding is not None
+        assert packed.space.recoding.output_head == packs_head
 
 
 GEMMA_270M: dict[str, Any] = {
@@ -145,7 +146,7 @@ def test_a_head_is_packed_with_the_embedding_that_it_is_tied_to(tmp_path: Path) 
     assert packed.head is not None
     assert packed.head.nbytes == sum(
         prod(shape) * (4 if dtype == "I32" else 1)
-        for dtype, shape in packed_parts((262144, 640)).values()
+        for dtype, shape in parts_of((262144, 640)).values()
     )
 
 
@@ -179,5 +180,5 @@ def test_a_plan_of_few_packed_layers_is_held_so_wherever_it_is_found() -> None:
     question = ask(dense_model(9), MACHINE, 0.99, goal=Goal())
     offload = make_plan(question).plan.offload
     searcher = Searcher(Space(question))
-    assert offload.packing not in (None, *(space.packing for space in searcher.spaces))
-    assert question.pack(offload)[0].packing == offload.packing
+    assert offload.packing not in (None, *(space.recoding for space in searcher.spaces))
+    assert question.hold(offload)[0].recoding == offload.packing

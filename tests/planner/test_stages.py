@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from offplan.capabilities.packing import Packing
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.costs.activations import activation_bytes
@@ -21,11 +22,11 @@ from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.engines.export import export_plan
 from offplan.engines.runner import find_runner
 from offplan.errors import InfeasibleError, OffplanError
-from offplan.held.held import find_largest, pack_stages
+from offplan.held.held import find_largest, recode_stages
 from offplan.held.packing import pack_everything
 from offplan.library.asking import pose
 from offplan.placement import place
-from offplan.plan import Backend, Budget, Goal, Offload, Packing, Plan, Workload
+from offplan.plan import Backend, Budget, Goal, Offload, Plan, Workload
 from offplan.planner.candidates import NO_RULE, Candidates
 from offplan.planner.classes import segment_classes
 from offplan.planner.find import ALIKE
@@ -74,7 +75,9 @@ def list_plans(question: Question) -> Iterator[Offload]:
         embeddings = ("device", "host")
     packings = [None, pack_everything(question.stages[-1], runner=question.runner)]
     chunks = prefill_chunks(WORKLOAD.prompt_tokens, WORKLOAD.batch)
-    for chunk, where, packing in product(chunks, embeddings, packings[: 1 + question.may_pack]):
+    for chunk, where, packing in product(
+        chunks, embeddings, packings[: 1 + (question.recoding is not None)]
+    ):
         setting = Offload(prefill_chunk=chunk, embeddings=where, packing=packing)
         yield setting
         for each, (backend, steps) in product(segment_classes(question.stage), pairs):
@@ -94,7 +97,7 @@ def find_all(question: Question) -> list[Plan]:
 
     @cache
     def fixed_bytes(packing: Packing | None, chunk: int) -> int:
-        packed = pack_stages(question.stages, packing, question.runner)
+        packed = recode_stages(question.stages, packing, question.runner)
         stage = find_largest(packed, WORKLOAD)
         cache = kv_cache_bytes(stage, WORKLOAD, chunk)
         activations = activation_bytes(stage, WORKLOAD, chunk)
@@ -103,7 +106,7 @@ def find_all(question: Question) -> list[Plan]:
     found = []
     for offload in list_plans(question):
         try:
-            held = question.pack(offload)
+            held = question.hold(offload)
             placed = place(find_largest(held, WORKLOAD), offload)
             # most plans take too much of the largest stage alone, which is seen soonest
             weights = placed.resident_bytes + placed.ring_bytes
@@ -233,8 +236,8 @@ def test_other_stages_are_priced_as_their_schedules_are(
     question = ask(read(name, num_layers, tmp_path), 0.5, stages=3, engine=engine)
     searcher = Searcher(Space(question))
     if packs:
-        assert searcher.packed is not None
-        searcher = searcher.packed
+        assert searcher.recoded is not None
+        searcher = searcher.recoded
     space, rules, stages = searcher.space, searcher.rules, searcher.stages
     assert stages is not None
     rows = [
@@ -257,7 +260,7 @@ def test_other_stages_are_priced_as_their_schedules_are(
             prefetch_step=steps,
             prefill_chunk=at.prefill_chunk,
             embeddings=at.embeddings,
-            packing=space.packing,
+            packing=space.recoding,
             rules=(chosen,),
         )
         prompt_ps, step_ps = price_others(question, offload)
@@ -267,7 +270,7 @@ def test_other_stages_are_priced_as_their_schedules_are(
 
 def price_others(question: Question, offload: Offload) -> tuple[int, Fraction]:
     """Picoseconds of prompt and step in all stages but the largest."""
-    held = question.pack(offload)
+    held = question.hold(offload)
     assert len(held) > 1
     prompt_ps, step_ps = 0, Fraction(0)
     for stage in held:

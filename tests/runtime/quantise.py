@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from offplan.plan import Packing
+from offplan.capabilities.packing import Packing
 from tests.runtime.families import PUBLISHED
 
 Tensors = dict[str, torch.Tensor]

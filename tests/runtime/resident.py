@@ -5,9 +5,10 @@ from pathlib import Path
 
 import torch
 
+from offplan.capabilities.packing import Packing
 from offplan.checkpoint.open import open_model
 from offplan.placement import Phase
-from offplan.plan import Offload, Packing
+from offplan.plan import Offload
 from tests.held import place
 from tests.runtime.plans import offload, open_session
 

@@ -18,8 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import offplan.runtime
+from offplan.capabilities.packing import Packing
 from offplan.checkpoint.open import open_model
-from offplan.plan import Backend, Offload, Packing
+from offplan.plan import Backend, Offload
 from offplan.runtime.model.caches import Swap
 from offplan.runtime.passes.link import Link
 from offplan.runtime.rows import Rows, _Row

@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PhimoeConfig
 
+from offplan.capabilities.packing import Packing
 from offplan.errors import PlanError
-from offplan.plan import Offload, Packing, Rule
+from offplan.plan import Offload, Rule
 from offplan.routing.use_order import UseOrder
 from offplan.runtime.cached_experts import experts as cached
 from offplan.runtime.model.layers import DecoderLayers

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from offplan.plan import Packing
+from offplan.capabilities.packing import Packing
 from offplan.routing.use_order import UseOrder
 from tests.runtime.cached import Trace, check_slots, count_experts, keeping, prompts, run_hostile
 from tests.runtime.plans import offload, open_session

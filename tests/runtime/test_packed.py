@@ -23,17 +23,17 @@ import offplan.forms.packed
 import offplan.runtime.forms.packing
 import offplan.runtime.loading.packed
 import offplan.runtime.loading.staging
+from offplan.capabilities.packing import Packing, Unpacked
 from offplan.checkpoint.open import open_model
 from offplan.errors import PlanError, UnpackableError
 from offplan.forms.form import Part
 from offplan.held.held import hold
-from offplan.held.packing import is_packed, leave_unpacked, name_weights, pack_everything
+from offplan.held.packing import exclude_from_packing, name_weights, pack_everything
 from offplan.placement import Phase
-from offplan.plan import Offload, Packing
+from offplan.plan import Offload
 from offplan.runtime.forms.stored import StoredEmbedding, StoredLinear
 from offplan.runtime.model.kernels import ExpertKernels
-from offplan.unpacked import Unpacked
-from tests.held import place
+from tests.held import is_packed, place
 from tests.runtime.conftest import LATENTS
 from tests.runtime.families import draw_weights, make_config
 from tests.runtime.plans import group, load, offload, open_session, run_greedily
@@ -198,10 +198,10 @@ def test_names_of_weights(tmp_path: Path) -> None:
     assert name_weights(model, every) == ("mlp.experts.down_proj",)
     assert name_weights(model, every) == ("mlp.experts.down_proj",)
     packing = LAYERS.model_copy(update={"output_head": True})
-    less = leave_unpacked(model, packing, ("1", "output_head"))
+    less = exclude_from_packing(model, packing, ("1", "output_head"))
     assert less == Packing(group_size=1, num_in_group=1, leave_unpacked=("1",))
-    assert leave_unpacked(model, packing, ("0", "1", "2")) is None
-    assert leave_unpacked(model, EVERY_SECOND, ("1",)) is None
+    assert exclude_from_packing(model, packing, ("0", "1", "2")) is None
+    assert exclude_from_packing(model, EVERY_SECOND, ("1",)) is None
 
 
 def pack_tiny(monkeypatch: pytest.MonkeyPatch) -> None:

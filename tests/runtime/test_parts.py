@@ -11,9 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from offplan.capabilities.packing import Packing
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
-from offplan.plan import Offload, Packing
+from offplan.plan import Offload
 from offplan.runtime.forms.experts import multiply_sorted
 from offplan.runtime.model import attention
 from offplan.runtime.model.layers import DecoderLayers

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offplan.plan import Packing
+from offplan.capabilities.packing import Packing
 from tests.runtime.families import load_stock, run_stock
 from tests.runtime.plans import group, offload
 from tests.runtime.quantise import ALONE, FORMS, save_stored

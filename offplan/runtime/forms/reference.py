@@ -162,7 +162,7 @@ def _numbers_of(form: Form, parts: Parts) -> torch.Tensor:
     """Return what the codes of rows stand for before zeros and scales, [..., out, in]."""
     weight = parts[Part.WEIGHT]
     if form.word_order is WordOrder.COMPRESSED_TENSORS:
-        return _unpack(weight, BITS[form.kind])
+        return _read_words(weight, BITS[form.kind])
     if form.kind in (Kind.MXFP4, Kind.NVFP4):
         return torch.tensor(E2M1, device=weight.device)[_halves(codes_of(parts), (0, 4))]
     if form.kind in (Kind.NF4, Kind.FP4):
@@ -193,7 +193,7 @@ def _zeros_of(form: Form, parts: Parts, scales: torch.Tensor) -> torch.Tensor:
     bits = BITS[form.kind]
     if zeros is None:
         return torch.full_like(scales, 1 << (bits - 1), dtype=torch.int32)
-    return _unpack(zeros.mT, bits).mT
+    return _read_words(zeros.mT, bits).mT
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -205,7 +205,7 @@ def _halves(codes: torch.Tensor, shifts: tuple[int, int]) -> torch.Tensor:
     return torch.stack([(codes >> shift) & 0xF for shift in shifts], -1).flatten(-2).int()
 
 
-def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+def _read_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the codes of 32-bit words, int32 of [..., words x codes], in order."""
     places = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return ((words.unsqueeze(-1) >> places) & ((1 << bits) - 1)).flatten(-2)

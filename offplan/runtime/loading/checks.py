@@ -27,7 +27,7 @@ def check_filled(
         return
     kinds = {"fills": missing, "takes": left}
     told = "; ".join(f"nothing {verb} {_name_some(each)}" for verb, each in kinds.items() if each)
-    is_coded = any(not p.form.is_raw and not p.unpacked for p in stage.parameters)
+    is_coded = any(not p.form.is_raw and not p.is_recoded for p in stage.parameters)
     if is_coded and any(name.endswith(".bias") for name in left):
         told += "; old AutoGPTQ stores biases of zeros, which headers do not tell from others"
     raise CheckpointError(f"{stage.model.source} does not match transformers' class for it: {told}")

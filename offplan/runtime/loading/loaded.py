@@ -5,8 +5,6 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from offplan.errors import UnpackableError
-from offplan.held.packing import name_weights
 from offplan.placement import Phase
 from offplan.progress import Progress
 from offplan.runtime.forms.experts import mark_in_place
@@ -62,10 +60,7 @@ class LoadedModel:
                 if folder is None:
                     keep_computed(self.module, loaded)
             except OverfullError as error:
-                names = name_weights(self.model, error.tensors)
-                raise UnpackableError(
-                    f"{error}; plan it again with `leave_unpacked={','.join(names)}`", names
-                ) from None
+                raise error.named(self.model) from None
             shared = {name: loaded[owner] for name, owner in prepared.owners.items()}
             loaded |= shared
             self.store.page_lock()

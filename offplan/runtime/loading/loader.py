@@ -20,7 +20,7 @@ import torch
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.progress import Progress
 from offplan.runtime.device import on_device
-from offplan.runtime.loading.packed import Matrix, find_matrices, is_packed, open_packing
+from offplan.runtime.loading.packed import Matrix, find_matrices, open_recoding
 from offplan.runtime.loading.random_weights import Noise
 from offplan.runtime.loading.shards import Shards
 from offplan.runtime.loading.staging import (
@@ -54,7 +54,7 @@ def load_weights(
     """
     matrices = find_matrices(targets, destinations)
     # what is left over is filled as it is
-    plain = {name: target for name, target in targets.items() if not is_packed(target)}
+    plain = {name: target for name, target in targets.items() if not target.is_recoded}
     if folder is None:
         total = sum(destinations[name].nbytes for name in plain)
         total += sum(matrix.tensor.nbytes for matrix in matrices)
@@ -78,12 +78,12 @@ def _fill_with_noise(
 ) -> Generator[int, None, None]:
     """Fill destinations with random weights; yield the bytes of each tensor."""
     noise = Noise({*targets, *(matrix.weight for matrix in matrices)})
-    with open_packing(matrices, _packing_device(destinations), NUM_THREADS) as pack:
+    with open_recoding(matrices, _recoding_device(destinations), NUM_THREADS) as recode:
         yield from noise.fill(targets, destinations)
-        yield from pack(noise.fill_rows)
+        yield from recode(noise.fill_rows)
 
 
-def _packing_device(destinations: Mapping[str, torch.Tensor]) -> torch.device:
+def _recoding_device(destinations: Mapping[str, torch.Tensor]) -> torch.device:
     """Return where weights are packed: on the current CUDA device, if one is to hold any."""
     on_gpu = any(value.is_cuda for value in destinations.values())
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -101,7 +101,7 @@ def _fill_from_files(
     devices = {value.device for value in destinations.values() if value.is_cuda}
     with (
         closing(Shards(folder, tensors)) as shards,
-        open_packing(matrices, _packing_device(destinations), NUM_THREADS) as pack,
+        open_recoding(matrices, _recoding_device(destinations), NUM_THREADS) as recode,
     ):
 
         def read_rows(matrix: Matrix, start: int, rows: torch.Tensor) -> None:
@@ -109,7 +109,7 @@ def _fill_from_files(
             shards.read(matrix.tensor, before, bytes_of(rows))
 
         yield from _read_as_stored(shards, devices, targets, destinations)
-        yield from pack(read_rows)
+        yield from recode(read_rows)
 
 
 def _read_as_stored(

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
+from offplan.capabilities.packing import Packing
+from offplan.checkpoint.model import Model
 from offplan.checkpoint.tensors import TensorInfo
-from offplan.errors import CheckpointError
-from offplan.forms.form import BASE_BYTES, PATCH_ROWS, Kind, Part
+from offplan.errors import CheckpointError, UnpackableError
+from offplan.forms.form import BASE_BYTES, PATCH_ROWS, Part
 from offplan.forms.packed import PACKED
+from offplan.held.packing import name_weights
 from offplan.hostmem.block import HostBlock
 from offplan.runtime.device import let_go, on_device, open_stream
 from offplan.runtime.forms.packing import pack, run_rows
@@ -44,6 +47,11 @@ class OverfullError(Exception):
     def __init__(self, message: str, tensors: frozenset[str]) -> None:
         super().__init__(message)
         self.tensors = tensors
+
+    def named(self, model: Model) -> UnpackableError:
+        """Return the error that names the weights as plans leave them unpacked."""
+        names = name_weights(model, self.tensors)
+        return UnpackableError(f"{self}; plan it again with {Packing.leave(names)}", names)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +145,7 @@ def pack_a_little(device: torch.device) -> Parts:
 
 
 @contextmanager
-def open_packing(
+def open_recoding(
     matrices: Sequence[Matrix], device: torch.device, num_threads: int
 ) -> Iterator[Callable[[Fill], Iterator[int]]]:
     """Set aside what packs matrices on ``device``, and give a function that packs them all.
@@ -232,14 +240,9 @@ def _pack_exactly(values: torch.Tensor, name: str) -> Parts:
     if not torch.equal(made.view(torch.int16), values.view(torch.int16)):
         raise CheckpointError(
             f"{name} does not come out of its packed form as it went in, which is a fault of the "
-            "device or of offplan; plan it again with `packing=False`"
+            f"device or of offplan; plan it again with {Packing.without}"
         )
     return parts
-
-
-def is_packed(target: Target) -> bool:
-    """Return True if what a parameter holds is made of values that the checkpoint stores."""
-    return target.codes is not None and target.codes.form.kind is Kind.PACKED
 
 
 def find_matrices(
@@ -249,7 +252,7 @@ def find_matrices(
     found: list[Matrix] = []
     for weight, parts in list_coded(targets).items():
         names = {part: parts[part][0] for part in PACKED_PARTS if part in parts}
-        if not is_packed(targets[names[Part.WEIGHT]]):
+        if not targets[names[Part.WEIGHT]].is_recoded:
             continue
         whole = destinations[names[Part.WEIGHT]]
         pieces = zip(*(targets[each].pieces for each in names.values()), strict=True)
@@ -270,9 +273,9 @@ def _split(
     places: Mapping[Part, torch.Tensor],
 ) -> Iterator[Matrix]:
     """Yield the matrices of one stored tensor: of each expert where it holds all."""
-    stored = pieces[Part.WEIGHT].source.unpacked
+    stored = pieces[Part.WEIGHT].source.made_of
     assert stored is not None
-    assert all(piece.source.unpacked == stored for piece in pieces.values())
+    assert all(piece.source.made_of == stored for piece in pieces.values())
     first_row, first_patch = (_first_row(pieces[part]) for part in (Part.WEIGHT, Part.PATCHES))
     stack = (
         [places]

@@ -49,9 +49,9 @@ def prepare(
     Raises what ``fit`` raises, and MemoryLimitError where the host's memory or a second GPU is
     lacking. Raises OffplanError where a package is, or what builds the host's kernels.
     """
-    stage = hold(model, offload.packing, stock=stock)
+    stage = hold(model, offload.recoding, stock=stock)
     with ExitStack() as ahead:
-        if offload.packing:
+        if offload.recoding:
             ahead.enter_context(on_device(device))
             ahead.enter_context(bringing_kernels(device))
         prepared = fit(stage, offload, executors, device)
@@ -81,7 +81,7 @@ def fit(
 ) -> Prepared:
     """Build a model without weights, and find where a decision places each parameter.
 
-    ``stage`` is held by the decision's packing. Nothing is asked of this machine, nor of
+    ``stage`` is held as the decision says. Nothing is asked of this machine, nor of
     ``device``, which is to run it. Raises PlanError for a decision that does not fit the model or
     that ``run`` refuses. Raises CheckpointError for a model that cannot run, and for files whose
     headers do not fit it.

@@ -66,9 +66,9 @@ def _walk(stage: Stage) -> Iterator[Source]:
     for parameter in stage.parameters:
         for part in parameter.parts:
             tensors = parameter.of(part)
-            of_values = parameter.unpacked or [None] * len(tensors)
-            for tensor, unpacked in zip(tensors, of_values, strict=True):
-                yield Source(tensor, parameter, part, layers.get(id(parameter)), unpacked)
+            of_values = parameter.made_of or [None] * len(tensors)
+            for tensor, value in zip(tensors, of_values, strict=True):
+                yield Source(tensor, parameter, part, layers.get(id(parameter)), value)
 
 
 def gather(

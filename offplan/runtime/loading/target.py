@@ -23,21 +23,21 @@ class Source(NamedTuple):
     part: Part
     layer: int | None
     """Index of the layer that it is stored for; None outside the layers."""
-    unpacked: TensorInfo | None
-    """The checkpoint's tensor that this one is made of, where the plan holds it packed."""
+    made_of: TensorInfo | None
+    """The checkpoint's tensor that this one is made of, where the plan holds it in another form."""
     pattern: str = ""
     """The converter's pattern that it matches; empty without a converter."""
 
     @property
     def stores_codes(self) -> bool:
         """True if the checkpoint itself has something else than the weight's values."""
-        return not self.parameter.form.is_raw and self.unpacked is None
+        return not self.parameter.form.is_raw and self.made_of is None
 
     @property
     def name_of_values(self) -> str:
         """The name under which the checkpoint would store the values that it is made for."""
-        if self.unpacked is not None:
-            return self.unpacked.name
+        if self.made_of is not None:
+            return self.made_of.name
         return part_of(self.tensor.name)[0] if self.stores_codes else self.tensor.name
 
 
@@ -61,7 +61,7 @@ class Piece:
     @property
     def read(self) -> TensorInfo:
         """The checkpoint's tensor that is read for it."""
-        return self.source.unpacked or self.source.tensor
+        return self.source.made_of or self.source.tensor
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,11 @@ class Target:
     """Shared by all parameters that are made together; None when the pieces are views."""
     codes: Codes | None = None
     """Codes that the parameter holds in place of values; None if it holds values."""
+
+    @property
+    def is_recoded(self) -> bool:
+        """True if the plan, and not the checkpoint, chose the form."""
+        return self.pieces[0].source.made_of is not None
 
     @property
     def stored_form(self) -> Form:

@@ -93,7 +93,7 @@ def _load(bench: Bench, on_progress: Progress) -> tuple[Any, set[nn.Parameter]]:
     if bench.stock:
         stage = pin_split(stage, targets, state, list_shared(module, targets))
     # it holds every weight as it is stored
-    slabs = place(stage, bench.offload.model_copy(update={"packing": None})).slabs
+    slabs = place(stage, bench.offload.recoded_by(None)).slabs
     on_host = {tensor for slab in slabs for entry in slab.entries for tensor in entry.unit.tensors}
     parameters: dict[str, nn.Parameter] = {}
     offloaded: set[nn.Parameter] = set()

@@ -176,7 +176,7 @@ def _lend_products(
         taken += sum(parameter.nbytes for parameter in model.layers[count].parameters)
         count += 1
     rule = Rule(group_size=1, num_in_group=1, prefill=Backend.UVA, decode=Backend.HOST)
-    offload = Offload(prefetch_step=1, prefill_chunk=64, packing=stage.packing, rules=(rule,))
+    offload = Offload(prefill_chunk=64, rules=(rule,)).recoded_by(stage.recoding)
     short = replace(model, layers=model.layers[:count])
     with Session(short, offload, context=64, device=device, capture=False) as session:
         modules = session.loaded.module.modules()

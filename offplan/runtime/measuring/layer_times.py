@@ -73,12 +73,8 @@ def measure_layer_times(
             on_progress(len(times) // len(of_kinds), len(chunks) + 1)
 
     for chunk in chunks:
-        offload = Offload(
-            prefetch_step=1,
-            prefill_chunk=chunk,
-            packing=stage.packing,
-            embeddings=place_tables(stage),
-        )
+        offload = Offload(prefill_chunk=chunk, embeddings=place_tables(stage))
+        offload = offload.recoded_by(stage.recoding)
         with Session(short, offload, context=context, device=device) as session:
             # too many to be captured, where the prompt's are
             num_chunks = min(-(-workload.prompt_tokens // chunk), MAX_CAPTURED_CHUNKS + 1)

@@ -1,4 +1,4 @@
-"""Weights that turn out not to pack, and are held as they are stored within the plan's budget."""
+"""Weights that turn out not to fit a form are held as stored, within the plan's budget."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -6,16 +6,15 @@ from typing import TypeVar
 import torch
 
 from offplan.checkpoint.model import Model
-from offplan.errors import InputError, UnpackableError
+from offplan.errors import UnpackableError
 from offplan.expert_slots import require_few_pairs
 from offplan.held.held import hold
-from offplan.held.packing import leave_unpacked
+from offplan.held.packing import exclude_from_packing
 from offplan.library.held_memory import count_held
-from offplan.packing_sample import find_unpackable
+from offplan.packing_sample import take_sample
 from offplan.placement import place
 from offplan.plan import Plan
 from offplan.runtime.memory.gpu_memory import return_memory
-from offplan.unpacked import Unpacked
 
 _Loaded = TypeVar("_Loaded")
 Settle = Callable[[Plan, Model, Sequence[str]], Plan | None]
@@ -33,24 +32,23 @@ def leave_as_stored(plan: Plan, model: Model, names: Sequence[str]) -> Plan | No
     before = plan.offload
     if before.packing is None:
         return None
-    packing = leave_unpacked(model, before.packing, names)
-    after = before.model_copy(update={"packing": packing})
-    placed = (place(hold(model, each.packing), each) for each in (before, after))
+    after = before.recoded_by(exclude_from_packing(model, before.packing, names))
+    placed = (place(hold(model, each.recoding), each) for each in (before, after))
     # slabs hold what they held: whatever is left unpacked is resident
     if len({placement.slabs for placement in placed}) > 1:
         return None
-    noted = plan.goal.model_copy(update={"leave_unpacked": note_unpacked(plan, names)})
-    kept = count_held(plan.model_copy(update={"goal": noted, "offload": after}), model)
+    changed = {"goal": plan.goal.exclude(names), "offload": after}
+    kept = count_held(plan.model_copy(update=changed), model)
     return kept if kept.describe_excess() is None else None
 
 
-def settle_packing(plan: Plan, model: Model, settle: Settle) -> Plan:
+def settle_sampled(plan: Plan, model: Model, settle: Settle) -> Plan:
     """Sample the weights that a plan packs, and return a plan that packs none that will not pack.
 
     It is the plan itself where all will, or nothing is at hand to be sampled, or nothing can be
-    settled before loading. Raises what ``settle`` and ``find_unpackable`` raise.
+    settled before loading. Raises what ``settle`` and ``take_sample`` raise.
     """
-    names = find_unpackable(model, plan.offload.packing)
+    names = take_sample(model, plan.offload.recoding).unpackable
     return (settle(plan, model, names) if names else None) or plan
 
 
@@ -76,12 +74,3 @@ def load_settled(
                 raise
         return_memory(device)  # by now the error, whose frames hold what was loaded, is gone
         plan = settled
-
-
-def note_unpacked(plan: Plan, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names that a plan's goal leaves as they are stored, with these names added."""
-    left = plan.goal.leave_unpacked
-    noted = Unpacked(left).with_names(names).names
-    if set(noted) == set(left):
-        raise InputError(f"{', '.join(names)} are left unpacked already: a fault of offplan")
-    return noted

@@ -1,0 +1,22 @@
+"""Every plan's decision; capabilities add keys of their own in subclasses."""
+
+from typing import Literal
+
+from offplan.capabilities.rule import Count
+from offplan.choices import Store
+from offplan.records import Record
+
+
+class OffloadBase(Record):
+    """The decision itself."""
+
+    prefetch_step: Count = 1
+    """Slots in the ring."""
+    prefill_chunk: Count
+    """Prompt tokens of each sequence in one forward pass, at most."""
+    embeddings: Literal["device", "host"] = "device"
+    """``host``: tables that passes read by row stay in pinned host memory, and are read in place.
+    They are an input embedding that no head is tied to, Gemma's embedding for each layer, and the
+    like."""
+    store: Store = "host"
+    """The place of what the rules take: pinned host memory, or that of a second GPU."""

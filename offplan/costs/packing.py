@@ -1,0 +1,55 @@
+"""Costs of weights that are held packed, beyond those of their values."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from offplan.kernel_sizes import PACKED_ROWS
+
+PACKED_SLOWDOWNS = ((1, 1.04), (4, 1.05), (16, 1.11), (32, 1.23), (64, 1.60), (128, 2.73))
+"""Time of products with packed weights as a multiple of that with their values, by inputs of a
+weight. It is for a machine whose profile has no times of packed layers.
+
+Source: the products of a layer of Qwen3-8B on an H200 (``results/packed-rows-h200.json``). By 4
+inputs and more they took 114, 119, 134, 176 and 321 us packed, and 107 to 117 us by cuBLAS from
+values. Products by one input took 122 and 117. Up to 64 inputs, an H100 takes 0.90 to 0.92 of the
+packed times since (``results/packed-rows-h100.json``).
+"""
+PACKED_EXPERT_SLOWDOWNS = ((1, 1.04), (2, 1.44), (16, 1.61), (32, 1.68), (64, 2.51), (128, 3.57))
+"""PACKED_SLOWDOWNS of experts, by inputs of an expert on average.
+
+Source: dense products by an earlier kernel. A prompt of 512 tokens of DeepSeek-V2-Lite has 48
+inputs an expert. It is so predicted to take 161 ms on an H200, where vLLM took 173.
+"""
+
+EXPANSION_SLOWDOWN = 1.3
+"""Time of expanding packed weights as a multiple of that of their bytes, read and written.
+
+Source: 12,288 x 4,096 took 49 us on an H200 and its bytes 44; smaller matrices took longer.
+"""
+
+
+def packed_slowdown(
+    num_inputs: float, slowdowns: Sequence[tuple[int, float]] = PACKED_SLOWDOWNS
+) -> float:
+    """Time of a product with packed weights as a multiple of that with values."""
+    most, slowest = slowdowns[-1]
+    for (few, fast), (many, slow) in pairwise(slowdowns):
+        if num_inputs <= many:
+            return fast + max(0.0, num_inputs - few) / (many - few) * (slow - fast)
+    return slowest * num_inputs / most
+
+
+def extra_bytes(
+    num_tokens: int, of_expert: float, dense_bytes: int, expert_bytes: float, expanded_bytes: int
+) -> float:
+    """Bytes to and from GPU memory that are as long on their way as packing makes a pass.
+
+    An expert is sent ``of_expert`` tokens on average. ``dense_bytes`` are those of the layer's
+    weights as they are stored, ``expert_bytes`` of the routed experts that are read. Products of
+    few tokens take PACKED_SLOWDOWNS times as long as their values. For many tokens, dense weights
+    are read packed and their values written before they are multiplied: ``expanded_bytes``.
+    """
+    longer = (packed_slowdown(of_expert, PACKED_EXPERT_SLOWDOWNS) - 1) * expert_bytes
+    if num_tokens <= PACKED_ROWS:
+        return longer + (packed_slowdown(num_tokens) - 1) * dense_bytes
+    return longer + EXPANSION_SLOWDOWN * expanded_bytes
