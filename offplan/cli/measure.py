@@ -16,8 +16,10 @@ from offplan.cli.output import (
     print_result,
     save_file,
 )
+from offplan.cli.takes import flattens
 
 
+@flattens
 def measure(
     model: Annotated[
         str | None,
@@ -34,8 +36,7 @@ def measure(
             **options.choice(DeviceName), help="cpu: to try offplan where there is no GPU."
         ),
     ] = "cuda",
-    packing: options.Packing = True,
-    stock: options.Stock = False,
+    goal: options.TimedOptions = options.ALL_TIMED,
     trust_remote_code: options.TrustRemoteCode = False,
     host_threads: options.HostThreads = None,
     output: options.Output = None,
@@ -79,8 +80,7 @@ def measure(
         with_others=True,
         with_cores=True,
         host_threads=host_threads,
-        packing=packing,
-        stock=stock,
+        **vars(goal),
         on_stage=ProgressBar,
     )
     profile = machine.profile

@@ -211,6 +211,27 @@ Packing = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class TimedOptions:
+    """The options of a goal that say which layers are timed."""
+
+    packing: Packing = True
+    stock: Stock = False
+
+
+ALL_TIMED = TimedOptions()
+
+
+@dataclass(frozen=True)
+class OtherGoal:
+    """The options of a goal that a plan is made again with."""
+
+    leave_unpacked: LeaveUnpacked = None
+
+
+SAME_GOAL = OtherGoal()
+
+
 _time = partial(typer.Option, parser=parse_seconds, metavar="TEXT")
 
 

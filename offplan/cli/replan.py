@@ -17,9 +17,11 @@ from offplan.cli.output import (
     save_file,
     waiting,
 )
+from offplan.cli.takes import flattens
 from offplan.errors import InputError, PlanError
 
 
+@flattens
 def replan(
     plan: options.Plan,
     model: options.LocalModel = None,
@@ -28,7 +30,7 @@ def replan(
         bool,
         typer.Option("--accept-drift", help="Plan for the model as it is, if it is another one."),
     ] = False,
-    leave_unpacked: options.LeaveUnpacked = None,
+    goal: options.OtherGoal = options.SAME_GOAL,
     routing: options.Routing = None,
     without_cores: Annotated[
         bool, typer.Option("--no-host-cores", help="Plan without the host's cores.")
@@ -90,7 +92,7 @@ def replan(
         model=found,
         machine=chosen,
         accept_drift=accept_drift,
-        leave_unpacked=leave_unpacked,
+        **vars(goal),
         routing=None if routing is None else str(routing),
         without_cores=without_cores,
     )

@@ -38,6 +38,11 @@ def takes(record: Callable[..., Options]) -> Callable[[Callable[[Options], None]
     return decorate
 
 
+def flattens(command: Callable[..., None]) -> Callable[..., None]:
+    """Have a command that is given records beside options take the records' fields."""
+    return takes(command)(functools.wraps(command)(lambda done: done))  # type: ignore[no-any-return]
+
+
 def options_of(record: Callable[..., Any]) -> list[inspect.Parameter]:
     """List the parameters that make a record."""
     return [*inspect.signature(record).parameters.values()]
