@@ -3,10 +3,9 @@
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,16 +33,11 @@ FEW = 16
 """Patches more than that share, besides: a single odd row is no proof."""
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """What the rows show."""
 
     unpackable: tuple[str, ...] = ()
     """Weights, named as ``Unpacked`` does, whose rows have far more patches than room."""
-
-    def payload(self) -> dict[str, Any]:
-        """Return what ``analyze --json`` prints of it."""
-        return {"unpackable": [*self.unpackable]}
 
     def advise(self) -> Iterator[str]:
         """Yield what to do about it, arguments in backquotes."""

@@ -26,15 +26,10 @@ from offplan.costs.activations import (
 from offplan.costs.compute import MATMUL_EFFICIENCY, ModelCompute
 from offplan.costs.link import TILE_ROWS, UVA_SLOWDOWN
 from offplan.costs.memory import MARGIN
+from offplan.costs.packing import PACKED_EXPERT_SLOWDOWNS, PACKED_SLOWDOWNS
 from offplan.costs.predict import derive_stage
 from offplan.costs.timeline import to_seconds
-from offplan.costs.work import (
-    PACKED_EXPERT_SLOWDOWNS,
-    PACKED_SLOWDOWNS,
-    PassShape,
-    decode_shape,
-    prefill_shapes,
-)
+from offplan.costs.work import PassShape, decode_shape, prefill_shapes
 from offplan.held.held import hold
 from offplan.held.runner import OWN_RUNTIME
 from offplan.held.stage import Stage

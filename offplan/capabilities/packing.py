@@ -87,14 +87,15 @@ class Packing(Pattern):
     """Which weights are held packed, without loss, wherever they lie: 0.76 of their bytes."""
 
     without: ClassVar = "`packing=False`"
-    suffix: ClassVar = " with weights packed"
-    doing: ClassVar = "packing"
-    misfit: ClassVar = "cannot be held packed (more patches than room)"
-    saving: ClassVar = "what packing saves"
-    basis: ClassVar = "what packing adds is as on an H200"
+    """The argument, in backquotes, that plans without it."""
+    done: ClassVar = "packed"
+    """The weights' adjective."""
+    word: ClassVar = "packing"
+    """The noun of what is done to them."""
     gain: ClassVar = (
         "packed weights take 0.76 of their bytes, on the link and in memory, without loss"
     )
+    """The reason that a plan gives."""
 
     group_size: Count
     num_in_group: Count
@@ -115,7 +116,7 @@ class Packing(Pattern):
         return f"packed without loss: {self._what} {self.where}{head}"
 
     def describe_plainly(self, layers: str) -> str:
-        """Say the same to people who do not know the keys."""
+        """Say the same to people who do not know the keys; ``layers`` are so many of so many."""
         head = " and the output head" if self.output_head else ""
         return f"{self._what} of {layers} layers{head} are held packed without loss"
 
@@ -143,20 +144,12 @@ class PackingOffload(OffloadBase):
         """Yield steps to fewer packed weights, and to other layers."""
         if self.packing is None:
             return
+        now = dict(self.packing)
         yield "without packing", {"packing": None}
         if self.packing.output_head:
-            layers_alone = self.packing.model_copy(update={"output_head": False})
-            yield "output_head true -> false", {"packing": layers_alone}
+            yield "output_head true -> false", {"packing": {**now, "output_head": False}}
         for step, changes in self.packing.list_pattern_steps():
-            yield f"packing: {step}", {"packing": {**dict(self.packing), **changes}}
-
-    def list_unsaid(self) -> Iterator[str]:
-        """Yield that it packs."""
-        if self.packing is not None:
-            yield (
-                "holds every weight as it is stored; the plan holds some packed: plan again with "
-                f"`engine` or {self.packing.without}"
-            )
+            yield f"packing: {step}", {"packing": {**now, **changes}}
 
 
 class PackingGoal(GoalBase):

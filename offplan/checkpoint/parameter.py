@@ -1,7 +1,7 @@
 """A parameter of a model: a weight, with whatever is stored for it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
@@ -53,11 +53,8 @@ class Parameter:
 
     @cached_property
     def as_stored(self) -> "Parameter":
-        """The same as the checkpoint stores it."""
-        if not self.is_recoded:
-            return self
-        parts = replace(self, tensors=self.made_of, form=RAW, beside=())
-        return replace(parts, logical_shape=None, made_of=())
+        """The same as the checkpoint stores it, by its values."""
+        return Parameter(self.name, self.made_of, self.is_expert) if self.made_of else self
 
     @property
     def parts(self) -> tuple[Part, ...]:

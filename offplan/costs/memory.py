@@ -50,7 +50,7 @@ def list_gpu_memory(
     margin = f"{MARGIN:.1%} of the budget"
     weights = {
         "weights": stage.loaded_bytes + saved,
-        **({} if stage.recoding is None else {stage.recoding.saving: -saved}),
+        **({} if stage.recoding is None else {f"what {stage.recoding.word} saves": -saved}),
         "experts kept one by one": placement.expert_slots_bytes,
         "what rules take": placement.resident_bytes + placement.table_bytes - stage.loaded_bytes,
         "embeddings on the host": -placement.table_bytes,

@@ -41,7 +41,7 @@ def list_phase(
     if not priced.measured:
         source = f"roofline, of which matmul counts {MATMUL_EFFICIENCY:g}, or scaled from it"
         if stage.recoding is not None:
-            source += f"; {stage.recoding.basis}"
+            source += f"; what {stage.recoding.word} adds is as on an H200"
         roofline = list_figures(machine, "hbm", "matmul", "layer_overhead")
     computed = {"layers": sum(priced.layer_ps), "outside the layers": priced.outside_ps}
     parts = [Input(name, to_seconds(ps), "s", source) for name, ps in computed.items()]

@@ -188,10 +188,10 @@ class LayerWork:
         """Bytes to and from GPU memory that are as long on their way as recoding makes a pass."""
         if self.stored is None:
             return 0.0
-        plain, of_expert = self.stored, 0.0
-        if self.experts is not None:
-            of_expert = shape.num_tokens * self.experts.num_experts_per_token
-            of_expert /= self.experts.num_in_all
+        plain, of_all = self.stored, self.experts
+        of_expert = 0.0
+        if of_all is not None:
+            of_expert = shape.num_tokens * of_all.num_experts_per_token / of_all.num_in_all
         experts = plain.weight_bytes(shape) - plain.dense_bytes
         expanded = self.dense_bytes + self.element_bytes * self.expanded_elements
         return extra_bytes(shape.num_tokens, of_expert, plain.dense_bytes, experts, expanded)

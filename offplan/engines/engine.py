@@ -211,9 +211,11 @@ def require_stored_weights(offload: Offload, engine: Engine) -> None:
                     f"rule {number} has the backend {backend.name}, which {title} does not have: "
                     f"expected {known}; plan again with `engine`"
                 )
-    for what in offload.list_unsaid():
-        if not engine.is_worker:
-            raise ExportError(f"{title} {what}")
+    if (recoding := offload.recoding) is not None and not engine.is_worker:
+        raise ExportError(
+            f"{title} holds every weight as it is stored; the plan holds some {recoding.done}: "
+            f"plan again with `engine` or {recoding.without}"
+        )
 
 
 def note_overshoot(title: str, moved: Sequence[EngineParameter], num_bytes: int) -> tuple[str, ...]:

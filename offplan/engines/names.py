@@ -7,7 +7,7 @@ Source: vLLM 0.33, ``packed_modules_mapping`` and ``fused_moe``.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -97,10 +97,15 @@ def _name_parameters(stage: Stage, renamed: Mapping[str, str]) -> Iterator[Engin
 def _fused_bytes(*parts: tuple[Parameter, Part]) -> int:
     """Bytes of a part of a packed weight, which is fused of several and then packed as one."""
     first, part = parts[0]
-    *stack, _, num_in = first.shape
-    num_out = sum(parameter.shape[-2] for parameter, _ in parts)
-    dtype, sizes = parts_of((*stack, num_out, num_in))[part]
+    stack, shape = first.shape[:-2], fuse([parameter for parameter, _ in parts])
+    dtype, sizes = parts_of((*stack, *shape))[part]
     return len(first.tensors) * prod(sizes) * DTYPE_BITS[dtype] // 8
+
+
+def fuse(parameters: Sequence[Parameter]) -> tuple[int, int]:
+    """Return the shape of the matrix, [out, in], that vLLM fuses of several."""
+    shapes = [parameter.shape for parameter in parameters]
+    return sum(shape[-2] for shape in shapes), shapes[0][-1]
 
 
 def _find_fused(layer: Layer) -> dict[str, str]:

@@ -154,11 +154,12 @@ def lower(model: Model, goal: Goal, recoding: Recoding | None = None) -> tuple[S
     """
     runner = find_runner(goal.engine, stock=goal.stock)
     if goal.stock:
-        return recode_stages([hold_stock(model)], recoding, runner)
-    if goal.engine is None or goal.ranks.num_gpus == 1:
-        return recode_stages([hold_whole(model, runner)], recoding, runner)
-    divider = Divider(model, runner, goal.ranks)
-    return recode_stages(map(divider.stage, range(goal.ranks.pipeline)), recoding, runner)
+        stages = [hold_stock(model)]
+    elif goal.engine is None or goal.ranks.num_gpus == 1:
+        stages = [hold_whole(model, runner)]
+    else:
+        stages = [*map(Divider(model, runner, goal.ranks).stage, range(goal.ranks.pipeline))]
+    return recode_stages(stages, recoding, runner)
 
 
 def _only_rule(offload: Offload, engine: Engine) -> Rule:

@@ -12,7 +12,7 @@ from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tables import describe_tables
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.engines.engine import EngineDemand, Version, join_stages, page_locked_bytes
-from offplan.engines.names import EngineParameter, engine_parameters, name_part
+from offplan.engines.names import EngineParameter, engine_parameters, fuse, name_part
 from offplan.engines.ranks import pad_rows
 from offplan.engines.vllm import (
     PLAIN_HEADS,
@@ -243,7 +243,7 @@ def choose_packed(stage: Stage, weights: Sequence[Parameter]) -> set[int]:
         is_matrix = all(len(parameter.shape) == 2 for parameter in fused)
         if len(fused) == 1 or not is_matrix or fused[0].is_expert:
             continue
-        if not found.issuperset(map(id, fused)) or not can_pack(_fuse(fused)):
+        if not found.issuperset(map(id, fused)) or not can_pack(fuse(fused)):
             found.difference_update(map(id, fused))
     model, head = stage.model, stage.model.head
     if head is not None and (not model.stores_head or head.name in model.tied):
@@ -251,12 +251,6 @@ def choose_packed(stage: Stage, weights: Sequence[Parameter]) -> set[int]:
     if stage.head is not None and not PLAIN_HEADS.isdisjoint(stage.architecture.class_names):
         found.discard(id(stage.head))
     return found
-
-
-def _fuse(parameters: Sequence[Parameter]) -> tuple[int, int]:
-    """Return the shape of the matrix, [out, in], that vLLM fuses of several."""
-    shapes = [parameter.shape for parameter in parameters]
-    return sum(shape[-2] for shape in shapes), shapes[0][-1]
 
 
 def _require_packable(stage: Stage, recoding: Recoding) -> None:
@@ -272,7 +266,7 @@ def _require_packable(stage: Stage, recoding: Recoding) -> None:
         if each.packs is None or not each.name.endswith(name_part("", Part.WEIGHT)):
             continue
         whole = each.name.removesuffix(name_part("", Part.WEIGHT))
-        if (each.layer, whole) in names or not can_pack(_fuse(each.parameters)):
+        if (each.layer, whole) in names or not can_pack(fuse(each.parameters)):
             raise ExportError(
                 f"vLLM holds {whole} of layer {each.layer} as one matrix, and the plan packs part "
                 "of it alone, or more than one packed matrix has: plan again with "

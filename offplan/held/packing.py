@@ -1,6 +1,7 @@
 """Weights that a plan holds packed without loss."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from offplan.capabilities.packing import OUTPUT_HEAD, Packing, Unpacked, is_matrix
@@ -8,7 +9,7 @@ from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.model import Layer, Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.roles import Role, role_of
-from offplan.checkpoint.tensors import TensorInfo, Tensors
+from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import PlanError
 from offplan.forms.form import Part
 from offplan.forms.packed import PACKED, can_pack, parts_of
@@ -51,22 +52,17 @@ def name_weights(model: Model, weights: Collection[str]) -> tuple[str, ...]:
     A weight that is given in all layers which have it is named by its segment alone.
     """
     found: dict[str, list[int]] = {}
-    everywhere: dict[str, list[int]] = {}
+    everywhere: Counter[str] = Counter()
     for layer in model.layers:
         for p in layer.parameters:
             name = p.name.removesuffix(".weight")
-            everywhere.setdefault(name, []).append(layer.index)
+            everywhere[name] += 1
             if any(tensor.name in weights for tensor in p.tensors):
                 found.setdefault(name, []).append(layer.index)
-    names = [
-        one
-        for name, layers in found.items()
-        for one in (
-            [name]
-            if layers == everywhere[name] and len(layers) > 1
-            else [f"{layer}.{name}" for layer in layers]
-        )
-    ]
+    names: list[str] = []
+    for name, layers in found.items():
+        is_everywhere = 1 < len(layers) == everywhere[name]
+        names += [name] if is_everywhere else [f"{layer}.{name}" for layer in layers]
     head = model.head
     if head is not None and any(t.name in weights for t in head.tensors):
         names.append(OUTPUT_HEAD)
@@ -106,8 +102,7 @@ def _pack_stage(stage: Stage, packing: Packing, runner: Runner) -> Stage:
         return replace(layer, parameters=held)
 
     layers = tuple(map(hold, stage.layers))
-    taken = [p.is_recoded for layer in layers for p in layer.parameters]
-    if not any(taken):
+    if not packs:
         where = f" on {stage.ranks.label}" if stage.ranks != ONE_RANK else ""
         raise PlanError(
             f"packing takes nothing: {source} has{where} no bfloat16 matrices in the layers that "
@@ -220,7 +215,10 @@ def _is_raw_matrix(parameter: Parameter) -> bool:
 
 def _pack(parameter: Parameter) -> Parameter:
     """Return a weight held by the parts that its values are packed into."""
-    parts = dict(_parts_of(parameter))
+    parts = {
+        part: tuple(TensorInfo(f"{t.name}:{part.value}", dtype, shape) for t in parameter.tensors)
+        for part, (dtype, shape) in parts_of(parameter.shape).items()
+    }
     weight = parts.pop(Part.WEIGHT)
     return replace(
         parameter,
@@ -230,10 +228,3 @@ def _pack(parameter: Parameter) -> Parameter:
         logical_shape=parameter.shape,
         made_of=parameter.tensors,
     )
-
-
-def _parts_of(parameter: Parameter) -> Iterator[tuple[Part, Tensors]]:
-    """Yield each part, a tensor for each that the checkpoint stores."""
-    for part, (dtype, shape) in parts_of(parameter.shape).items():
-        end = f":{part.value}"
-        yield part, tuple(TensorInfo(t.name + end, dtype, shape) for t in parameter.tensors)

@@ -24,7 +24,7 @@ def replan_without(tell: Tell) -> Settle:
     def settle(plan: Plan, model: Model, names: Sequence[str]) -> Plan:
         recoding = plan.offload.recoding
         assert recoding is not None, "weights that are as they are stored fit"
-        told = f"{', '.join(names)} {recoding.misfit}"
+        told = f"{', '.join(names)} cannot be held {recoding.done} (more patches than room)"
         kept = keep_priced(plan, model, names)
         if kept is not None:
             sizes = [each.prediction.gpu_memory.total_bytes for each in (plan, kept)]
@@ -34,7 +34,7 @@ def replan_without(tell: Tell) -> Settle:
             )
             return kept
         made = plan_around(plan, model, names)
-        tell(f"{told}: planned again without {recoding.doing} these")
+        tell(f"{told}: planned again without {recoding.word} these")
         return made
 
     return settle

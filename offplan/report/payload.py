@@ -43,7 +43,7 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
         **running_payload(analysis.why_not_run, stock=analysis.stages[0].is_stock),
         "machine": None if machine is None else machine_payload(machine),
         "plan": None if plan is None else plan.model_dump(mode="json"),
-        **analysis.sample.payload(),
+        **analysis.sample._asdict(),
         "alternatives": [vars(each) for each in analysis.alternatives],
         "why": None if result is None else why_payload(result),
         "infeasible": None if infeasible is None else _infeasible_payload(infeasible),

@@ -26,7 +26,7 @@ def _explain_offload(result: PlanResult) -> Iterator[str]:
     plan, prediction = result.plan, result.plan.prediction
     memory, recoding = prediction.gpu_memory, plan.offload.recoding
     if not plan.offload.rules and plan.offload.embeddings == "device":
-        recoded = "" if recoding is None else recoding.suffix
+        recoded = "" if recoding is None else f" with weights {recoding.done}"
         yield (
             f"everything fits{recoded}: {format_bytes(memory.total_bytes)} of "
             f"{format_budget(plan.budget.gpu_memory)}, so nothing is offloaded"

@@ -19,12 +19,11 @@ class TooManyEscapes(ValueError):
 
     def __init__(self, num_escapes: int, reserve: int) -> None:
         super().__init__(
-            f"found {num_escapes} weights other than zero that are 2**16 or more, infinite or NaN, "
+            f"found {num_escapes} weights that are 2**16 or more, infinite or NaN, "
             f"or too small beside others of their block of {2 * BASE_BYTES}, "
             f"expected at most {reserve}"
         )
         self.num_escapes = num_escapes
-        self.reserve = reserve
 
 
 def pack(values: torch.Tensor, reserve: int | None = None) -> Parts:

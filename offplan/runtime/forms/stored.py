@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from offplan.capabilities.table import Recoding
 from offplan.errors import PlanError
 from offplan.forms.form import Form, Kind, Part
 from offplan.kernel_sizes import CODES_ROWS, KERNEL_TYPES, PACKED_ROWS
@@ -113,7 +114,7 @@ setattr(PackedRows, INITIALISED, True)
 def _refuse_all() -> PlanError:
     return PlanError(
         "the plan holds the input embedding packed with the head that is tied to it, and the model "
-        "reads more of it than rows: plan with `leave_unpacked=output_head`"
+        f"reads more of it than rows: plan with {Recoding.leave(['output_head'])}"
     )
 
 

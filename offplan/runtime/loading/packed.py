@@ -13,12 +13,12 @@ from offplan.capabilities.packing import Packing
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import CheckpointError, UnpackableError
-from offplan.forms.form import BASE_BYTES, PATCH_ROWS, Part
+from offplan.forms.form import PATCH_ROWS, Part
 from offplan.forms.packed import PACKED
 from offplan.held.packing import name_weights
 from offplan.hostmem.block import HostBlock
 from offplan.runtime.device import let_go, on_device, open_stream
-from offplan.runtime.forms.packing import pack, run_rows
+from offplan.runtime.forms.packing import TooManyEscapes, pack, run_rows
 from offplan.runtime.forms.reference import Parts, expand
 from offplan.runtime.loading.codes import list_coded
 from offplan.runtime.loading.target import Piece, Target
@@ -28,14 +28,6 @@ Fill = Callable[["Matrix", int, torch.Tensor], object]
 Make = Callable[[torch.Tensor, str], Parts]
 """Packs such rows of the named matrix, with no more patches than they have, and holds what comes
 out of them against them."""
-
-
-class _Overfull(Exception):
-    """A matrix has more patches than are reserved for."""
-
-    def __init__(self, num_patches: int, reserve: int) -> None:
-        super().__init__(num_patches, reserve)
-        self.num_patches, self.reserve = num_patches, reserve
 
 
 class OverfullError(Exception):
@@ -80,7 +72,7 @@ class Matrix:
     def pack(self, fill: Fill, make: Make, buffer: torch.Tensor) -> int:
         """Have ``make`` pack what ``fill`` puts into a CPU buffer, bfloat16, run by run.
 
-        Returns the bytes of its values. Raises _Overfull if they have more patches than are
+        Returns the bytes of its values. Raises TooManyEscapes if they have more patches than are
         reserved for.
         """
         num_in = self.tensor.shape[1]
@@ -100,7 +92,7 @@ class Matrix:
             num_patches += len(own)
         reserve = len(self.places[Part.PATCHES])
         if num_patches > reserve:
-            raise _Overfull(num_patches, reserve)
+            raise TooManyEscapes(num_patches, reserve)
         self.places[Part.PATCHES][:num_patches].copy_(torch.cat(patches))
         self.places[Part.PATCH_BLOCKS].copy_(torch.cat(blocks))
         return self.tensor.nbytes
@@ -191,11 +183,11 @@ def open_recoding(
         def pack_each(fill: Fill) -> Iterator[int]:
             ordered = sorted(matrices, key=lambda m: (m.tensor.shard or "", m.tensor.offset))
             futures = {threads.submit(pack_one, each, fill): each for each in ordered}
-            overfull: dict[Matrix, _Overfull] = {}
+            overfull: dict[Matrix, TooManyEscapes] = {}
             for future in as_completed(futures):
                 try:
                     yield future.result()
-                except _Overfull as error:
+                except TooManyEscapes as error:
                     overfull[futures[future]] = error
             if stream is not None:  # leaving waits, too, but shows no copy that failed
                 stream.synchronize()
@@ -206,17 +198,14 @@ def open_recoding(
 
 
 def _describe_overfull(
-    overfull: Mapping[Matrix, _Overfull], matrices: Sequence[Matrix]
+    overfull: Mapping[Matrix, TooManyEscapes], matrices: Sequence[Matrix]
 ) -> OverfullError:
     """Say which matrices have no room, and why the first of them has none."""
     weights = {matrix.weight for matrix in overfull}
     first = min(overfull, key=lambda matrix: matrix.tensor.name)
-    error = overfull[first]
     others = f"; so have {len(overfull) - 1} other matrices" if len(overfull) > 1 else ""
     return OverfullError(
-        f"{first.tensor.name} cannot be held packed: found {error.num_patches} weights that are "
-        f"2**16 or more, infinite or NaN, or too small beside others of their block of "
-        f"{2 * BASE_BYTES}, expected at most {error.reserve}{others}",
+        f"{first.tensor.name} cannot be held packed: {overfull[first]}{others}",
         frozenset(matrix.tensor.name for matrix in matrices if matrix.weight in weights),
     )
 
@@ -251,7 +240,7 @@ def find_matrices(
     """List the matrices that are packed while they are loaded, by parts' destinations."""
     found: list[Matrix] = []
     for weight, parts in list_coded(targets).items():
-        names = {part: parts[part][0] for part in PACKED_PARTS if part in parts}
+        names = {part: name for part, (name, _) in parts.items()}
         if not targets[names[Part.WEIGHT]].is_recoded:
             continue
         whole = destinations[names[Part.WEIGHT]]
@@ -261,9 +250,6 @@ def find_matrices(
             places = {p: piece.select(destinations[names[p]]) for p, piece in by_part.items()}
             found += _split(weight, whole, by_part, places)
     return found
-
-
-PACKED_PARTS = (Part.WEIGHT, Part.EXPONENT, Part.BASE, Part.PATCHES, Part.PATCH_BLOCKS)
 
 
 def _split(
@@ -277,16 +263,11 @@ def _split(
     assert stored is not None
     assert all(piece.source.made_of == stored for piece in pieces.values())
     first_row, first_patch = (_first_row(pieces[part]) for part in (Part.WEIGHT, Part.PATCHES))
-    stack = (
-        [places]
-        if len(stored.shape) == 2
-        else [
-            {part: place[expert] for part, place in places.items()}
-            for expert in range(stored.shape[0])
-        ]
-    )
+    if len(stored.shape) == 2:
+        places = {part: place.unsqueeze(0) for part, place in places.items()}
     matrix = stored._replace(shape=stored.shape[-2:])
-    for number, of_matrix in enumerate(stack):
+    for number in range(len(places[Part.WEIGHT])):
+        of_matrix = {part: place[number] for part, place in places.items()}
         yield Matrix(
             matrix._replace(offset=stored.offset + number * matrix.nbytes),
             weight,
