@@ -25,9 +25,6 @@ from offplan.library.asking import pose
 from offplan.machine.measure import measure_machine
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Goal, Offload, Workload, dump_plan
-from offplan.planner.find import write_plan
-from offplan.planner.search import Searcher
-from offplan.planner.space import Space
 
 MODELS = Path(__file__).with_name("models")
 NAMES = ("gemma-3-270m", "gemma-3-4b")
@@ -53,7 +50,7 @@ def run(
     budget = Budget(gpu_memory=machine.gpu_memory.value)
     question = pose(model, machine, workload, budget, Goal())
     offload = Offload(prefill_chunk=workload.prompt_tokens, packing=packing)
-    written = write_plan(Searcher(Space(question)), question, offload)
+    written = question.answer(offload)
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder, "plan.yaml")
         plan.write_text(dump_plan(written))

@@ -227,12 +227,11 @@ class Plan(Record):
         return None
 
     def require_one_gpu(self) -> None:
-        """Raise PlanError for what one rank of several holds: only engines run those."""
-        if self.goal.ranks.num_gpus > 1:
+        """Raise PlanError for a plan of several GPUs: only engines run those."""
+        if self.goal.num_gpus > 1:
             raise PlanError(
-                f"the plan is for {self.goal.ranks.num_gpus} GPUs ({self.goal.ranks.label}) of "
-                f"{self.goal.engine}: offplan's own runtime runs on one; offplan export prints the "
-                "engine's command"
+                f"the plan is for {self.goal.gpus} of {self.goal.engine}: offplan's own runtime "
+                "runs on one; offplan export prints the engine's command"
             )
 
     @property

@@ -53,11 +53,11 @@ def cover_names(
     }
     chosen, missing = [], set(wanted)
 
-    def rank(run: str) -> tuple[int, int, int, str]:
+    def order_key(run: str) -> tuple[int, int, int, str]:
         return -len(covers[run] & missing), run.count("."), len(run), run
 
     while missing:
-        best = min(covers, key=rank, default="")
+        best = min(covers, key=order_key, default="")
         if not covers.get(best, set()) & missing:
             return None
         chosen.append(best)

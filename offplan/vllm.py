@@ -33,6 +33,7 @@ from vllm.model_executor.offloader import (
 )
 from vllm.v1.worker.gpu_worker import Worker as GPUWorker
 
+from offplan.capabilities.ranks import Ranks
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.tables import INPUT_EMBEDDINGS
 from offplan.checkpoint.tensors import CONFIG_NAME
@@ -44,7 +45,6 @@ from offplan.errors import DriftError, ExportError
 from offplan.forms.form import Part
 from offplan.library.planned import open_planned_model
 from offplan.plan import Backend, Plan, load_plan
-from offplan.ranks import Ranks
 
 ALL = 2**62
 TOLD = 5

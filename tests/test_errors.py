@@ -16,7 +16,7 @@ SPEAK_OF_OPTIONS = (
     *("vllm", "lm_eval.py"),  # for the command lines of others
     *("hostcores/build.py", "runtime/memory/gpu_memory.py"),  # which start programs
     *("serve/guard.py", "serve/serving.py"),  # how a server is started
-    *("ranks.py", "capabilities/goal.py", "planner/neighbours.py"),  # what was asked
+    *("capabilities/ranks.py", "capabilities/goal.py", "planner/neighbours.py"),  # what was asked
     "machine/name.py",
     "library/exporting.py",
 )

@@ -1,11 +1,36 @@
 """Ranks: the GPUs of an engine that a model is divided among."""
 
+from typing import NamedTuple
+
 from pydantic import model_validator
 from typing_extensions import Self
 
 from offplan.capabilities.goal import GoalBase
 from offplan.capabilities.rule import Count
-from offplan.ranks import Ranks
+
+OPTIONS = {"tensor_parallel": "--tp", "pipeline_parallel": "--pp", "expert_parallel": "--ep"}
+"""The command line's options by a goal's keys, in the order of ``Ranks``."""
+
+
+class Ranks(NamedTuple):
+    """The processes of an engine, one for each GPU, that a model is divided among."""
+
+    tensor: int = 1
+    """Ranks that each layer is divided among."""
+    pipeline: int = 1
+    """Stages that follow one another, each with a run of the layers."""
+    expert: int = 1
+    """Groups of a stage's ranks among which whole experts are divided; it divides ``tensor``."""
+
+    @property
+    def label(self) -> str:
+        """Name them as the command line does: ``--tp 2 --ep 2``; empty for one rank."""
+        named = zip(OPTIONS.values(), self, strict=True)
+        return " ".join(f"{name} {number}" for name, number in named if number > 1)
+
+
+ONE_RANK = Ranks()
+"""A model that is not divided."""
 
 
 class RanksGoal(GoalBase):
@@ -20,7 +45,7 @@ class RanksGoal(GoalBase):
 
     @model_validator(mode="after")
     def _can_be_divided(self) -> Self:
-        if self.ranks.num_gpus > 1 and self.engine is None:
+        if self.num_gpus > 1 and self.engine is None:
             raise ValueError(
                 f"{self.ranks.label} without an engine: offplan's own runtime runs on one GPU; "
                 "name the engine that runs the plan, `engine=vllm` or `engine=sglang`"
@@ -43,3 +68,18 @@ class RanksGoal(GoalBase):
     def ranks(self) -> Ranks:
         """The GPUs that the plan is for, one of which holds what it says."""
         return Ranks(self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)
+
+    @property
+    def num_gpus(self) -> int:
+        """The number of GPUs that the plan is for."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def num_copying(self) -> int:
+        """The number of GPUs that copy at once: those of one stage."""
+        return self.tensor_parallel
+
+    @property
+    def gpus(self) -> str:
+        """The GPUs in words: ``2 GPUs (--tp 2)``, or ``one GPU``."""
+        return f"{self.num_gpus} GPUs ({self.ranks.label})" if self.num_gpus > 1 else "one GPU"

@@ -59,7 +59,7 @@ class LatentAttention:
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
     """
 
-    rank: int
+    dim: int
     """Elements of the latent of a token."""
     rope_dim: int
     """Elements of the rotary part of a key, which all heads share."""
@@ -386,11 +386,11 @@ def _read_table_rows(text: Mapping[str, Any], model_type: str) -> dict[str, int]
 
 
 def _read_latents(text: Mapping[str, Any]) -> LatentAttention | None:
-    rank = read_count(text, "kv_lora_rank")
-    if rank is None:
+    dim = read_count(text, "kv_lora_rank")
+    if dim is None:
         return None
     return LatentAttention(
-        rank=rank,
+        dim=dim,
         rope_dim=read_count(text, "qk_rope_head_dim") or 0,
         nope_dim=read_count(text, "qk_nope_head_dim") or 0,
         value_dim=read_count(text, "v_head_dim") or 0,

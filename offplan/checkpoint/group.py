@@ -156,7 +156,7 @@ def _unflatten(name: str, shape: Shape, architecture: Architecture) -> Shape:
     size, hidden, latents = prod(shape), architecture.hidden_size, architecture.latents
     columns = hidden
     if latents is not None and owner == "kv_b_proj":
-        columns = latents.rank
+        columns = latents.dim
     if not columns or size % columns:
         return (1, size)
     gives_hidden = owner in ATTENTION_OUTPUTS | MLP_OUTPUTS

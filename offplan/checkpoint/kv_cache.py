@@ -71,7 +71,7 @@ def _elements_per_token(architecture: Architecture, parameters: Sequence[Paramet
     num_latents = sum(segment.endswith("kv_a_proj_with_mqa") for segment in segments)
     if not num_latents:
         return None
-    elements = num_latents * (latents.rank + latents.rope_dim)
+    elements = num_latents * (latents.dim + latents.rope_dim)
     # DeepSeek-V3.2's sparse attention keeps one more key a token for its indexer.
     if any(".indexer." in parameter.name for parameter in parameters):
         elements += latents.index_dim

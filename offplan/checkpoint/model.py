@@ -107,7 +107,7 @@ class Experts:
     bytes_per_expert: int
     """Bytes of one expert of one layer, as stored; the largest where layers differ."""
     groups: int = 1
-    """Groups of ranks that a layer's experts are divided among; ``num_experts`` is one group's."""
+    """Groups of GPUs that a layer's experts are divided among; ``num_experts`` is one group's."""
 
     @property
     def num_in_all(self) -> int:

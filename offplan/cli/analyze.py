@@ -33,7 +33,7 @@ def analyze(query: Query) -> None:
         if question is None:
             stage = hold(model, stock=query.goal.stock or needs_stock(model, 1))
             why_not = why_not_run(stage) if model.gguf is None else model.gguf.remedy
-            analysis = Analysis((stage,), why_not, None, unmeasured=why_unmeasured())
+            analysis = Analysis(stage, why_not, unmeasured=why_unmeasured())
         else:
             analysis = analyze_question(question)
     result = analysis.result

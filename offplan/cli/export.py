@@ -43,12 +43,12 @@ def export(
     It holds the engine to the plan's type, workload and budget, too. With --replan the same
     question is asked again, of plans that the engine can run, on as many GPUs as named.
     """
+    from offplan.capabilities.ranks import ONE_RANK, OPTIONS, Ranks
     from offplan.cli.planning import open_plan
     from offplan.engines.engine import format_version
     from offplan.engines.formats import render_export
     from offplan.engines.registry import ENGINES, find_engine
     from offplan.library.exporting import describe_cost, export_here, plan_for
-    from offplan.ranks import ONE_RANK, Ranks
     from offplan.report.answer import describe_fetch
 
     if engine is not None:
@@ -71,7 +71,7 @@ def export(
         )
     if replan:
         with waiting("planning"):
-            made = plan_for(loaded, found, engine, ranks)
+            made = plan_for(loaded, found, engine, **dict(zip(OPTIONS, ranks, strict=True)))
         print_note(f"planned again for {engine}: predicted {describe_cost(loaded, made)}")
         loaded = made
     with waiting("planning"):  # where it is refused, for what it would cost

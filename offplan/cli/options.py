@@ -288,3 +288,8 @@ class GoalOptions:
         typer.Option("--host-cores", help="Let the host's cores multiply weights in decode."),
     ] = False
     host_threads: HostThreads = None
+
+    @property
+    def num_copying(self) -> int:
+        """GPUs that copy at once."""
+        return self.tensor_parallel

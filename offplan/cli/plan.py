@@ -35,7 +35,7 @@ def plan(query: Query) -> None:
         analysis = analyze_result(question, result)
     made = result.plan
     if not query.verbose:
-        for line in describe_answer(analysis, made, question.machine):
+        for line in describe_answer(analysis, made, question):
             print_note(line)
     # before the report is printed: who reads it may close the pipe
     query.save_picture(question, made)

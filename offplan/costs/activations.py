@@ -311,7 +311,7 @@ def logits_bytes(stage: Stage, shape: PassShape) -> int:
     if head is None or whole is None:
         return 0
     made = head.num_weights if head_expands(head, shape, size) else 0
-    # ranks gather those of the whole vocabulary
+    # GPUs gather those of the whole vocabulary
     num_logits = shape.batch * whole.shape[0]
     return (LOGIT_COPIES * num_logits + made) * size + _nested_bytes([head])
 
@@ -378,12 +378,12 @@ def latent_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
     if shape.phase is Phase.PREFILL:
         width = 2 * dims.num_heads * (dims.query_dim + dims.value_dim)
         return shape.num_tokens * width * stage.element_bytes
-    rank, rope = dims.value_dim, dims.query_dim - dims.value_dim
+    latent, rope = dims.value_dim, dims.query_dim - dims.value_dim
     in_kernel = stage.dtype in KERNEL_TYPES and layer.kv_cache.window is None
-    if not in_kernel or not (is_power(rank) and is_power(rope)):
+    if not in_kernel or not (is_power(latent) and is_power(rope)):
         return shape.batch * shape.context * dims.num_heads * SCORE_BYTES
     blocks = shape.batch * -(-dims.num_heads // LATENT_HEADS)
-    return 4 * (rank + 1) * LATENT_HEADS * max(SPLITS, blocks)
+    return 4 * (latent + 1) * LATENT_HEADS * max(SPLITS, blocks)
 
 
 def mlp_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:

@@ -91,13 +91,13 @@ def list_gpu_memory(
     yield Term("gpu_memory.total", total, "bytes", "the sum of these")
 
 
-def list_stores(placement: Placement, offload: Offload, num_ranks: int) -> Iterator[Term]:
-    """List the memory that all ranks of a stage take of the host, and of a second GPU if any."""
-    each = " x ranks" if num_ranks > 1 else ""
-    slabs = {f"slabs, each tensor on a boundary{each}": num_ranks * placement.slab_bytes}
+def list_stores(placement: Placement, offload: Offload, num_gpus: int) -> Iterator[Term]:
+    """List the memory that all GPUs of a stage take of the host, and of a second GPU if any."""
+    each = " x GPUs" if num_gpus > 1 else ""
+    slabs = {f"slabs, each tensor on a boundary{each}": num_gpus * placement.slab_bytes}
     on_peer = slabs if offload.store == "peer" else {}
     on_host = {} if on_peer else slabs
-    tables = {f"embeddings on the host{each}": num_ranks * placement.table_bytes}
+    tables = {f"embeddings on the host{each}": num_gpus * placement.table_bytes}
     yield sum_up("host_memory", {**on_host, **tables})
     if on_peer:
         yield sum_up("peer_memory", on_peer)

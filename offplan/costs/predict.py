@@ -99,9 +99,9 @@ def predict(
 ) -> Prediction:
     """Predict what an offload decision costs, whether or not it keeps the budget.
 
-    The budget only sets the memory margin. With several ranks, host memory is that of all ranks,
-    and GPU memory that of the stage that takes most. A pass goes through the stages of a pipeline
-    one after the other. Raises PlanError for rules that do not fit the model.
+    The budget only sets the memory margin. Host memory is that of all GPUs, and GPU memory that of
+    a GPU of the stage that takes most. A pass goes through the stages of a pipeline one after the
+    other. Raises PlanError for rules that do not fit the model.
     """
     asked = machine, workload, budget, offload
     return _join([derive_stage(stage, *asked) for stage in stages]).predict()
@@ -127,7 +127,7 @@ def derive_prediction(stages: Sequence[Stage], machine: MachineProfile, plan: Pl
 def derive_stage(
     stage: Stage, machine: MachineProfile, workload: Workload, budget: Budget, offload: Offload
 ) -> Derivation:
-    """Derive what a rank of one stage takes, or the only GPU; of host memory all of the stage."""
+    """Derive what a GPU of a stage takes, and of host memory all GPUs of the stage."""
     placement, chunk = place(stage, offload), offload.prefill_chunk
     on_gpu = not machine.is_cpu
     require_runnable(stage, placement, offload, batch=workload.batch, on_gpu=on_gpu)
@@ -141,7 +141,7 @@ def derive_stage(
     formula = "prefill.step + steps after it x decode.step"
     terms = (
         *list_gpu_memory(placement, stage, machine, workload, budget, chunk),
-        *list_stores(placement, offload, stage.ranks.tensor),
+        *list_stores(placement, offload, stage.num_gpus),
         *list_phase(stage, machine, prompt, times.prefill),
         *list_phase(stage, machine, step, times.decode, predict_use(placement, stage, batch)),
         Term("objective", request_s, "s", formula, (steps,)),

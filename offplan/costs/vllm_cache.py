@@ -30,7 +30,7 @@ IN_FLIGHT = 2
 
 
 def cache_bytes(stage: Stage, workload: Workload, prefill_chunk: int) -> int:
-    """Bytes that a rank needs for a batch of whole contexts.
+    """Bytes that a GPU needs for a batch of whole contexts.
 
     They are those of the caches in whole blocks, or of as many blocks as vLLM divides them into,
     whichever of its sizes blocks have. It keeps one empty, and does not start where a whole context
@@ -49,7 +49,7 @@ def cache_bytes(stage: Stage, workload: Workload, prefill_chunk: int) -> int:
 
 
 def _list_kinds(stage: Stage) -> dict[CacheKind, list[bool]]:
-    """List the layers of each kind in the whole model, and whether the rank's stage has them."""
+    """List the layers of each kind in the whole model, and whether the stage has them."""
     here = {layer.prefix for layer in stage.layers}
     kinds: defaultdict[CacheKind, list[bool]] = defaultdict(list)
     for layer in stage.model.layers:
@@ -69,7 +69,7 @@ def _blocks_bytes(
     """Bytes of the blocks that a batch of whole contexts takes, and of the empty one."""
     batch, context = workload.batch, workload.context
     caches = [layer.kv_cache for layer in stage.layers]
-    in_flight = IN_FLIGHT * stage.ranks.pipeline * step_tokens(workload, prefill_chunk)
+    in_flight = IN_FLIGHT * stage.num_stages * step_tokens(workload, prefill_chunk)
     # a block has so many tokens that it holds a state
     token_bytes = max(each.bytes_per_token for each in caches)
     block_bytes = max(1, *(each.state_bytes for each in caches))

@@ -101,7 +101,7 @@ def attention_dims(architecture: Architecture, phase: Phase) -> AttentionDims:
     if latents is None:
         return AttentionDims(heads.num_heads, heads.head_dim, heads.head_dim)
     if phase is Phase.DECODE:
-        return AttentionDims(heads.num_heads, latents.rank + latents.rope_dim, latents.rank)
+        return AttentionDims(heads.num_heads, latents.dim + latents.rope_dim, latents.dim)
     query_dim = latents.nope_dim + latents.rope_dim
     return AttentionDims(heads.num_heads, query_dim, latents.value_dim)
 
@@ -251,7 +251,7 @@ def layer_work(stage: Stage, layer: Layer) -> LayerWork:
     experts = stage.experts
     share = experts.num_experts_per_token / experts.num_in_all if experts else 1.0
     borrowed = 0 if stage.passes is None else stage.passes.borrowed[layer.index]
-    engine, num_ranks = stage.pass_rules, stage.ranks.tensor
+    engine = stage.pass_rules
     is_routed = layer.expert_bytes > 0
     return LayerWork(
         key=stage.time_key(layer.key),
@@ -282,7 +282,7 @@ def layer_work(stage: Stage, layer: Layer) -> LayerWork:
         moved=None if stage.passes is None else partial(moved_bytes, stage, layer.index),
         overhead_s=None
         if engine is None
-        else engine.overhead_s(is_routed=is_routed, num_ranks=num_ranks),
+        else engine.overhead_s(is_routed=is_routed, num_gpus=stage.num_gpus),
         stored=layer_work(stage, layer.as_stored) if layer.is_recoded else None,
     )
 

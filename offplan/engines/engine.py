@@ -1,11 +1,12 @@
 """Parts that exporters share: an engine, its versions, and the demand of a plan."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from offplan.backends import Backend
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
+from offplan.checkpoint.tensors import TensorInfo
 from offplan.engines.mxfp4 import NOTE, Kernels, lay_out_experts
 from offplan.engines.names import EngineParameter, engine_parameters
 from offplan.errors import ExportError
@@ -13,11 +14,15 @@ from offplan.held.pass_rules import PassRules
 from offplan.held.stage import Stage
 from offplan.placement import Placement
 from offplan.plan import Offload, Plan, Rule
-from offplan.ranks import ONE_RANK, Ranks
 from offplan.units import format_bytes
 
 BACKENDS = (Backend.PREFETCH, Backend.UVA)
 """Backends that engines have, by their flags or by offplan's worker."""
+VOCABULARY_MULTIPLE = 64
+"""Rows that embedding and head are padded to a multiple of, over all ranks.
+
+Source: ``DEFAULT_VOCAB_PADDING_SIZE``.
+"""
 
 Version = tuple[int, int, int]
 Flags = Mapping[str, tuple[str, ...]]
@@ -39,33 +44,11 @@ class EngineDemand:
     """Bytes on the GPU beyond those that offplan's own runtime takes for the rule."""
     pinned_elsewhere: int = 0
     """Page-locked memory of the other ranks, where there are any, and of the input embedding."""
-    stages: tuple["EngineDemand", ...] = ()
-    """The demand of each stage of a pipeline; none if there is one stage."""
 
     @property
     def pinned_bytes(self) -> int:
         """Page-locked memory, of each parameter by itself."""
         return sum(page_locked_bytes(each.nbytes) for each in self.moved) + self.pinned_elsewhere
-
-
-def join_stages(demands: Sequence[EngineDemand], stages: Sequence[Stage]) -> EngineDemand:
-    """Return the demand of the stage of most weights, with the memory that all of them take.
-
-    GPU memory is that of the stage that takes most, page-locked memory that of all ranks.
-    """
-    ranks = stages[0].ranks
-    if ranks == ONE_RANK:
-        (only,) = demands
-        return only
-    weights = [stage.loaded_bytes for stage in stages]
-    own = demands[weights.index(max(weights))]
-    pinned_bytes = ranks.tensor * sum(each.pinned_bytes for each in demands)
-    return replace(
-        own,
-        more_gpu_bytes=max(each.more_gpu_bytes for each in demands),
-        pinned_elsewhere=pinned_bytes - own.pinned_bytes + own.pinned_elsewhere,
-        stages=tuple(demands),
-    )
 
 
 @dataclass(frozen=True)
@@ -120,12 +103,11 @@ class Engine:
         more = sum(after.nbytes - before.nbytes for before, after in laid_out.items())
         return EngineDemand(notes=(NOTE,) if more else (), more_gpu_bytes=more)
 
-    def divide(self, ranks: Ranks) -> Flags:
-        """Divide a model among GPUs."""
-        named = zip(self.rank_flags, ranks, strict=True)
+    def divide(self, sizes: Iterable[int]) -> Flags:
+        """Divide a model among so many GPUs, stages and groups of experts."""
         return {
             name: () if name.startswith("enable-") else (str(size),)
-            for name, size in named
+            for name, size in zip(self.rank_flags, sizes, strict=True)
             if size > 1
         }
 
@@ -168,6 +150,12 @@ class Engine:
                 f"{format_version(self.oldest)} to {format_version(self.newest)}"
             )
         return version
+
+
+def pad_rows(tensor: TensorInfo, multiple: int = VOCABULARY_MULTIPLE) -> TensorInfo:
+    """Return the rows of a vocabulary as an engine pads them."""
+    rows = -(-tensor.shape[0] // multiple) * multiple
+    return tensor._replace(shape=(rows, *tensor.shape[1:]))
 
 
 def page_locked_bytes(num_bytes: int) -> int:

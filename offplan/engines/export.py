@@ -117,7 +117,7 @@ def export_plan(
     if chosen.is_worker and demand.flags and file is not None:
         named = {"additional-config": (json.dumps({"offplan": os.path.abspath(file)}),)}
         demand = replace(demand, flags={**demand.flags, **named})
-    binds = demand.flags and plan.goal.ranks.num_gpus > 1 and numa_nodes != 1
+    binds = demand.flags and plan.goal.num_gpus > 1 and numa_nodes != 1
     bound = chosen.bind if binds and numa_nodes is not None else {}
     return Export(
         engine=chosen,

@@ -13,6 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
+from offplan.capabilities.ranks import Ranks
 from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.group import group_outside
 from offplan.checkpoint.model import (
@@ -26,24 +27,18 @@ from offplan.checkpoint.model import (
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tables import INPUT_EMBEDDINGS
 from offplan.checkpoint.tensors import TensorInfo, Tensors
-from offplan.engines.engine import family_of
+from offplan.engines.engine import VOCABULARY_MULTIPLE, family_of, pad_rows
 from offplan.errors import ExportError
 from offplan.files import load_facts
 from offplan.forms.form import Kind, Part
 from offplan.held.held import absorbed_bytes
 from offplan.held.runner import Runner
 from offplan.held.stage import Stage
-from offplan.ranks import Ranks
 
 FACTS: dict[str, Any] = load_facts(Path(__file__).with_suffix(".yaml"))
 
 FORMS = (Kind.RAW, Kind.FP8_BLOCK, Kind.FP8_CHANNEL, Kind.FP8_TENSOR, Kind.MXFP4)
 """Stored forms whose parts are known to be divided as their weights are."""
-VOCABULARY_MULTIPLE = 64
-"""Rows that embedding and head are padded to a multiple of, over all ranks.
-
-Source: ``DEFAULT_VOCAB_PADDING_SIZE``.
-"""
 MXFP4_BLOCK = 32
 """Weights that share a scale there; ranks have whole ones of the experts' intermediate size."""
 
@@ -92,7 +87,9 @@ class Divider:
             architecture=architecture,
             experts=self._divide_experts(layers),
             pass_rules=self.runner.pass_rules,
-            ranks=self.ranks,
+            label=self.ranks.label,
+            num_gpus=self.ranks.tensor,
+            num_stages=self.ranks.pipeline,
             number=number,
             first_layer=run.start,
             derived_bytes=absorbed_bytes(self.model, layers),
@@ -284,12 +281,6 @@ class Divider:
             f"{self.ranks.label}: {what} among ranks is not known, or {self.runner.name} cannot: "
             f"choose other numbers of them, {remedy}or plan for one GPU"
         )
-
-
-def pad_rows(tensor: TensorInfo, multiple: int = VOCABULARY_MULTIPLE) -> TensorInfo:
-    """Return the rows of a vocabulary as an engine pads them."""
-    rows = -(-tensor.shape[0] // multiple) * multiple
-    return tensor._replace(shape=(rows, *tensor.shape[1:]))
 
 
 def split_layers(num_layers: int, num_stages: int, engine: str) -> list[int]:

@@ -1,7 +1,7 @@
-"""Engines as runners of plans, and what their ranks hold of a model."""
+"""Engines as runners of plans, and the shares of a model that their GPUs hold."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from offplan.capabilities.table import Recoding
@@ -14,7 +14,6 @@ from offplan.engines.engine import (
     EngineDemand,
     Version,
     join_flags,
-    join_stages,
     note_more_memory,
     note_page_locked,
     page_locked_bytes,
@@ -24,7 +23,7 @@ from offplan.engines.mxfp4 import lay_out_experts
 from offplan.engines.names import engine_parameters
 from offplan.engines.ranks import Divider
 from offplan.engines.registry import find_engine
-from offplan.engines.taken import choose_packed, demand_of_worker
+from offplan.engines.taken import StageTaken, choose_packed
 from offplan.errors import ExportError
 from offplan.held.held import hold_stock, hold_whole, recode_stages
 from offplan.held.layout import Layout
@@ -107,28 +106,40 @@ class EngineRunner:
     def demand(self, offload: Offload, stages: Sequence[Stage]) -> EngineDemand:
         """Return what makes the engine run a decision; raises ExportError if it cannot.
 
-        A rank of each stage is asked once; it holds its weights as the decision says.
+        A GPU of each stage is asked once; it holds its weights as the decision says. GPU memory is
+        that of the stage that takes most, page-locked memory that of all GPUs.
         """
+        demands = [self.demand_of(offload, stage) for stage in stages]
+        flags = {name: value for each in demands for name, value in each.flags.items()}
+        if not self.engine.is_worker and any(each.flags != flags for each in demands):
+            told = "; ".join(" ".join(join_flags(each.flags)) for each in demands)
+            raise ExportError(
+                f"{stages[0].label}: {self.engine.title} gives all stages of a pipeline the same "
+                f"flags, and the plan needs others in each ({told})"
+            )
+        weights = [stage.loaded_bytes for stage in stages]
+        pinned = [each.pinned_bytes for each in demands]
+        largest = weights.index(max(weights))
+        own, elsewhere = demands[largest], stages[0].num_gpus * sum(pinned) - pinned[largest]
+        return replace(
+            own,
+            flags=flags,
+            environment={n: value for each in demands for n, value in each.environment.items()},
+            more_gpu_bytes=max(each.more_gpu_bytes for each in demands),
+            pinned_elsewhere=elsewhere + own.pinned_elsewhere,
+        )
+
+    def demand_of(self, offload: Offload, stage: Stage) -> EngineDemand:
+        """Return what makes a GPU of one stage run a decision, whose patterns start anew in it."""
         engine, version = self.engine, self.version
         require_stored_weights(offload, engine)
         if not offload.rules and offload.embeddings == "device" and offload.recoding is None:
-            resident = (engine.demand_resident(stage, version) for stage in stages)
-            return max(resident, key=lambda demand: demand.more_gpu_bytes)
+            return engine.demand_resident(stage, version)
         if engine.demand_rule is None:
-            return demand_of_worker(offload, stages, version)
-        rule = _only_rule(offload, engine)
-        # each stage starts the pattern anew
-        demands = [
-            engine.demand_rule(rule, place(stage, offload), stage, version) for stage in stages
-        ]
-        demand = join_stages(demands, stages)
-        if any(each.flags != demand.flags for each in demands):
-            told = "; ".join(" ".join(join_flags(each.flags)) for each in demands)
-            raise ExportError(
-                f"{stages[0].ranks.label}: {engine.title} gives all stages of a pipeline the same "
-                f"flags, and the plan needs others in each ({told})"
-            )
-        return demand
+            return StageTaken.find(offload, stage, version).demand
+        return engine.demand_rule(
+            _only_rule(offload, engine), place(stage, offload), stage, version
+        )
 
     def note_memory(self, plan: Plan, stages: Sequence[Stage]) -> list[str]:
         """Say what memory the engine takes beyond a plan's, a sentence each."""
@@ -155,7 +166,7 @@ def lower(model: Model, goal: Goal, recoding: Recoding | None = None) -> tuple[S
     runner = find_runner(goal.engine, stock=goal.stock)
     if goal.stock:
         stages = [hold_stock(model)]
-    elif goal.engine is None or goal.ranks.num_gpus == 1:
+    elif goal.engine is None or goal.num_gpus == 1:
         stages = [hold_whole(model, runner)]
     else:
         stages = [*map(Divider(model, runner, goal.ranks).stage, range(goal.ranks.pipeline))]

@@ -94,7 +94,8 @@ def find_kernels(stage: Stage, version: Version) -> tuple[Kernels, Kernels]:
     If ranks have whole experts, SGLang expands their codes: it has no kernel for them but on
     Blackwell. Source: ``arg_groups/model_overrides/gpt_oss.py``.
     """
-    kernels = Kernels(code_growth=4 if stage.ranks.expert > 1 else 1)
+    are_whole = stage.experts is not None and stage.experts.groups > 1
+    kernels = Kernels(code_growth=4 if are_whole else 1)
     return kernels, kernels
 
 

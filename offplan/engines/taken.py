@@ -4,16 +4,15 @@ it."""
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from offplan import __version__
 from offplan.capabilities.table import Recoding
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tables import describe_tables
 from offplan.checkpoint.tensors import TensorInfo
-from offplan.engines.engine import EngineDemand, Version, join_stages, page_locked_bytes
+from offplan.engines.engine import EngineDemand, Version, pad_rows, page_locked_bytes
 from offplan.engines.names import EngineParameter, engine_parameters, fuse, name_part
-from offplan.engines.ranks import pad_rows
 from offplan.engines.vllm import (
     PLAIN_HEADS,
     VLLM,
@@ -28,7 +27,6 @@ from offplan.forms.packed import can_pack
 from offplan.held.stage import Stage
 from offplan.placement import Placement, place
 from offplan.plan import Backend, Offload
-from offplan.ranks import ONE_RANK
 from offplan.units import format_bytes
 
 WORKER = "offplan.vllm.Worker"
@@ -128,44 +126,22 @@ class Taken:
             yield from (taken for taken in layer.values() if taken.backend is backend)
 
 
-def demand_of_worker(offload: Offload, stages: Sequence[Stage], version: Version) -> EngineDemand:
-    """Return what a decision demands of offplan's worker in vLLM, but for the plan's file.
-
-    A rank of vLLM holds each of ``stages``. Raises ExportError, naming it, for what the worker
-    cannot do. That is phases that read a parameter in different ways, part of what vLLM fuses, and
-    other stored forms.
-    """
-    _require_one_backend(offload)
-    found = [StageTaken.find(offload, stage, version) for stage in stages]
-    flags: dict[str, tuple[str, ...]] = {"worker-cls": (WORKER,)}
-    if offload.recoding is not None:
-        flags["quantization"] = (QUANTIZATION,)
-    environment: dict[str, str] = {}
-    if any(each.taken.streams for each in found):
-        flags["compilation-config"] = (json.dumps({"cudagraph_mode": "FULL_DECODE_ONLY"}),)
-        if find_breakable(stages[0]) is not None:
-            environment = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}
-    if any(each.taken.reads_experts for each in found):
-        flags["moe-backend"] = ("triton",)
-    return replace(
-        join_stages([each.demand for each in found], stages),
-        flags=flags,
-        environment=environment,
-        notes=("vLLM needs offplan beside it: in a clone of offplan, pip install '.[vllm]'",),
-    )
-
-
 @dataclass(frozen=True)
 class StageTaken:
-    """Find what a plan takes of the parameters that a rank of one stage builds."""
+    """The part of a decision that a rank of one stage of vLLM carries out by offplan's worker."""
 
     taken: Taken
     demand: EngineDemand
-    """Find what moves, and the memory that this takes beyond what offplan's own runtime takes."""
+    """Flags but for the plan's file, and memory beyond what offplan's own runtime takes."""
 
     @classmethod
     def find(cls, offload: Offload, stage: Stage, version: Version) -> "StageTaken":
-        """Find it for what a rank holds."""
+        """Find it for what a rank holds.
+
+        Raises ExportError, naming it, for what the worker cannot do. That is phases that read a
+        parameter in different ways, part of what vLLM fuses, and other stored forms.
+        """
+        _require_one_backend(offload)
         placement = place(stage, offload)
         require_forms(placement, version)
         _require_exact_sizes(placement)
@@ -190,8 +166,8 @@ class StageTaken:
                 moved.append((each, backend))
         streamed = [each for each, backend in moved if backend is Backend.PREFETCH]
         embedding = _find_embedding(placement)
-        if embedding is not None and stage.ranks == ONE_RANK:
-            embedding = pad_rows(embedding)  # a share's rows are those of a rank already
+        if embedding is not None and stage.num_gpus == 1:
+            embedding = pad_rows(embedding)  # a share's rows are padded already
         taken = Taken(
             layers=tuple(layers),
             num_slots=placement.num_slots,
@@ -201,8 +177,21 @@ class StageTaken:
             packs_head=any(p.is_recoded for p in stage.outside),
             first_layer=stage.first_layer,
         )
+        flags: dict[str, tuple[str, ...]] = {"worker-cls": (WORKER,)}
+        if offload.recoding is not None:
+            flags["quantization"] = (QUANTIZATION,)
+        environment: dict[str, str] = {}
+        if taken.streams:
+            flags["compilation-config"] = (json.dumps({"cudagraph_mode": "FULL_DECODE_ONLY"}),)
+            if find_breakable(stage) is not None:
+                environment = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}
+        if taken.reads_experts:
+            flags["moe-backend"] = ("triton",)
         more_ring = taken.ring_bytes - placement.ring_bytes
         demand = EngineDemand(
+            flags=flags,
+            environment=environment,
+            notes=("vLLM needs offplan beside it: in a clone of offplan, pip install '.[vllm]'",),
             moved=tuple(each for each, _ in moved),
             more_gpu_bytes=more_ring + VLLM.demand_resident(stage, version).more_gpu_bytes,
             pinned_elsewhere=0 if embedding is None else page_locked_bytes(embedding.nbytes),

@@ -2,6 +2,7 @@
 
 import shlex
 
+from offplan.capabilities.ranks import ONE_RANK, Ranks
 from offplan.checkpoint.model import Model
 from offplan.engines.engine import Version, family_of, format_version, join_flags
 from offplan.engines.export import export_plan
@@ -10,7 +11,6 @@ from offplan.engines.taken import StageTaken, Taken
 from offplan.engines.vllm import VLLM
 from offplan.errors import ExportError
 from offplan.plan import Plan
-from offplan.ranks import ONE_RANK, Ranks
 from offplan.units import format_budget
 
 

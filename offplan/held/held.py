@@ -21,7 +21,7 @@ def find_largest(stages: Sequence[Stage], workload: Workload) -> Stage:
 def recode_stages(
     stages: Iterable[Stage], recoding: Recoding | None, runner: Runner
 ) -> tuple[Stage, ...]:
-    """Recode a rank's weights in each stage of a pipeline; raises what ``pack_stage`` raises."""
+    """Recode the weights of each stage of a pipeline; raises what ``pack_stage`` raises."""
     return tuple(pack_stage(stage, recoding, runner) for stage in stages)
 
 

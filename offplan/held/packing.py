@@ -16,7 +16,6 @@ from offplan.forms.packed import PACKED, can_pack, parts_of
 from offplan.held.runner import OWN_RUNTIME, Runner
 from offplan.held.stage import Stage
 from offplan.kernel_sizes import CODES_ROWS
-from offplan.ranks import ONE_RANK
 from offplan.segments import describe_unmatched
 
 NOTHING = Unpacked()
@@ -28,8 +27,8 @@ def pack_everything(
 ) -> Packing:
     """Return the packing that takes all that can be packed but what is left ``unpacked``.
 
-    ``held`` is a model, or what ``runner`` holds of the last stage of ranks. Values of a head are
-    made for a ``batch`` of many sequences, which takes more than packing it saves.
+    ``held`` is a model, or what ``runner`` holds of the last stage of a pipeline. Values of a head
+    are made for a ``batch`` of many sequences, which takes more than packing it saves.
     """
     packs_head = not unpacked.takes_head and batch <= CODES_ROWS
     packs_head = packs_head and _why_not_pack_head(held, runner) is None
@@ -103,7 +102,7 @@ def _pack_stage(stage: Stage, packing: Packing, runner: Runner) -> Stage:
 
     layers = tuple(map(hold, stage.layers))
     if not packs:
-        where = f" on {stage.ranks.label}" if stage.ranks != ONE_RANK else ""
+        where = f" on {stage.label}" if stage.label else ""
         raise PlanError(
             f"packing takes nothing: {source} has{where} no bfloat16 matrices in the layers that "
             "it matches and that can be packed; leave out `packing`, or plan again with "
@@ -132,7 +131,7 @@ def packable(
 ) -> list[Parameter]:
     """List the weights of the layers that can be packed, told from headers and config alone.
 
-    Of several ranks they are one's shares. Weights that are left ``unpacked`` are not among them.
+    Of several GPUs they are one's shares. Weights that are left ``unpacked`` are not among them.
     The routed experts of a layer are multiplied in one way: where one of their weights stays, all
     do.
     """
@@ -171,7 +170,7 @@ def _taken(held: Model | Stage, packing: Packing, runner: Runner) -> set[int]:
 def _why_not_pack_head(held: Model | Stage, runner: Runner) -> str | None:
     """Say why the output head of a model whose layers can be packed cannot, None if it can.
 
-    Of several ranks each one's rows must allow it, padded as they are, and the whole head, too.
+    Of several GPUs each one's rows must allow it, padded as they are, and the whole head, too.
     """
     model = held if isinstance(held, Model) else held.model
     head = model.head

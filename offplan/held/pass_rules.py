@@ -32,7 +32,7 @@ class PassRules:
     routed_overhead_s: float = 0.0
     """Seconds that routed experts add to that."""
     all_reduce_s: float = 0.0
-    """Seconds that ranks of tensor parallelism take to add up what they computed, which they do
+    """Seconds that GPUs of tensor parallelism take to add up what they computed, which they do
     twice in a layer."""
 
     def step_copy_ps(self, copy_ps: int) -> int:
@@ -41,11 +41,11 @@ class PassRules:
             return copy_ps
         return copy_ps * self.beside_percent // 100 + self.copy_gap_ps
 
-    def overhead_s(self, *, is_routed: bool, num_ranks: int) -> float | None:
+    def overhead_s(self, *, is_routed: bool, num_gpus: int) -> float | None:
         """Return the seconds that a layer takes beside its roofline; None for the machine's."""
         if self.layer_overhead_s is None:
             return None
-        exchanging = 2 * self.all_reduce_s if num_ranks > 1 else 0.0
+        exchanging = 2 * self.all_reduce_s if num_gpus > 1 else 0.0
         return self.layer_overhead_s + is_routed * self.routed_overhead_s + exchanging
 
     def slots_ahead(self, num_slots: NDArray[np.int64]) -> NDArray[np.int64]:

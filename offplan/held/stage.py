@@ -1,4 +1,4 @@
-"""What one GPU holds of a model: all of it, or one rank's part of a stage of a pipeline."""
+"""What one GPU holds of a model: all of it, or a share of a stage of a pipeline."""
 
 import hashlib
 import json
@@ -19,7 +19,6 @@ from offplan.held.pass_rules import PassRules
 from offplan.held.stock import StockPasses
 from offplan.held.unit import Unit, group_units
 from offplan.plan import Workload
-from offplan.ranks import ONE_RANK, Ranks
 from offplan.routing.profile import BatchReuse, RoutingProfile
 
 
@@ -34,17 +33,21 @@ class Stage:
     outside: tuple[Parameter, ...]
     """The parameters outside the layers that are loaded."""
     architecture: Architecture
-    """The model's architecture, with the heads, the experts and the layers of the rank."""
+    """The model's architecture, with the heads, the experts and the layers of this GPU."""
     experts: Experts | None
-    """The routed experts of the rank."""
+    """The routed experts of this GPU."""
     pass_rules: PassRules | None = field(default=None, compare=False)
     """How an engine runs a pass of it; None if offplan's own runtime does."""
     is_stock: bool = field(default=False, compare=False)
     """Whether transformers' own passes run it."""
     layout: Layout = field(default=AS_STORED, compare=False)
     """How what runs it lays out its weights."""
-    ranks: Ranks = field(default=ONE_RANK)
-    """The processes that the model is divided among."""
+    label: str = ""
+    """The options by which an engine divides the model; empty if this GPU has all of it."""
+    num_gpus: int = 1
+    """GPUs among which the layers are divided: each holds as much, and they copy at once."""
+    num_stages: int = 1
+    """Stages of the pipeline, each with GPUs of its own."""
     number: int = 0
     """Which of the pipeline's stages it is, from 0 on."""
     first_layer: int = 0
@@ -172,7 +175,7 @@ class Stage:
 
         None in a stage of a pipeline that others follow.
         """
-        if self.number < self.ranks.pipeline - 1:
+        if self.number < self.num_stages - 1:
             return None
         whole = self.model.head
         return next((p for p in self.outside if whole is not None and p.name == whole.name), None)

@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from offplan.capabilities.table import Recoding
 from offplan.checkpoint.model import Model
 from offplan.errors import InfeasibleError, PlanError
-from offplan.held.held import hold, recode_stages
-from offplan.held.runner import OWN_RUNTIME, Runner
+from offplan.held.held import hold
 from offplan.held.stage import Stage
 from offplan.library.alternatives import Alternative, find_alternatives
 from offplan.library.runnable import why_not_run
@@ -25,12 +23,12 @@ from offplan.planner.question import Question
 class Analysis:
     """The findings of ``analyze``: a result, why there is none, or what could not be measured."""
 
-    stages: tuple[Stage, ...]
-    """Each stage's rank: its weights as they are stored."""
+    stage: Stage
+    """Weights of a GPU, of a pipeline one of its first stage; all as they are stored."""
     why_not_run: str | None
     """Why ``run`` cannot execute the model; None where it can."""
-    machine: MachineProfile | None
-    """The machine's figures; None where there was nothing to measure."""
+    question: Question | None = None
+    """The question that was asked; None where there was nothing to measure."""
     result: PlanResult | None = None
     """The plan and its reasons; None where there is none."""
     alternatives: tuple[Alternative, ...] = ()
@@ -39,37 +37,31 @@ class Analysis:
     """Why no plan fits; None where one does."""
     unmeasured: str | None = None
     """The figures that could not be measured, so that nothing was planned; None if all were."""
-    runner: Runner = OWN_RUNTIME
-    """The runtime or engine that loads and runs them."""
-
-    @cached_property
-    def recoded(self) -> tuple[Stage, ...]:
-        """The same, with the weights recoded that the plan says."""
-        return recode_stages(self.stages, self._recoding, self.runner)
 
     @property
-    def _recoding(self) -> Recoding | None:
-        return None if self.result is None else self.result.plan.offload.recoding
+    def model(self) -> Model:
+        """The model, as it is stored."""
+        return self.stage.model
+
+    @property
+    def machine(self) -> MachineProfile | None:
+        """The machine's figures; None where there was nothing to measure."""
+        return None if self.question is None else self.question.machine
 
     @cached_property
     def sample(self) -> Sample:
-        """What a sample of local files shows of the weights that the plan recodes."""
-        return take_sample(self.stages[0].model, self._recoding)
+        """The findings of a sample of local files on the weights that the plan recodes."""
+        return take_sample(
+            self.model, None if self.result is None else self.result.plan.offload.recoding
+        )
 
     @cached_property
     def shares(self) -> tuple[StageShare, ...]:
-        """Each stage's rank: what it holds, and takes by the plan; none for one GPU."""
+        """A GPU of each stage: what it holds, and takes by the plan; none for one GPU."""
+        if self.question is None:
+            return ()
         plan = None if self.result is None else self.result.plan
-        return tuple(list_shares(self.stages, self._linked, plan))
-
-    @cached_property
-    def _linked(self) -> MachineProfile | None:
-        """The machine as each rank of the plan has it; None without a machine or a plan."""
-        if self.result is None or self.machine is None:
-            return None
-        plan = self.result.plan
-        goal = plan.goal
-        return self.machine.with_link(plan.offload.store, goal.ranks, goal.host_threads)
+        return tuple(list_shares(self.question.stages, self.question.planned_machine, plan))
 
 
 def analyze_question(question: Question) -> Analysis:
@@ -82,20 +74,19 @@ def analyze_question(question: Question) -> Analysis:
         if question.model.gguf is not None:
             why_not = question.model.gguf.remedy
         others = find_alternatives(question, None)
-        asked = question.stages, why_not, question.machine
-        return Analysis(*asked, alternatives=others, infeasible=error, runner=question.runner)
+        asked = question.stages[0], why_not, question
+        return Analysis(*asked, alternatives=others, infeasible=error)
 
 
 def analyze_result(question: Question, result: PlanResult) -> Analysis:
     """Look at the plan that answers a question."""
     plan = result.plan
     return Analysis(
-        question.stages,
+        question.stages[0],
         why_not_plan(question.model, plan),
-        question.machine,
+        question,
         result,
         find_alternatives(question, plan),
-        runner=question.runner,
     )
 
 

@@ -127,10 +127,10 @@ def pose(
     *,
     routing_file: str | None = None,
 ) -> Question:
-    """Pose a question about a model that is lowered to what the goal's ranks hold.
+    """Pose a question about a model that is lowered to what the goal's GPUs hold.
 
     The budget is cut to what the machine has. Raises InputError for a goal that names an engine
-    offplan does not export to, or ranks that it cannot divide the model among. Raises InputError
+    offplan does not export to, or GPUs that it cannot divide the model among. Raises InputError
     for a context that the engine does not serve, and for a routing profile that is not of the
     model. Raises what Question raises.
     """

@@ -17,7 +17,6 @@ from offplan.library.repricing import price_on
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Goal, Plan
 from offplan.planner.make import make_plan
-from offplan.ranks import Ranks
 from offplan.records import explain
 from offplan.units import format_seconds
 
@@ -40,7 +39,7 @@ def export_here(plan: Plan, model: Model, engine: str, file: Path) -> Export:
         return export
     goal = plan.goal.model_copy(update={"engine": engine})
     there = {"goal": goal, "offload": export.engine.round_up(plan.offload)}
-    linked = machine.with_link("host", goal.ranks)
+    linked = machine.with_link("host", goal)
     predicted = price_on(plan.model_copy(update=there), model, linked).prediction
     note = (
         f"predicted there: {format_seconds(predicted.prefill.step_s)} to the first token, "
@@ -49,22 +48,17 @@ def export_here(plan: Plan, model: Model, engine: str, file: Path) -> Export:
     return replace(export, notes=(*export.notes, note))
 
 
-def plan_for(plan: Plan, model: Model, engine: str, ranks: Ranks | None = None) -> Plan:
+def plan_for(plan: Plan, model: Model, engine: str, **changes: int) -> Plan:
     """Make the fastest plan of a plan's own workload and budget that an engine can run.
 
-    ``ranks`` are the GPUs that it is for, the plan's own if left out. Raises what ``ask_again`` and
+    ``changes`` are keys of the goal; the others are the plan's own. Raises what ``ask_again`` and
     ``make_plan`` do.
     """
-    ranks = plan.goal.ranks if ranks is None else ranks
     question = ask_again(plan, model=model)
-    changes = {
-        "objective": "latency",  # a plan for throughput has chosen its batch
-        "tensor_parallel": ranks.tensor,
-        "pipeline_parallel": ranks.pipeline,
-        "expert_parallel": ranks.expert,
-    }
     try:
-        goal = Goal.model_validate(plan.goal.for_engine(engine, **changes))
+        # a plan for throughput has chosen its batch
+        there = plan.goal.for_engine(engine, objective="latency", **changes)
+        goal = Goal.model_validate(there)
     except ValidationError as error:
         raise InputError("; ".join(why for _, why in explain(error))) from None
     asked = pose(

@@ -132,14 +132,14 @@ def open_planned_profile(plan: Plan) -> MachineProfile | None:
 
 
 def open_planned_machine(plan: Plan) -> MachineProfile | None:
-    """Read the same profile, with the link that the plan's ranks have to the plan's store.
+    """Read the same profile, with the link that the plan's GPUs have to the plan's store.
 
     Raises ProfileError as ``open_planned_profile`` does, and where that link is not known.
     """
     profile = open_planned_profile(plan)
     if profile is None:
         return None
-    return profile.with_link(plan.offload.store, plan.goal.ranks, plan.goal.host_threads)
+    return profile.with_link(plan.offload.store, plan.goal)
 
 
 def find_planned_routing(plan: Plan) -> RoutingProfile | None:

@@ -119,11 +119,11 @@ def price_on(plan: Plan, model: Model, machine: MachineProfile) -> Plan:
 
 
 def hold_planned(plan: Plan, model: Model) -> tuple[Stage, ...]:
-    """Lower a plan's model to what the ranks hold that the plan is for, packed as it says.
+    """Lower a plan's model to what the GPUs hold that the plan is for, packed as it says.
 
     It has the plan's routing profile, if that is there still.
 
-    Raises ExportError for ranks that its engine cannot divide the model among, and PlanError for
+    Raises ExportError for GPUs that its engine cannot divide the model among, and PlanError for
     packing that does not fit it.
     """
     stages, routing = lower(model, plan.goal, plan.offload.recoding), find_planned_routing(plan)

@@ -1,4 +1,4 @@
-"""Weights and memory of a rank of each stage, by a plan of several GPUs."""
+"""Weights and memory of a GPU of each stage, by a plan of several GPUs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,17 +7,16 @@ from offplan.costs.predict import derive_stage
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.plan import GPUMemoryPrediction, Plan
-from offplan.ranks import ONE_RANK
 
 
 @dataclass(frozen=True)
 class StageShare:
-    """One rank of a stage; those of a stage hold as much each."""
+    """One GPU of a stage; those of a stage hold as much each."""
 
     stage: int
     """The stage, from 0 on."""
     num_ranks: int
-    """Ranks of the stage."""
+    """GPUs of the stage."""
     num_layers: int
     """Layers of the stage, which rules count anew from 0 on."""
     loaded_bytes: int
@@ -32,26 +31,24 @@ class StageShare:
 
 
 def list_shares(
-    stages: Sequence[Stage], machine: MachineProfile | None = None, plan: Plan | None = None
+    stages: Sequence[Stage], machine: MachineProfile, plan: Plan | None
 ) -> list[StageShare]:
-    """List what a rank of each stage holds, and takes by a plan; none for one GPU.
+    """List what a GPU of each stage holds, and takes by a plan; none for one GPU.
 
     ``stages`` are as a question has them.
     """
-    if stages[0].ranks == ONE_RANK:
-        return []
-    return [_describe(stage, machine, plan) for stage in stages]
+    return [_describe(stage, machine, plan) for stage in stages if stage.label]
 
 
-def _describe(stage: Stage, machine: MachineProfile | None, plan: Plan | None) -> StageShare:
-    num_ranks, gpu_memory, host_bytes = stage.ranks.tensor, None, None
-    if machine is not None and plan is not None:
+def _describe(stage: Stage, machine: MachineProfile, plan: Plan | None) -> StageShare:
+    gpu_memory, host_bytes = None, None
+    if plan is not None:
         asked = machine, plan.workload, plan.budget, plan.offload
         taken = derive_stage(stage, *asked).predict()
-        gpu_memory, host_bytes = taken.gpu_memory, taken.host_memory_bytes // num_ranks
+        gpu_memory, host_bytes = taken.gpu_memory, taken.host_memory_bytes // stage.num_gpus
     return StageShare(
         stage=stage.number,
-        num_ranks=num_ranks,
+        num_ranks=stage.num_gpus,
         num_layers=len(stage.layers),
         loaded_bytes=stage.loaded_bytes,
         expert_bytes=sum(layer.expert_bytes for layer in stage.layers),

@@ -21,7 +21,7 @@ _REPEATS = 16
 def measure_concurrent() -> dict[str, object]:
     """Measure host to device while 2, 4, ... and all GPUs copy, the first ones of the host.
 
-    Engines give ranks these. A number of them of which one is taken is left out.
+    Engines give processes these. A number of them of which one is taken is left out.
     """
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     rates: list[dict[str, object]] = []

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Generic, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar, get_args
 
 from pydantic import Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
@@ -16,7 +16,6 @@ from offplan.machine.assumed import change_figures, complete_figures
 from offplan.machine.curve import MAX_FACTOR, Curve, Rereads
 from offplan.machine.name import MachineName, parse_name
 from offplan.machine.name import shipped_profiles as shipped_profiles
-from offplan.ranks import Ranks
 from offplan.records import (
     Basis,
     Bytes,
@@ -46,6 +45,22 @@ Memory = TypeAliasType("Memory", Annotated[Bytes, Field(ge=1)])
 Capacity = TypeAliasType("Capacity", Bytes)
 
 Value = TypeVar("Value")
+
+
+class Use(Protocol):
+    """The use that a plan makes of a machine."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that the plan is for."""
+
+    @property
+    def num_copying(self) -> int:
+        """GPUs that copy at once. A token passes one stage of a pipeline after the other."""
+
+    @property
+    def host_threads(self) -> int | None:
+        """Threads of the host's cores that compute; None is those of the figures."""
 
 
 class Figure(Record, Generic[Value]):
@@ -176,7 +191,7 @@ class MachineProfile(Record):
     gpu_overhead: Figure[Capacity]
     """Context, libraries and captured graphs of a process that has run a model."""
     ranks_overhead: Figure[Capacity] | None = None
-    """Memory of each of several ranks beside that, to exchange what they compute; absent is 1,152
+    """Memory of each of several GPUs beside that, to exchange what they compute; absent is 1,152
     MiB."""
     cores: Figure[LinkRate] | None = None
     """The host's memory as its cores read weights that they multiply by one row; absent is as a
@@ -272,16 +287,12 @@ class MachineProfile(Record):
         }
         return PeerStoreProfile.model_validate({**self._figures, **changes})
 
-    def with_link(
-        self, store: Store, ranks: Ranks, host_threads: int | None = None
-    ) -> "MachineProfile":
-        """Return the profile with the link that each rank has to a plan's store, and its overhead.
+    def with_link(self, store: Store, use: Use) -> "MachineProfile":
+        """Return the profile with the link that each GPU has to a plan's store, and its overhead.
 
-        The host's cores compute with ``host_threads``, those of the figures if it is left out. The
-        ranks of one stage copy at once. A token passes one stage after the other, and copies end
-        with the pass. Raises ProfileError if the link to the store is not known.
+        Raises ProfileError if the link to the store is not known.
         """
-        return self.with_store(store).with_ranks(ranks).with_threads(host_threads)
+        return self.with_store(store).with_gpus(use).with_threads(use.host_threads)
 
     def with_threads(self, num_threads: int | None) -> "MachineProfile":
         """Return the profile with what so many threads of the host's cores read.
@@ -307,33 +318,27 @@ class MachineProfile(Record):
                     }
         return type(self).model_validate({**self._figures, **changes})
 
-    def with_ranks(self, ranks: Ranks) -> "MachineProfile":
-        """Return the profile as each of the ranks has it: its overhead and its link.
+    def with_gpus(self, use: Use) -> "MachineProfile":
+        """Return the profile as each of several GPUs has it: its overhead and its link.
 
-        The link is that of a GPU while as many GPUs copy as a stage has ranks. Its rate is that of
-        the slowest GPU of as many that copied at once. If so many were not measured, the next
-        larger measured number decides. If none was measured, offplan assumes that each GPU has the
-        whole link.
+        The link is that of a GPU while as many copy at once. Its rate is that of the slowest GPU of
+        as many. If so many were not measured, the next larger measured number decides. If none was
+        measured, offplan assumes that each GPU has the whole link.
         """
-        if ranks.num_gpus == 1:
+        if use.num_gpus == 1:
             return self
-        more = self.ranks_overhead or ASSUMED_RANKS_OVERHEAD
-        overhead = {
-            "value": self.gpu_overhead.value + more.value,
-            "source": f"{self.gpu_overhead.source}; of several ranks: {more.source}",
-        }
-        changes = {"gpu_overhead": self.gpu_overhead.model_copy(update=overhead)}
-        together = [number for number in self.concurrent_rates if number >= ranks.tensor]
-        if ranks.tensor > 1 and together:
+        alone, more = self.gpu_overhead, self.ranks_overhead or ASSUMED_RANKS_OVERHEAD
+        # fingerprints of plans have this text
+        source = f"{alone.source}; of several ranks: {more.source}"
+        overhead = {"value": alone.value + more.value, "source": source}
+        changes = {"gpu_overhead": alone.model_copy(update=overhead)}
+        together = [number for number in self.concurrent_rates if number >= use.num_copying]
+        if use.num_copying > 1 and together:
             share = min(1.0, min(self.concurrent_rates[min(together)]) / self.h2d.value)
             for name in ("h2d", "uva"):
                 figure = getattr(self, name)
                 changes[name] = figure.model_copy(update={"value": share * figure.value})
         return type(self).model_validate({**self._figures, **changes})
-
-    def knows_ranks(self, num_gpus: int) -> bool:
-        """Return True if the link was measured while at least so many GPUs of the host copied."""
-        return any(number >= num_gpus for number in self.concurrent_rates)
 
     @property
     def concurrent_rates(self) -> dict[int, list[float]]:

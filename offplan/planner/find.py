@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from offplan.costs.compute import PassCompute
 from offplan.costs.floor import Floor, find_floor
-from offplan.costs.predict import predict
 from offplan.costs.timeline import PS_PER_S
-from offplan.plan import Budget, Offload, Plan
+from offplan.plan import Budget, Plan
 from offplan.planner.aims import NEVER, Soonest
 from offplan.planner.infeasible import explain_infeasible
 from offplan.planner.packed import find_best
@@ -71,7 +70,7 @@ def find_plan(searcher: Searcher, question: Question, below_s: float = NEVER) ->
             if whole is not None and chosen.times_ps[0] > (1 - SOONER) * whole.times_ps[0]:
                 chosen = whole
     return PlanResult(
-        plan=write_plan(searcher, question, chosen.offload),
+        plan=question.answer(chosen.offload),
         best_s=fastest.value / PS_PER_S,
         num_candidates=search.num_candidates,
         num_priced=search.num_priced,
@@ -105,10 +104,3 @@ def _fastest_ps(ways: Sequence[PassCompute]) -> int:
     """Picoseconds of a pass with everything resident, each layer held as it is fastest."""
     layers: Iterable[tuple[int, ...]] = zip(*(way.layer_ps for way in ways), strict=True)
     return sum(map(min, layers)) + min(way.outside_ps for way in ways)
-
-
-def write_plan(searcher: Searcher, question: Question, offload: Offload) -> Plan:
-    """Write the plan of a question that offloads so, maybe with only some layers packed."""
-    workload, budget, stages = question.workload, question.budget, question.hold(offload)
-    prediction = predict(stages, searcher.space.machine, workload, budget, offload)
-    return question.answer(offload, prediction)

@@ -58,7 +58,7 @@ def _explain_engine(
     most = {
         "gpu_memory": space.machine.gpu_memory.value,
         # page-locking rounds up to a power of two
-        "host_memory": 2 * space.stage.loaded_bytes * question.goal.ranks.num_gpus,
+        "host_memory": 2 * space.stage.loaded_bytes * question.goal.num_gpus,
     }
 
     @cache
@@ -96,7 +96,7 @@ def _refuse_layers(question: Question) -> str:
     rule = Rule(group_size=1, num_in_group=1, prefill=way, decode=way)
     offload = Offload(prefill_chunk=1, rules=(rule,))
     try:
-        question.runner.demand(offload, question.stages)
+        question.demand(offload)
     except ExportError as error:
         return f": {error}"
     return ""

@@ -7,7 +7,7 @@ from offplan.errors import InfeasibleError
 from offplan.plan import Offload
 from offplan.planner.aims import Nearest, limits_ps
 from offplan.planner.context import find_longest_context
-from offplan.planner.find import PlanResult, find_plan, write_plan
+from offplan.planner.find import PlanResult, find_plan
 from offplan.planner.infeasible import RESOLUTION, explain_infeasible
 from offplan.planner.packed import find_best, reaches
 from offplan.planner.question import Question
@@ -71,7 +71,7 @@ def _unreachable(searcher: Searcher, question: Question, offload: Offload) -> In
         # more memory never makes a plan worse
         enough = least_that(is_enough, budget.gpu_memory, most, budget.gpu_memory // RESOLUTION)
         helps = f"{format_bytes(enough)} of GPU memory would do"
-    nearest = write_plan(searcher, question, offload).prediction
+    nearest = question.predict(offload)
     return InfeasibleError(
         f"no plan reaches {question.goal.targets} within {format_budget(budget.gpu_memory)}: the "
         f"nearest has its first token after {format_seconds(nearest.prefill.step_s)} and takes "

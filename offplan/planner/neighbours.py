@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from offplan.backends import Backend
-from offplan.costs.predict import predict
 from offplan.errors import ExportError, PlanError
 from offplan.held.runner import Demand, Runner
 from offplan.plan import Offload, Plan, Prediction, Rule
@@ -40,9 +39,8 @@ def find_neighbours(question: Question, plan: Plan) -> tuple[Neighbour, ...]:
     for change, changes in _steps(question, plan.offload):
         try:
             offload = Offload.model_validate({**dict(plan.offload), **changes})
-            stages, machine = question.hold(offload), question.planned_machine
-            prediction = predict(stages, machine, plan.workload, plan.budget, offload)
-            demand = question.runner.demand(offload, stages)
+            prediction = question.predict(offload, plan.budget)
+            demand = question.demand(offload)
         except (ValidationError, PlanError, ExportError):
             continue
         moved = plan.model_copy(update={"offload": offload, "prediction": prediction})

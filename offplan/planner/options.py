@@ -113,7 +113,7 @@ class Option:
     decode: Backend
 
     @property
-    def rank(self) -> tuple[object, ...]:
+    def order_key(self) -> tuple[object, ...]:
         """Among equally good plans those of fewer segments come first, then in this order."""
         segments, values = self.segment_class.segments, self.numbers(1, 0).values()
         told = tuple(-1.0 if value is None else float(value) for value in values)
@@ -294,9 +294,9 @@ class StreamsParts(Option):
     tokens_at_once: int | None = None
 
     @property
-    def rank(self) -> tuple[object, ...]:
+    def order_key(self) -> tuple[object, ...]:
         """Of equally good ones that with most tokens at once comes first, as they are listed."""
-        return *super().rank[:-1], (self.num_parts,)
+        return *super().order_key[:-1], (self.num_parts,)
 
     @property
     def fills_ring(self) -> bool:
@@ -395,7 +395,7 @@ def suits_cores(space: Space, segment_class: SegmentClass) -> bool:
 
 
 def list_options(space: Space) -> tuple[Option, ...]:
-    """List what a rule may take and how, by rank, as store and engine allow.
+    """List what a rule may take and how, in order, as store and engine allow.
 
     Classes whose parameters are all empty are left out: a rule of one frees nothing.
     """
@@ -418,7 +418,7 @@ def list_options(space: Space) -> tuple[Option, ...]:
             elif keeps.decode.is_by_cores and suits_cores(space, keeps.segment_class):
                 found += _best_shares(space, keeps)
     found += _list_parts(space, ways)
-    return tuple(sorted(found, key=lambda option: option.rank))
+    return tuple(sorted(found, key=lambda option: option.order_key))
 
 
 def _best_shares(space: Space, option: KeepsExperts) -> list[KeepsExperts]:

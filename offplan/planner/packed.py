@@ -74,7 +74,7 @@ def _find_fewest(plain: Space, packed: Space, budget: Budget, aim: Aim) -> Found
     """
     if any(p.is_expert for p in packable(plain.stage, runner=plain.question.runner)):
         return None  # the search packs experts in all layers or in none
-    if plain.question.goal.pipeline_parallel > 1:
+    if plain.stage.num_stages > 1:
         return None  # whose other stages would have to fit as well
     whole = packed.recoding
     assert whole is not None, "that space packs all"

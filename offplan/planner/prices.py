@@ -55,7 +55,7 @@ class Prices:
 
     space: Space
     options: tuple[Option, ...]
-    """What a rule may take and how, by rank."""
+    """What a rule may take and how, in their order."""
     _contents: list[Content] = field(default_factory=list)
     _numbers: dict[tuple[int, tuple[int, ...], int], int] = field(default_factory=dict)
     _tables: dict[tuple[int, int], Ints] = field(default_factory=dict)

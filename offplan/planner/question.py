@@ -9,9 +9,10 @@ from offplan.capabilities.goal import Asked
 from offplan.capabilities.table import Recoding
 from offplan.checkpoint.model import Model
 from offplan.choices import Store
+from offplan.costs.predict import predict
 from offplan.errors import InputError
 from offplan.held.held import find_largest, find_recoding, recode_stages
-from offplan.held.runner import Runner
+from offplan.held.runner import Demand, Runner
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.plan import (
@@ -31,7 +32,7 @@ from offplan.plan import (
 class Question:
     """Which plan is the best one for a model, a machine, a workload, a budget and a goal?
 
-    GPU memory is that of each rank, host memory that of all ranks together.
+    GPU memory is that of each GPU, host memory that of all together.
 
     Raises InputError for an engine beside a second GPU's memory, and for what the
     goal's capabilities refuse. Raises InputError for experts that cannot be cached, and for a
@@ -40,7 +41,7 @@ class Question:
     """
 
     stages: tuple[Stage, ...]
-    """Weights of a rank of each stage of a pipeline, in their order, all as they are stored."""
+    """Weights of a GPU of each stage of a pipeline, in their order, all as they are stored."""
     runner: Runner
     """What loads and runs them."""
     machine: MachineProfile
@@ -77,7 +78,7 @@ class Question:
 
         The names of files are left out, whose content is there.
         """
-        stages = [[each.ranks, each.number, each.outside_key] for each in self.stages]
+        stages = [[each.number, each.outside_key] for each in self.stages]
         routing = self.stage.routing
         return {
             "model": self.model.key,
@@ -105,6 +106,18 @@ class Question:
         """Return the stages as they are held by a decision."""
         return recode_stages(self.stages, offload.recoding, self.runner)
 
+    def demand(self, offload: Offload) -> Demand:
+        """Return what the runner takes for a decision; raises ExportError if it cannot run it."""
+        return self.runner.demand(offload, self.hold(offload))
+
+    def predict(self, offload: Offload, budget: Budget | None = None) -> Prediction:
+        """Predict what a decision costs, in the question's budget or another, kept or not.
+
+        Raises PlanError for rules that do not fit the model.
+        """
+        asked = self.planned_machine, self.workload, budget or self.budget, offload
+        return predict(self.hold(offload), *asked)
+
     @property
     def model(self) -> Model:
         """The model, as it is stored."""
@@ -112,8 +125,8 @@ class Question:
 
     @cached_property
     def planned_machine(self) -> MachineProfile:
-        """The machine's profile with the link to the store as its link, all ranks using theirs."""
-        return self.machine.with_link(self.store, self.goal.ranks, self.goal.host_threads)
+        """The machine's profile with the link to the store as its link, all GPUs using theirs."""
+        return self.machine.with_link(self.store, self.goal)
 
     @cached_property
     def recoding(self) -> Recoding | None:
@@ -133,7 +146,7 @@ class Question:
         workload = self.workload.model_copy(update=changes)
         return replace(self, workload=workload)
 
-    def answer(self, offload: Offload, prediction: Prediction) -> Plan:
+    def answer(self, offload: Offload) -> Plan:
         """Write the plan that answers the question by a decision, with all that was asked."""
         machine, routing = self.planned_machine, self.stage.routing
         return Plan(
@@ -154,5 +167,5 @@ class Question:
             if routing is None or self.routing_file is None
             else RoutingRef(file=self.routing_file, fingerprint=routing.fingerprint),
             offload=offload,
-            prediction=prediction,
+            prediction=self.predict(offload),
         )

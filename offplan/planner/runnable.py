@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import cache
 
-from offplan.costs.predict import predict
 from offplan.errors import ExportError
 from offplan.held.runner import Demand
 from offplan.plan import Budget, Offload
@@ -19,7 +18,7 @@ def make_check(space: Space) -> Callable[[Offload, Budget], bool]:
     @cache
     def ask(offload: Offload) -> Demand | None:
         try:
-            return question.runner.demand(offload, question.hold(offload))
+            return question.demand(offload)
         except ExportError:
             return None
 
@@ -36,11 +35,10 @@ def make_check(space: Space) -> Callable[[Offload, Budget], bool]:
         demand, host = ask(asked), budget.host_memory
         if demand is None or (host is not None and demand.pinned_bytes > host):
             return False
-        if demand.more_gpu_bytes <= 0 and question.goal.pipeline_parallel == 1 and host is None:
+        if demand.more_gpu_bytes <= 0 and question.stage.num_stages == 1 and host is None:
             return True
         # a rival may be of another recoding than the space
-        stages = question.hold(offload)
-        taken = predict(stages, space.machine, question.workload, budget, offload)
+        taken = question.predict(offload, budget)
         fits_host = host is None or taken.host_memory_bytes <= host
         more = max(0, demand.more_gpu_bytes)
         return fits_host and taken.gpu_memory.total_bytes + more <= budget.gpu_memory

@@ -29,7 +29,7 @@ from offplan.planner.prices import Prices
 from offplan.planner.runnable import make_check
 from offplan.planner.space import Room, Space, find_room
 from offplan.planner.stages import Stages
-from offplan.planner.writing import rank_all, write_candidate, write_rules
+from offplan.planner.writing import list_plainness, write_candidate, write_rules
 
 MAX_RULES = 2
 """Rules of a plan, at most."""
@@ -42,7 +42,7 @@ class Found(NamedTuple):
 
     value: float
     """Value by the search's aim."""
-    rank: tuple[int, ...]
+    order: tuple[int, ...]
     """Plainness among equally good ones: rules, host bytes, segments, slots, groups."""
     times_ps: tuple[float, float]
     """Picoseconds of the prompt, and of a decode step."""
@@ -124,7 +124,7 @@ class Searcher:
     @cached_property
     def stages(self) -> Stages | None:
         """The other stages of a pipeline, whose times add up; None if there is one stage."""
-        if self.space.question.goal.pipeline_parallel == 1:
+        if self.space.stage.num_stages == 1:
             return None
         return Stages(self.space, self.prices.options)
 
@@ -170,11 +170,11 @@ class Searcher:
         run.try_in_place(firsts)
         run.try_all(choose(firsts.rows, firsts.rows.is_plan), 16)
         if rival is not None:
-            run.offer(rival.rank, rival.times_ps, rival.write)
+            run.offer(rival.order, rival.times_ps, rival.write)
         if not self.space.question.runner.takes_one_rule and max_rules > 1:
             run.try_all(run.list_pairs(firsts.rows), 64)
         run.search.best = run.choose()
-        singles = (each.value for each in run.found if each.rank[0] <= 1)
+        singles = (each.value for each in run.found if each.order[0] <= 1)
         run.search.single = min(singles, default=NEVER)
         run.search.num_candidates = firsts.num_candidates
         run.search.gpu_lack, run.search.host_lack = firsts.gpu_lack, firsts.host_lack
@@ -329,17 +329,17 @@ class _Run:
             prompt_ps = np.where(fits & more.has_same_flags, prompt_ps + more.prompt_ps, NEVER)
             step_ps = step_ps + more.step_ps
         values = self.aim.values(prompt_ps, step_ps)
-        ranks = rank_all(self.prices, candidates, on_host)
+        plainness = list_plainness(self.prices, candidates, on_host)
         for number in np.argsort(values, kind="stable").tolist():
             if values[number] > self.most * (1 + self.aim.tolerance) or values[number] == NEVER:
                 return
             times = float(prompt_ps[number]), float(step_ps[number])
             rungs = () if own is None else own.rungs[number].tolist()
             write = partial(write_candidate, self.prices, candidates, number, rungs)
-            self.offer(tuple(ranks[number].tolist()), times, write)
+            self.offer(tuple(plainness[number].tolist()), times, write)
 
     def offer(
-        self, rank: tuple[int, ...], times_ps: tuple[float, float], write: Callable[[], Offload]
+        self, order: tuple[int, ...], times_ps: tuple[float, float], write: Callable[[], Offload]
     ) -> None:
         """Keep a plan that may be chosen; the best so far is one that the runner runs."""
         value = float(self.aim.values(*np.array(times_ps).reshape(2, 1))[0])
@@ -349,7 +349,7 @@ class _Run:
             if not self.searcher.can_run(write(), self.room.budget):
                 return
             self.most = value
-        self.found.append(Found(value, rank, times_ps, write))
+        self.found.append(Found(value, order, times_ps, write))
 
     def choose(self) -> Found | None:
         """Return the plainest of the plans that are as good as the best."""
@@ -357,7 +357,7 @@ class _Run:
         return next(
             (
                 each
-                for each in sorted(good, key=lambda each: (each.rank[0], each.value, each.rank))
+                for each in sorted(good, key=lambda each: (each.order[0], each.value, each.order))
                 if self.searcher.can_run(each.offload, self.room.budget)
             ),
             None,

@@ -106,7 +106,7 @@ class Space:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """What a rank of each stage holds by its plans."""
+        """The weights of a GPU of each stage by its plans."""
         return recode_stages(self.question.stages, self.recoding, self.question.runner)
 
     @cached_property
@@ -269,7 +269,7 @@ class Room:
     missing_bytes: int
     """Bytes of weights that no plan has room for on the GPU; may be < 0."""
     host_bytes: NDArray[np.float64]
-    """Bytes of slabs of one rank, in all stages, that the store has room for; infinite where it is
+    """Bytes of slabs of one GPU, in all stages, that the store has room for; infinite where it is
     not limited."""
     budget: Budget
     """The budget itself."""
@@ -282,7 +282,7 @@ def find_room(space: Space, budget: Budget) -> Room:
     lacking = [each.device_bytes + taken - budget.gpu_memory for each in space.settings]
     on_host = space.machine.store == "host"  # embeddings are, wherever the slabs lie
     limit = float("inf") if budget.host_memory is None else budget.host_memory
-    limit /= space.question.goal.ranks.tensor  # all of a stage lock as much
+    limit /= space.stage.num_gpus  # each locks as much
     host = [limit - (each.host_bytes if on_host else 0) for each in space.settings]
     pairs = zip(lacking, space.settings, strict=True)
     missing = min(lack for lack, each in pairs if each.embeddings == "device")

@@ -34,7 +34,7 @@ class OtherStages(NamedTuple):
     has_same_flags: NDArray[np.bool_]
     """Whether each stage has as many slots, and something that the rule takes."""
     host_bytes: Ints
-    """Bytes of slabs of one rank of each."""
+    """Bytes of slabs of one GPU of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class StageSpace(Space):
 
     @cached_property
     def stage(self) -> Stage:
-        """What a rank of the stage holds."""
+        """What a GPU of the stage holds."""
         return self.other
 
     @cached_property

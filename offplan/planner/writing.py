@@ -11,8 +11,8 @@ from offplan.planner.prices import Prices
 from offplan.planner.space import Space
 
 
-def rank_all(prices: Prices, candidates: Candidates, on_host: Ints) -> Ints:
-    """Return how plain candidates are, [candidates, 5]: ``Found.rank``."""
+def list_plainness(prices: Prices, candidates: Candidates, on_host: Ints) -> Ints:
+    """Return how plain candidates are, [candidates, 5]: ``Found.order``."""
     sizes = np.append(list_patterns(len(prices.space.kind_of)).group_size, 0)
     segments = [len(option.segment_class.segments) for option in prices.options]
     num_segments = np.append(segments, 0)

@@ -46,7 +46,7 @@ def _describe_speed(alternative: Alternative) -> str:
 
 def describe_type(analysis: Analysis) -> list[str]:
     """Name weights of float32, which another type would halve; nothing for others."""
-    if analysis.stages[0].dtype != "float32" or (analysis.machine and analysis.machine.is_cpu):
+    if analysis.stage.dtype != "float32" or (analysis.machine and analysis.machine.is_cpu):
         return []
     return [
         "Its weights are float32, twice the bytes of bfloat16. --dtype bfloat16 plans for a "
@@ -57,7 +57,7 @@ def describe_type(analysis: Analysis) -> list[str]:
 def describe_advice(analysis: Analysis, plan: Plan) -> list[str]:
     """Name what a plan's figures leave out, a line for each; often nothing."""
     lines = [*describe_type(analysis), *describe_alternatives(analysis)]
-    if reads_experts(plan, analysis.stages[0]) and plan.routing is None:
+    if reads_experts(plan, analysis.stage) and plan.routing is None:
         lines.append(
             "The prediction assumes that tokens choose all experts equally often, which is the "
             "slowest case. `offplan run PLAN --record-routing FILE` records what they choose; "

@@ -7,7 +7,7 @@ from offplan.library.analysis import Analysis
 from offplan.report.machine import render_machine
 from offplan.report.model import render_model
 from offplan.report.plan import render_plan
-from offplan.report.ranks import render_shares
+from offplan.report.shares import render_shares
 from offplan.report.wording import name_options
 from offplan.units import format_bytes
 
@@ -32,7 +32,7 @@ def describe_running(model: Model, why_not: str | None, *, stock: bool = False) 
 
 def render_analysis(analysis: Analysis) -> list[RenderableType]:
     """Show all that a plan rests on, part by part: the model, the machine, reasons and terms."""
-    parts = render_model(analysis.stages[0].model)
+    parts = render_model(analysis.model)
     if analysis.machine is not None:
         parts.append(render_machine(analysis.machine))
     if analysis.result is not None:

@@ -19,10 +19,11 @@ from offplan.held.stage import Stage
 from offplan.library.analysis import Analysis
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Plan, Rule
-from offplan.ranks import ONE_RANK
+from offplan.planner.question import Question
 from offplan.report.advice import describe_advice, describe_fitting, describe_type
 from offplan.report.analysis import describe_running
 from offplan.report.model import render_model
+from offplan.report.shares import describe_shares
 from offplan.report.strip import MemoryBar, make_layer_strip, memory_parts
 from offplan.report.wording import name_options
 from offplan.units import format_budget, format_bytes, format_frequency, format_rate, format_seconds
@@ -33,7 +34,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 def render_answer(analysis: Analysis, command: str, output: Path | None) -> list[RenderableType]:
     """Answer first; ``command`` is what was asked, ``output`` the plan's file if one is written."""
-    model = analysis.stages[0].model
+    model = analysis.model
     head = [*map(Text, describe_file(model)), Text(describe_model(model))]
     if analysis.infeasible is not None:
         # memory that lacks, or a target that is missed
@@ -41,15 +42,15 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
         lines = [f"{why[0].upper()}{why[1:]}{'' if why.endswith('.') else '.'}"]
         lines += describe_type(analysis)
         return [Group(*map(Text, describe_fitting(analysis)), *head, *map(Text, lines))]
-    if analysis.result is None or analysis.machine is None:
+    if analysis.result is None or analysis.question is None:
         why = name_options(str(analysis.unmeasured))
         told = [*_describe_running(analysis), f"Not planned: {why}"]
         answer = Group(*head, *map(Text, told))
         return [answer, *render_model(model)[1:]]
     plan = analysis.result.plan
-    stages = analysis.recoded
+    stages = analysis.question.hold(plan.offload)
     head += [
-        *map(Text, describe_answer(analysis, plan, analysis.machine)),
+        *map(Text, describe_answer(analysis, plan, analysis.question)),
         # in one piece, to be copied
         Text(f"Next: {_name_next(analysis, command, output)}", no_wrap=True, overflow="ignore"),
     ]
@@ -64,15 +65,15 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
     return [*parts, Text(describe_plainly(plan, stages))]
 
 
-def describe_answer(analysis: Analysis, plan: Plan, machine: MachineProfile) -> list[str]:
+def describe_answer(analysis: Analysis, plan: Plan, question: Question) -> list[str]:
     """Answer what is asked of every plan: does it fit, how fast is it, can it be run."""
-    notes = analysis.runner.note_memory(plan, analysis.recoded)
+    notes = question.runner.note_memory(plan, question.hold(plan.offload))
     return [
-        describe_fit(plan, machine),
+        describe_fit(plan, question.machine),
         *(f"{note[0].upper()}{note[1:]}." for note in notes),
-        *describe_ranks(plan, analysis.stages, machine),
+        *describe_shares(plan, question.stages, question.machine),
         describe_speed(plan),
-        *describe_cores(plan, machine),
+        *describe_cores(plan, question.machine),
         *describe_advice(analysis, plan),
         *_describe_running(analysis, plan),
     ]
@@ -83,7 +84,7 @@ def _describe_running(analysis: Analysis, plan: Plan | None = None) -> list[str]
 
     Of a GGUF file ``describe_file`` says it.
     """
-    model, stock = analysis.stages[0].model, analysis.stages[0].is_stock
+    model, stock = analysis.model, analysis.stage.is_stock
     if plan is not None and plan.goal.engine is not None and analysis.why_not_run is None:
         return []
     if model.gguf is not None:
@@ -128,32 +129,6 @@ def describe_fit(plan: Plan, machine: MachineProfile) -> str:
         return f"{told}, {format_bytes(locked)} of page-locked host memory.{left}"
     room = format_bytes(machine.host_memory.value)
     return f"{told}, {format_bytes(locked)} of {room} of page-locked host memory.{left}"
-
-
-def describe_ranks(plan: Plan, stages: Sequence[Stage], machine: MachineProfile) -> list[str]:
-    """Say what one of several ranks holds, and what is not counted; nothing for one GPU."""
-    ranks = stages[0].ranks
-    if ranks == ONE_RANK:
-        return []
-    weights = " and ".join(format_bytes(stage.loaded_bytes) for stage in stages)
-    layers = " and ".join(str(len(stage.layers)) for stage in stages)
-    of_stage = f" in {ranks.pipeline} stages of {layers} layers" if ranks.pipeline > 1 else ""
-    told = [
-        f"Each of {ranks.num_gpus} GPUs ({ranks.label}) takes this GPU memory; its share of the "
-        f"weights is {weights}{of_stage}. The host memory is the sum over all GPUs.",
-        "The prediction does not count what GPUs send each other, in time or in buffers.",
-    ]
-    if ranks.tensor > 1 and not machine.knows_ranks(ranks.tensor):
-        told.append(
-            f"The prediction assumes that each GPU has the whole link while {ranks.tensor} copy; "
-            "offplan measure on a host with as many GPUs measures what it has."
-        )
-    if ranks.expert > 1:
-        told.append(
-            "It assumes that each expert computes as many tokens as any other; where one "
-            "computes more, all GPUs wait for its GPU."
-        )
-    return told
 
 
 def describe_speed(plan: Plan) -> str:
@@ -254,14 +229,14 @@ def _describe_reads(prefill: Backend, decode: Backend, few: str) -> str:
 
 def _name_next(analysis: Analysis, command: str, output: Path | None) -> str:
     """Name the command to run after this one: one that works, weights fetched first."""
-    if (gguf := analysis.stages[0].model.gguf) is not None:
+    if (gguf := analysis.model.gguf) is not None:
         if not gguf.bases:
             return gguf.runs_with[0]
-        return command.replace(shlex.quote(analysis.stages[0].model.source), gguf.bases[0], 1)
+        return command.replace(shlex.quote(analysis.model.source), gguf.bases[0], 1)
     if output is None:
         return f"{command} -o plan.yaml"
     assert analysis.result is not None, "it is asked of plans"
-    plan, model = analysis.result.plan, analysis.stages[0].model
+    plan, model = analysis.result.plan, analysis.model
     engine = plan.goal.engine
     fetch, folder = describe_fetch(model)
     elsewhere = f" --model {folder}" if folder else ""

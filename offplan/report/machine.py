@@ -61,7 +61,7 @@ def _figures(machine: MachineProfile) -> list[tuple[str, Figure[Any] | None, Cal
         ("overhead of a layer", machine.layer_overhead, units.format_seconds),
         ("GPU memory", machine.gpu_memory, units.format_bytes),
         ("context, libraries, graphs", machine.gpu_overhead, units.format_bytes),
-        ("the same of several ranks, beside", machine.ranks_overhead, units.format_bytes),
+        ("the same of several GPUs, beside", machine.ranks_overhead, units.format_bytes),
         ("read in place beside copies", machine.uva_beside_copies, units.format_rate),
         ("re-reads in place", machine.uva_rereads, _show_last_reread),
         ("host to device, GPUs at once", machine.h2d_concurrent, lambda _: _show_slowest(machine)),

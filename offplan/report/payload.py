@@ -38,9 +38,9 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
     machine, result, infeasible = analysis.machine, analysis.result, analysis.infeasible
     plan = None if result is None else result.plan
     return {
-        **model_payload(analysis.stages[0].model),
+        **model_payload(analysis.model),
         "ranks": dump([*analysis.shares]),
-        **running_payload(analysis.why_not_run, stock=analysis.stages[0].is_stock),
+        **running_payload(analysis.why_not_run, stock=analysis.stage.is_stock),
         "machine": None if machine is None else machine_payload(machine),
         "plan": None if plan is None else plan.model_dump(mode="json"),
         **analysis.sample._asdict(),

@@ -61,11 +61,7 @@ def describe_question(plan: Plan) -> list[str]:
         + (f" with {goal.targets}" if goal.targets else "")
         + (f", as {goal.engine} can run it" if goal.engine else "")
         + (", by transformers' own passes" if goal.stock else "")
-        + (
-            f" on {goal.ranks.num_gpus} GPUs ({goal.ranks.label})"
-            if goal.ranks.num_gpus > 1
-            else ""
-        ),
+        + (f" on {goal.gpus}" if goal.num_gpus > 1 else ""),
     ]
 
 

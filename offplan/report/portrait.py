@@ -12,7 +12,6 @@ from offplan.report.answer import (
     describe_fit,
     describe_model,
     describe_plainly,
-    describe_ranks,
     describe_speed,
 )
 from offplan.report.bench_file import OWN_RUNTIME, BenchFile
@@ -23,6 +22,7 @@ from offplan.report.pictures.layers import draw_layers
 from offplan.report.pictures.memory import draw_memory
 from offplan.report.pictures.timeline import draw_lanes
 from offplan.report.run import list_differences
+from offplan.report.shares import describe_shares
 from offplan.units import format_budget, format_bytes, format_frequency, format_seconds
 
 
@@ -32,7 +32,7 @@ class Portrait:
 
     plan: Plan
     stages: Sequence[Stage]
-    """Weights of a rank of each stage, packed as the plan says."""
+    """Weights of a GPU of each stage, packed as the plan says."""
     machine: MachineProfile | None = None
     """The machine that the plan is for; None if its figures are not known."""
     lanes: RequestLanes | None = None
@@ -44,13 +44,13 @@ class Portrait:
 
     def say(self) -> list[str]:
         """Answer in sentences: what it is, whether it fits, how fast it is, what lies where."""
-        fit, ranks = self.plan.describe_excess(), list[str]()
+        fit, shares = self.plan.describe_excess(), list[str]()
         if self.machine is not None:
             fit = fit or describe_fit(self.plan, self.machine)
-            ranks = describe_ranks(self.plan, self.stages, self.machine)
+            shares = describe_shares(self.plan, self.stages, self.machine)
         # a file may say anything
         speed = describe_speed(self.plan) if self.plan.prediction.decode.step_s else None
-        lines = [fit, *ranks, speed, describe_plainly(self.plan, self.stages)]
+        lines = [fit, *shares, speed, describe_plainly(self.plan, self.stages)]
         return [describe_model(self.stages[0].model), *filter(None, lines)]
 
     def headline(self) -> list[tuple[str, str]]:
@@ -109,8 +109,7 @@ def portray(plan: Plan, stages: Sequence[Stage], machine: MachineProfile) -> Por
     Raises PlanError for rules that do not fit the model, and ProfileError where the link to the
     plan's store is not known.
     """
-    goal = plan.goal
-    linked = machine.with_link(plan.offload.store, goal.ranks, goal.host_threads)
+    linked = machine.with_link(plan.offload.store, plan.goal)
     # an engine's queues are not the schedule's
     lanes = trace_plan(plan, stages[0], linked) if plan.goal.engine is None else None
     return Portrait(plan, stages, machine, lanes)

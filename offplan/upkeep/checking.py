@@ -271,9 +271,9 @@ def _check_link(plan: Plan, on_stage: Stages) -> Iterator[Finding]:
     """Measure the link, and hold its rates against the plan's."""
     store = plan.offload.store
     here = measure_here(
-        with_others=store == "peer" or plan.goal.ranks.tensor > 1, on_stage=on_stage
+        with_others=store == "peer" or plan.goal.num_copying > 1, on_stage=on_stage
     ).profile
-    machine = here.with_link(store, plan.goal.ranks)
+    machine = here.with_link(store, plan.goal)
     rates = (("h2d", plan.machine.h2d, machine.h2d), ("uva", plan.machine.uva, machine.uva))
     for name, planned, measured in rates:
         ratio = measured.value / planned

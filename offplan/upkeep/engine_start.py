@@ -11,7 +11,7 @@ from offplan.checkpoint.model import Model
 from offplan.engines.engine import Engine, format_version
 from offplan.engines.export import Export, export_plan
 from offplan.engines.registry import find_engine
-from offplan.engines.runner import lower
+from offplan.engines.runner import EngineRunner, lower
 from offplan.engines.startup import OFF, Startup, read_log, read_server
 from offplan.engines.taken import StageTaken
 from offplan.errors import InputError
@@ -83,10 +83,10 @@ def check_start(plan: Plan, model: Model, engine: str, startup: Startup) -> tupl
         findings.append(Finding("stages", "drift", text))
     if len(stages) == 1:
         return (*findings, *_check_stage(plan, stages[0], export, startup))
-    demands = export.demand.stages or (export.demand,) * len(stages)
-    for number, (stage, of_stage) in enumerate(zip(stages, demands, strict=True)):
+    runner = EngineRunner(engine, export.engine, export.version)
+    for number, stage in enumerate(stages):
         told = startup.stages.get(number, Startup())
-        demand = replace(of_stage, flags=export.demand.flags)
+        demand = replace(runner.demand_of(plan.offload, stage), flags=export.demand.flags)
         for each in _check_stage(plan, stage, replace(export, demand=demand), told):
             findings.append(replace(each, subject=f"{each.subject}, stage {number}"))
     return tuple(findings)

@@ -405,7 +405,7 @@ def test_several_gpus_from_plan_to_export(cli: CLI, tmp_path: Path) -> None:
     code, _, err = cli("replan", path)
     assert (code, "nothing changes" in err) == (0, True)
     assert "on 2 GPUs (--tp 2 --ep 2)" in cli("show", path).out
-    assert "x ranks" in cli("explain", path).out
+    assert "x GPUs" in cli("explain", path).out
     code, _, err = cli("run", path)
     assert (code, "offplan's own runtime runs on one" in err) == (2, True)
     code, _, err = cli("export", path, "--engine", "vllm", "--tp", 4)
@@ -432,7 +432,7 @@ def test_each_stage_is_shown(cli: CLI, tmp_path: Path) -> None:
     asked = ("plan", model, "--machine", "rtx4090", "--gpu-memory", "3.5GiB", "--for", "vllm")
     assert cli(*asked, "--pp", 2, "-o", path, "--svg", tmp_path / "plan.svg").code == 0
     out = cli("analyze", *asked[1:], "--pp", 2, "--verbose").out
-    assert re.search(r"Each rank *\n.*\n.*\n *0 +6 .*\n *1 +6 ", out)
+    assert re.search(r"Each GPU *\n.*\n.*\n *0 +6 .*\n *1 +6 ", out)
     assert "a strip for each stage" in cli("analyze", *asked[1:], "--pp", 2).out
     kept = ("--pp", 2, "--max-ttft", "1s", "--json")
     made = json.loads(cli(*asked, *kept).out)

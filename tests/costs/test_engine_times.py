@@ -55,8 +55,8 @@ def test_what_is_resident_takes_what_it_takes_elsewhere(engine: str) -> None:
 def test_layers_on_an_engine_have_its_own_overhead() -> None:
     """And all-reduces where ranks share a layer, twice; SGLang's is the machine's."""
     rules = VLLM_PASSES
-    assert rules.overhead_s(is_routed=False, num_ranks=1) == 40e-6
-    assert rules.overhead_s(is_routed=True, num_ranks=2) == pytest.approx(70e-6)
+    assert rules.overhead_s(is_routed=False, num_gpus=1) == 40e-6
+    assert rules.overhead_s(is_routed=True, num_gpus=2) == pytest.approx(70e-6)
     quick = make_machine(h2d=1e9, uva=1e9)
     for engine, more_s in {"vllm": NUM_LAYERS * (40e-6 - 2e-6), "sglang": 0.0}.items():
         steps = [

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from offplan.capabilities.ranks import Ranks
 from offplan.checkpoint.open import open_model
 from offplan.costs.predict import derive_prediction
 from offplan.costs.term import Term
@@ -17,7 +18,6 @@ from offplan.library.repricing import price_on
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Plan, load_plan
 from offplan.planner.make import make_plan
-from offplan.ranks import Ranks
 from tests.checkpoint.quantised import FORMATS, write_quantised
 from tests.cli import ROOT
 from tests.held import hold_by
@@ -95,7 +95,7 @@ def test_so_is_what_ranks_and_stages_take(ranks: Ranks) -> None:
     question = ask(
         model,
         load_machine("h200-pcie5"),
-        gpu_memory=12 * 2**30 // ranks.num_gpus + 2**30,
+        gpu_memory=12 * 2**30 // (ranks.tensor * ranks.pipeline) + 2**30,
         engine="vllm",
         tensor_parallel=ranks.tensor,
         pipeline_parallel=ranks.pipeline,

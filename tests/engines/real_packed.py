@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from offplan.capabilities.packing import Packing
+from offplan.capabilities.ranks import ONE_RANK, Ranks
 from offplan.checkpoint.open import open_model
 from offplan.engines.export import export_plan
 from offplan.forms.packed import PACKED
 from offplan.plan import Goal, Plan, Rule, Workload, dump_plan
-from offplan.ranks import ONE_RANK, Ranks
 from offplan.runtime.forms.reference import expand
 from tests.engines import real_vllm
 from tests.engines.builders import make_plan

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from offplan.capabilities.ranks import Ranks
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.engines.export import export_plan
@@ -18,7 +19,6 @@ from offplan.held.stage import Stage
 from offplan.library.asking import pose
 from offplan.plan import Budget, Goal, Workload
 from offplan.planner.make import make_plan
-from offplan.ranks import Ranks
 from tests.costs.builders import make_machine
 from tests.engines.builders import make_plan as write_plan
 from tests.engines.builders import prefetch, uva
@@ -297,7 +297,7 @@ def test_a_question_is_asked_of_a_model_that_can_be_divided() -> None:
 def test_a_plan_of_ranks_can_be_exported(ranks: Ranks, host_memory: int | None) -> None:
     model = open_model(str(MODELS / "qwen3-8b" / "config.json"))
     goal = Goal(engine="vllm", tensor_parallel=ranks.tensor, pipeline_parallel=ranks.pipeline)
-    budget = Budget(gpu_memory=14 * GIB // ranks.num_gpus, host_memory=host_memory)
+    budget = Budget(gpu_memory=14 * GIB // (ranks.tensor * ranks.pipeline), host_memory=host_memory)
     question = pose(model, make_machine(), Workload(), budget, goal)
     plan = make_plan(question).plan
     export = export_plan(plan, model, "vllm")

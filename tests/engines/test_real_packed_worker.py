@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from offplan.backends import Backend
 from offplan.capabilities.packing import Packing, Unpacked
+from offplan.capabilities.ranks import Ranks
 from offplan.checkpoint.open import open_model
 from offplan.engines.engine import join_flags
 from offplan.engines.runner import find_runner
@@ -24,7 +25,6 @@ from offplan.engines.vllm import FACTS, VLLM
 from offplan.errors import DriftError, ExportError, PlanError
 from offplan.held.packing import pack_everything, pack_stage
 from offplan.plan import Plan, Rule
-from offplan.ranks import Ranks
 from offplan.upkeep.engine_start import check_start
 from tests.engines import real_vllm
 from tests.engines.builders import make_plan, prefetch, uva

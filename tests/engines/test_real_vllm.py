@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from offplan.capabilities.ranks import ONE_RANK, Ranks
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.engines import vllm
@@ -23,7 +24,6 @@ from offplan.held.held import hold, hold_whole
 from offplan.held.stage import Stage
 from offplan.placement import Phase, place
 from offplan.plan import Backend, Budget, Goal, Offload, Plan, Rule
-from offplan.ranks import ONE_RANK, Ranks
 from offplan.schedule import Copy, build_repeated_pass
 from tests.costs.builders import dense_model
 from tests.engines.builders import make_plan, prefetch, up_to, uva

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from offplan.backends import BACKENDS
+from offplan.capabilities.ranks import ONE_RANK, Ranks
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.engines.export import export_plan, join_flags
@@ -28,7 +29,6 @@ from offplan.errors import DriftError, ExportError, OffplanError
 from offplan.held.held import hold
 from offplan.placement import Placement, place
 from offplan.plan import Backend, Goal, Plan, Rule, Workload, dump_plan
-from offplan.ranks import ONE_RANK, Ranks
 from tests.engines import real_vllm
 from tests.engines.builders import make_plan, prefetch, up_to, uva
 

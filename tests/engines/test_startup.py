@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
+from offplan.capabilities.ranks import ONE_RANK, Ranks
 from offplan.checkpoint.model import Layer, Model
 from offplan.checkpoint.open import open_model
 from offplan.engines.export import export_plan
-from offplan.engines.runner import find_runner, lower
+from offplan.engines.runner import EngineRunner, find_runner, lower
 from offplan.engines.startup import SGLANG_FLAGS, read_log, read_server
 from offplan.engines.taken import IN_FORCE, StageTaken
 from offplan.errors import InputError
 from offplan.held.held import hold, hold_whole
 from offplan.held.packing import pack_everything
 from offplan.plan import Budget, Goal, Plan, Rule
-from offplan.ranks import ONE_RANK, Ranks
 from offplan.upkeep.engine_start import check_start, read_start
 from offplan.upkeep.finding import Finding
 from tests.engines.builders import deepseek, make_plan, prefetch, qwen3, up_to
@@ -132,7 +132,10 @@ def staged(engine: str, name: str, rule: Rule) -> tuple[Plan, Model, list[tuple[
     plan = plan.model_copy(update={"goal": goal, "budget": Budget(gpu_memory=64 * GIB)})
     stages = lower(model, goal)
     figures = []
-    for said, stage in zip(export_plan(plan, model, engine).demand.stages, stages, strict=True):
+    runner = find_runner(engine)
+    assert isinstance(runner, EngineRunner)
+    for stage in stages:
+        said = runner.demand_of(plan.offload, stage)
         moved = sum(each.nbytes for each in said.moved)
         figures.append((moved / GIB, (stage.loaded_bytes - moved) / GIB))
     return plan, model, figures

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from offplan.capabilities.packing import Packing
+from offplan.capabilities.ranks import Ranks
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.parameter import Parameter
@@ -22,7 +23,6 @@ from offplan.forms.form import Form, Kind, Part
 from offplan.forms.packed import parts_of
 from offplan.held.packing import pack_everything, pack_stage
 from offplan.plan import Backend, Goal, Plan, Rule
-from offplan.ranks import Ranks
 from tests.engines.builders import (
     deepseek,
     make_plan,

@@ -201,11 +201,9 @@ def test_analyze_says_what_a_sample_shows(folder: Path) -> None:
     plan, model = plan_for(folder), open_model(str(folder))
     question = ask(model, load_machine("h200-pcie5"), plan.workload, gpu_memory=2**31)
     result = replace(make_plan(question), plan=plan)
-    analysis = Analysis(question.stages, None, question.machine, result)
+    analysis = Analysis(question.stage, None, question, result)
     assert analysis.sample.unpackable == ("1.self_attn.q_proj",)
-    lines = describe_answer(analysis, plan, question.machine)
+    lines = describe_answer(analysis, plan, question)
     assert [line for line in lines if "--leave-unpacked 1.self_attn.q_proj plans" in line]
-    none = Analysis(
-        question.stages, None, question.machine, make_plan(question)
-    )  # which packs nothing
+    none = Analysis(question.stage, None, question, make_plan(question))  # which packs nothing
     assert none.sample.unpackable == ()

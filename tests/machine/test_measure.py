@@ -11,7 +11,7 @@ from offplan.library.machines import measure_here
 from offplan.machine import measure_host, measure_link, measure_others, measure_products
 from offplan.machine.measure_time import Timing, summarise
 from offplan.machine.profile import MachineProfile, load_profile
-from offplan.ranks import Ranks
+from offplan.plan import Goal
 
 MIB = 2**20
 Work = Callable[[], object]
@@ -169,7 +169,7 @@ def test_so_many_gpus_copy_at_once_as_plans_may_be_for(
     devices = [(each.num_gpus, each.device) for each in machine.h2d_concurrent.value]
     assert devices == [(number, device) for number in together for device in range(number)]
     for number in together:
-        shared = machine.with_ranks(Ranks(number)).h2d.value
+        shared = machine.with_gpus(Goal(engine="vllm", tensor_parallel=number)).h2d.value
         assert shared == pytest.approx(min(machine.h2d.value, 100e9 / number))
 
 

@@ -9,7 +9,7 @@ from offplan.machine.curve import FIT_FROM_BYTES
 from offplan.machine.measure import measure_machine
 from offplan.machine.measure_others import count_together
 from offplan.machine.profile import MachineProfile, dump_profile, parse_profile
-from offplan.ranks import Ranks
+from offplan.plan import Goal
 from offplan.upkeep.local_gpu import find_local_gpu
 
 pytestmark = [
@@ -95,9 +95,9 @@ def test_other_gpus_are_measured() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second CUDA device")
 def test_plans_of_ranks_have_the_link_that_was_measured() -> None:
     profile = measured()
-    assert profile.knows_ranks(2)
+    assert 2 in profile.concurrent_rates
     slowest = min(profile.concurrent_rates[2])
-    shared = profile.with_ranks(Ranks(2))
+    shared = profile.with_gpus(Goal(engine="vllm", tensor_parallel=2))
     assert shared.h2d.value == pytest.approx(min(slowest, profile.h2d.value))
     assert shared.uva.value <= profile.uva.value
 

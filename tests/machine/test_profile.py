@@ -19,7 +19,7 @@ from offplan.machine.profile import (
     parse_profile,
     profile_schema,
 )
-from offplan.ranks import Ranks
+from offplan.plan import Goal
 from offplan.records import load_yaml
 from tests.costs.builders import make_machine
 
@@ -291,37 +291,39 @@ def test_ranks_share_the_link_where_that_was_measured() -> None:
     rates = [{"device": 0, "rate": 25e9}, {"device": 1, "rate": 20e9}]
     figure = {"value": rates, "basis": "measured", "source": "a test"}
     machine = MachineProfile.model_validate({**dict(alone), "h2d_concurrent": figure})
-    assert machine.with_ranks(Ranks(1)) == machine
-    assert link_of(alone.with_ranks(Ranks(2))) == link_of(alone)
+    assert machine.with_gpus(Goal(engine="vllm", tensor_parallel=1)) == machine
+    assert link_of(alone.with_gpus(Goal(engine="vllm", tensor_parallel=2))) == link_of(alone)
     assert not machine.timed_layers  # kept once it was asked for
-    assert (machine.knows_ranks(2), machine.knows_ranks(4)) == (True, False)
-    shared = machine.with_ranks(Ranks(2))
+    assert [*machine.concurrent_rates] == [2]
+    shared = machine.with_gpus(Goal(engine="vllm", tensor_parallel=2))
     assert link_of(shared) == (20e9, 16e9)
-    assert link_of(machine.with_ranks(Ranks(4))) == link_of(machine)
-    assert machine.with_link("host", Ranks(2, 2)) == shared
+    assert link_of(machine.with_gpus(Goal(engine="vllm", tensor_parallel=4))) == link_of(machine)
+    assert machine.with_gpus(Goal(engine="vllm", tensor_parallel=2, pipeline_parallel=2)) == shared
     # a token passes one stage after the other
-    assert link_of(machine.with_link("host", Ranks(1, 2))) == link_of(machine)
+    assert link_of(machine.with_gpus(Goal(engine="vllm", pipeline_parallel=2))) == link_of(machine)
 
 
 def link_of(machine: MachineProfile) -> tuple[float, float]:
     return machine.h2d.value, machine.uva.value
 
 
-@pytest.mark.parametrize("ranks", [Ranks(2), Ranks(1, 2), Ranks(4, 1, 4)])
-def test_several_ranks_have_what_they_exchange_through(ranks: Ranks) -> None:
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (4, 1)])
+def test_several_gpus_have_what_they_exchange_through(sizes: tuple[int, int]) -> None:
     machine = load_profile("h200-pcie5")
-    one, several = (machine.with_link("host", each) for each in (Ranks(), ranks))
+    tensor, pipeline = sizes
+    goal = Goal(engine="vllm", tensor_parallel=tensor, pipeline_parallel=pipeline)
+    one, several = (machine.with_link("host", each) for each in (Goal(), goal))
     assert one.gpu_overhead == machine.gpu_overhead
     assert several.gpu_overhead.value == machine.gpu_overhead.value + (1152 << 20)
     assert several.gpu_overhead.source is not None
     assert "NCCL" in several.gpu_overhead.source
     known = {"value": "1 GiB", "basis": "measured", "source": "a test"}
     measured = MachineProfile.model_validate({**dict(machine), "ranks_overhead": known})
-    given = measured.with_link("host", ranks).gpu_overhead
+    given = measured.with_link("host", goal).gpu_overhead
     assert given.value == machine.gpu_overhead.value + 2**30
 
 
-def test_ranks_have_the_link_of_as_many_that_copied_at_once() -> None:
+def test_gpus_have_the_link_of_as_many_that_copied_at_once() -> None:
     rates = [
         {"device": device, "rate": 80e9 / number, "num_gpus": number}
         for number in (2, 4, 8)
@@ -330,10 +332,12 @@ def test_ranks_have_the_link_of_as_many_that_copied_at_once() -> None:
     figure = {"value": rates, "basis": "measured", "source": "a test"}
     alone = make_machine(h2d=50e9, uva=40e9)
     machine = MachineProfile.model_validate({**dict(alone), "h2d_concurrent": figure})
-    assert machine.with_ranks(Ranks(1)) == machine
-    found = [machine.with_ranks(Ranks(number)).h2d.value for number in (2, 3, 4, 8)]
+    assert machine.with_gpus(Goal(engine="vllm", tensor_parallel=1)) == machine
+    found = [
+        machine.with_gpus(Goal(engine="vllm", tensor_parallel=number)).h2d.value
+        for number in (2, 3, 4, 8)
+    ]
     assert found == [40e9, 20e9, 20e9, 10e9]  # of three: no faster than four
-    assert (machine.knows_ranks(8), machine.knows_ranks(16)) == (True, False)
 
 
 def test_threads_that_are_left_out_read_in_proportion_less() -> None:

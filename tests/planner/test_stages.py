@@ -122,7 +122,7 @@ def find_all(question: Question) -> list[Plan]:
         if budget.host_memory is not None:
             fits &= max(said.pinned_bytes, taken.host_memory_bytes) <= budget.host_memory
         if fits:
-            found.append(question.answer(offload, taken))
+            found.append(question.answer(offload))
     return found
 
 

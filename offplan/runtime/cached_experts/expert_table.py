@@ -115,8 +115,8 @@ def use(table: Table, chosen: torch.Tensor, *, is_step: bool) -> Used:
     places = torch.arange(num_experts)
     for step in used:  # stable: both the chosen and the others keep the order that they had
         places = places[(~step[places]).sort(stable=True).indices]
-    ranks = torch.empty_like(places)
-    ranks[places] = torch.arange(num_experts)
+    new_places = torch.empty_like(places)
+    new_places[places] = torch.arange(num_experts)
     slots = table.list_of(SLOTS).clone()
     was_there, is_used = slots >= 0, used.any(0)
     missed = is_used & ~was_there
@@ -129,11 +129,11 @@ def use(table: Table, chosen: torch.Tensor, *, is_step: bool) -> Used:
     is_read = is_used & ~by_cores & ~is_split
     idle = was_there & ~is_used
     if is_step:  # what is there is not given up by the step that uses it
-        ranks_read = torch.where(was_there, 0, (is_used & was_there).sum() + nth_missed)
+        places_read = torch.where(was_there, 0, (is_used & was_there).sum() + nth_missed)
     else:
-        ranks_read = ranks
+        places_read = new_places
     num_idle = num_slots - min(int(is_read.sum()), num_slots)
-    has_slot = (is_read & (ranks_read < num_slots)) | (idle & (idle.cumsum(0) <= num_idle))
+    has_slot = (is_read & (places_read < num_slots)) | (idle & (idle.cumsum(0) <= num_idle))
     comes, leaves = has_slot & ~was_there, was_there & ~has_slot
     num_come, num_there = int(comes.sum()), int(was_there.sum())
     fresh = torch.arange(num_there, num_there + num_come, dtype=slots.dtype)
@@ -144,8 +144,8 @@ def use(table: Table, chosen: torch.Tensor, *, is_step: bool) -> Used:
     table.number(NUM_MISSED).fill_(num_come)
     table.number(NUM_CHUNKS).fill_(num_chunks)
     table.number(SPLIT_EXPERT)[:] = order[is_split].sum()
-    table.list_of(ORDER)[ranks] = order.int()
-    table.list_of(SLOTS)[ranks] = slots
+    table.list_of(ORDER)[new_places] = order.int()
+    table.list_of(SLOTS)[new_places] = slots
     if is_step:
         table.counts[HITS] += (is_used & was_there).sum()
         table.counts[COPIED] += num_come

@@ -88,7 +88,7 @@ def _use(  # type: ignore[no-untyped-def]
     if IS_STEP:
         used = _find(chosen, order, num_pairs, PAIRS)
         before = tl.cumsum(used, 0)
-        rank = tl.where(used > 0, before - 1, tl.sum(used, 0) + i - before)
+        new_place = tl.where(used > 0, before - 1, tl.sum(used, 0) + i - before)
     else:
         # a bit for each step that used an expert, the last step's is the highest: experts go by it
         late = tl.zeros([EXPERTS], dtype=tl.int64)
@@ -102,7 +102,7 @@ def _use(  # type: ignore[no-untyped-def]
         tl.store(missed_list + i, late.to(tl.int32), mask=inside)
         tl.store(slot_list + i, early.to(tl.int32), mask=inside)
         tl.debug_barrier()
-        rank = tl.zeros([EXPERTS], dtype=tl.int32)
+        new_place = tl.zeros([EXPERTS], dtype=tl.int32)
         for first in range(0, num_experts, 32):
             j = first + tl.arange(0, 32)
             is_expert = j < num_experts
@@ -113,7 +113,7 @@ def _use(  # type: ignore[no-untyped-def]
             is_earlier = earlier[None, :] > early[:, None]
             is_first = (earlier[None, :] == early[:, None]) & (j[None, :] < i[:, None])
             comes = (is_later | (is_same & (is_earlier | is_first))) & is_expert[None, :]
-            rank += tl.sum(comes.to(tl.int32), 1)
+            new_place += tl.sum(comes.to(tl.int32), 1)
     was_there = (slots >= 0).to(tl.int32)
     missed, idle = used * (1 - was_there), (1 - used) * was_there
     nth_missed, nth_idle = _count_both(missed, idle)
@@ -144,7 +144,7 @@ def _use(  # type: ignore[no-untyped-def]
         has_slot = (was_there > 0) | (num_here + nth_missed < num_slots)
         has_slot = (is_read & has_slot) | stays
     else:
-        has_slot = (is_read & (rank < num_slots)) | stays
+        has_slot = (is_read & (new_place < num_slots)) | stays
     comes = has_slot.to(tl.int32) * (1 - was_there)
     leaves = was_there * (1 - has_slot.to(tl.int32))
     num_come, num_leaving = tl.sum(comes, 0), tl.sum(leaves, 0)
@@ -162,8 +162,8 @@ def _use(  # type: ignore[no-untyped-def]
     fresh = num_there + nth_come - num_leaving
     slots = tl.where((comes > 0) & (nth_come >= num_leaving), fresh, slots)
     slots = tl.where(has_slot, slots, _NOBODY)
-    tl.store(lists + rank, order, mask=inside)
-    tl.store(lists + num_experts + rank, slots, mask=inside)
+    tl.store(lists + new_place, order, mask=inside)
+    tl.store(lists + num_experts + new_place, slots, mask=inside)
     tl.store(missed_list + nth_come, order, mask=comes > 0)
     tl.store(slot_list + nth_come, slots, mask=comes > 0)
     tl.store(table + _NUM_MISSED, num_come)

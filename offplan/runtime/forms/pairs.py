@@ -18,8 +18,8 @@ def list_pairs(expert_of_pair, order, starts, expert, num_pairs, num_experts, BL
     chosen = tl.where(chosen < 0, 1 << 30, chosen)
     first = tl.sum((chosen < expert).to(tl.int32), 0)
     mine = chosen == expert
-    rank = tl.cumsum(mine.to(tl.int32), 0) - 1
-    tl.store(order + first + rank, pair, mask=mine)
+    place = tl.cumsum(mine.to(tl.int32), 0) - 1
+    tl.store(order + first + place, pair, mask=mine)
     tl.store(starts + expert, first)
     if expert == num_experts - 1:
         tl.store(starts + expert + 1, first + tl.sum(mine.to(tl.int32), 0))

@@ -102,15 +102,15 @@ def find_filled(model: Model, module: PreTrainedModel, context: int) -> FindFill
     """Find how a captured decode step of this model tells attention where its cache ends.
 
     Compiled block attention needs heads of a power of two from 16 on, layers that ask for nothing,
-    and KERNEL_TYPES. The kernel for latents needs ranks of a power of two likewise, and
+    and KERNEL_TYPES. The kernel for latents needs latents of a power of two likewise, and
     KERNEL_TYPES.
     """
     asked = [vars(part)["asked"] for part in module.modules() if "asked" in vars(part)]
     if not all(each.is_plain_within(context) for each in asked):
         return filled_mask
     config = module.config.get_text_config()
-    if rank := getattr(config, "kv_lora_rank", None):
-        powers = is_power(rank) and is_power(config.qk_rope_head_dim)
+    if latent_dim := getattr(config, "kv_lora_rank", None):
+        powers = is_power(latent_dim) and is_power(config.qk_rope_head_dim)
         return filled_up_to if powers and model.dtype in KERNEL_TYPES else filled_mask
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return filled_blocks if is_power(dim) else filled_mask

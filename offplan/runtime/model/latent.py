@@ -56,8 +56,8 @@ class Expansion:
     ) -> Expanded:
         """Expand the tokens from ``start`` on; return all of the prompt's until there.
 
-        ``latents`` is [batch, 1, kept, rank] and ``rotaries`` [batch, 1, kept, rope], both from the
-        prompt's first token on, ``num_tokens`` its length. Chunks come in order; the first one
+        ``latents`` is [batch, 1, kept, latent] and ``rotaries`` [batch, 1, kept, rope], both from
+        the prompt's first token on, ``num_tokens`` its length. Chunks come in order; the first one
         expands what the cache has kept before it as well.
         """
         stop = latents.shape[2]
@@ -99,17 +99,17 @@ def attend_latent(
 ) -> torch.Tensor:
     """Attend from one new token to latents.
 
-    ``query`` is [batch, heads, 1, nope + rope], ``latent`` [batch, 1, kept, rank], ``rotary``
+    ``query`` is [batch, heads, 1, nope + rope], ``latent`` [batch, 1, kept, latent], ``rotary``
     [batch, 1, kept, rope]. ``filled`` is a mask, [batch, 1, 1, kept], or, as ``way`` says, the last
     filled positions. Returns [batch, 1, heads, value_dim].
     """
-    heads, rank = query.shape[1], latent.shape[-1]
+    heads, latent_dim = query.shape[1], latent.shape[-1]
     rope = rotary.shape[-1]
     nope = query.shape[-1] - rope
     expanding: Any = module.get_submodule("kv_b_proj")
-    weight = weight_of(expanding, query.dtype).view(heads, -1, rank)
+    weight = weight_of(expanding, query.dtype).view(heads, -1, latent_dim)
     q_nope, q_rope = query[:, :, 0].split([nope, rope], dim=-1)
-    # [heads, batch, nope] @ [heads, nope, rank]
+    # [heads, batch, nope] @ [heads, nope, latent]
     q_latent = torch.bmm(q_nope.transpose(0, 1), weight[:, :nope]).transpose(0, 1)
     kept, angles = latent[:, 0], rotary[:, 0]
     if way is Way.MASK:

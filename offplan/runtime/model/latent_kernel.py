@@ -32,7 +32,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
     context,
     num_heads,
     SCALE: tl.constexpr,
-    RANK: tl.constexpr,
+    LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -46,21 +46,21 @@ def _attend_split(  # type: ignore[no-untyped-def]
     first = split * share
     stop = tl.minimum(first + share, filled)
 
-    rank, rope = tl.arange(0, RANK), tl.arange(0, ROPE)
+    dim, rope = tl.arange(0, LATENT), tl.arange(0, ROPE)
     at = row * num_heads + head
-    q = tl.load(query + at[:, None] * RANK + rank[None, :], mask=is_head[:, None], other=0.0)
+    q = tl.load(query + at[:, None] * LATENT + dim[None, :], mask=is_head[:, None], other=0.0)
     q_rope = tl.load(
         query_rotary + at[:, None] * ROPE + rope[None, :], mask=is_head[:, None], other=0.0
     )
-    kept = latents + row.to(tl.int64) * context * RANK
+    kept = latents + row.to(tl.int64) * context * LATENT
     angles = rotaries + row.to(tl.int64) * context * ROPE
     top = tl.full([BLOCK_H], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_H], dtype=tl.float32)
-    mixed = tl.zeros([BLOCK_H, RANK], dtype=tl.float32)
+    mixed = tl.zeros([BLOCK_H, LATENT], dtype=tl.float32)
     for begin in range(first, stop, BLOCK_S):
         token = begin + tl.arange(0, BLOCK_S)
         is_token = (token < stop)[:, None]
-        latent = tl.load(kept + token[:, None] * RANK + rank[None, :], mask=is_token, other=0.0)
+        latent = tl.load(kept + token[:, None] * LATENT + dim[None, :], mask=is_token, other=0.0)
         angle = tl.load(angles + token[:, None] * ROPE + rope[None, :], mask=is_token, other=0.0)
         score = tl.dot(q_rope, tl.trans(angle), tl.dot(q, tl.trans(latent))) * SCALE
         score = tl.where((token < stop)[None, :], score, float("-inf"))
@@ -73,27 +73,27 @@ def _attend_split(  # type: ignore[no-untyped-def]
     at = at * num_splits + split
     if first < stop:
         tl.store(log_sums + at, top + tl.log(total), mask=is_head)
-        where = partial + at.to(tl.int64)[:, None] * RANK + rank[None, :]
+        where = partial + at.to(tl.int64)[:, None] * LATENT + dim[None, :]
         tl.store(where, mixed / total[:, None], mask=is_head[:, None])
     else:
         tl.store(log_sums + at, top, mask=is_head)
 
 
 @triton.jit
-def _join_splits(partial, log_sums, out, num_splits, RANK: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _join_splits(partial, log_sums, out, num_splits, LATENT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program for a head of a sequence: weigh its splits by their softmax sums."""
     at = tl.program_id(0).to(tl.int64)
-    split, rank = tl.arange(0, BLOCK), tl.arange(0, RANK)
+    split, dim = tl.arange(0, BLOCK), tl.arange(0, LATENT)
     sums = tl.load(log_sums + at * num_splits + split, mask=split < num_splits, other=float("-inf"))
     top = tl.max(sums, 0)
     total = tl.sum(tl.exp(sums - top), 0)
-    joined = tl.zeros([RANK], dtype=tl.float32)
+    joined = tl.zeros([LATENT], dtype=tl.float32)
     for number in range(num_splits):
         log_sum = tl.load(log_sums + at * num_splits + number)
         if log_sum != float("-inf"):  # of an empty split nothing was written
-            part = tl.load(partial + (at * num_splits + number) * RANK + rank)
+            part = tl.load(partial + (at * num_splits + number) * LATENT + dim)
             joined += tl.exp(log_sum - top) / total * part
-    tl.store(out + at * RANK + rank, joined.to(out.dtype.element_ty))
+    tl.store(out + at * LATENT + dim, joined.to(out.dtype.element_ty))
 
 
 def choose_block(width: int, shared_bytes: int) -> int:
@@ -119,28 +119,28 @@ def attend_filled(
 ) -> torch.Tensor:
     """Mix cached latents by softmax of their products with the query.
 
-    ``query`` is [batch, heads, rank], ``query_rotary`` [batch, heads, rope]. ``latents`` are
-    [batch, context, rank], ``rotaries`` [batch, context, rope]. All are contiguous; rank and rope
-    are powers of two from 16 on. ``position``, int64 of ``batch`` elements on the device, is the
-    last filled token of each sequence. Returns [batch, heads, rank]. Runs on the current stream,
-    synchronises nothing.
+    ``query`` is [batch, heads, latent], ``query_rotary`` [batch, heads, rope]. ``latents`` are
+    [batch, context, latent], ``rotaries`` [batch, context, rope]. All are contiguous; the widths of
+    latent and rope are powers of two from 16 on. ``position``, int64 of ``batch`` elements on the
+    device, is the last filled token of each sequence. Returns [batch, heads, latent]. Runs on the
+    current stream, synchronises nothing.
     """
-    batch, heads, rank = query.shape
+    batch, heads, latent_dim = query.shape
     context, rope = rotaries.shape[1:]
     blocks = triton.cdiv(heads, LATENT_HEADS)
     shared_bytes, num_processors = gpu_limits(query.device.index)
-    block = choose_block(rank + rope, shared_bytes)
+    block = choose_block(latent_dim + rope, shared_bytes)
     splits = max(1, min(num_processors // (batch * blocks), triton.cdiv(context, block)))
-    partial = query.new_empty(batch, heads, splits, rank, dtype=torch.float32)
+    partial = query.new_empty(batch, heads, splits, latent_dim, dtype=torch.float32)
     log_sums = query.new_empty(batch, heads, splits, dtype=torch.float32)
     _attend_split[(batch, blocks, splits)](
         query, query_rotary, latents, rotaries, position, partial, log_sums,
         context, heads,
-        SCALE=scaling, RANK=rank, ROPE=rope, BLOCK_H=LATENT_HEADS, BLOCK_S=block,
+        SCALE=scaling, LATENT=latent_dim, ROPE=rope, BLOCK_H=LATENT_HEADS, BLOCK_S=block,
         num_warps=4,
     )  # fmt: skip
     out = torch.empty_like(query)
     _join_splits[(batch * heads,)](
-        partial, log_sums, out, splits, RANK=rank, BLOCK=triton.next_power_of_2(splits)
+        partial, log_sums, out, splits, LATENT=latent_dim, BLOCK=triton.next_power_of_2(splits)
     )
     return out
