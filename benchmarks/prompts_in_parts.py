@@ -29,7 +29,7 @@ from offplan.placement import place
 from offplan.plan import Offload, Plan, Prediction, Rule, Workload
 from offplan.planner.classes import expert_class
 from offplan.planner.make import make_plan
-from offplan.planner.options import NUM_PARTS
+from offplan.planner.parts import NUM_PARTS
 from offplan.planner.question import Question
 
 AGAIN = 1.5

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from offplan.checkpoint.model import Layer, Model
+from offplan.checkpoint.model import Layer
 from offplan.errors import PlanError
 from offplan.forms.form import Kind, Part
 from offplan.forms.host_kernels import CHUNK_COLUMNS
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit
-from offplan.kernel_sizes import MAX_PAIRS
-from offplan.plan import Offload, Rule
+from offplan.plan import Rule
+from offplan.routed_experts import require_experts
 
 BOUNDARY_BYTES = 256
 """Every part of the slots, and the table, starts on such a boundary."""
@@ -142,7 +142,7 @@ def find_expert_slots(
     anything but the routed experts of the layer, all of them, and for more slots than experts.
     """
     assert rule.cached_experts is not None
-    num_experts = _require_experts(stage, layer, f"rule {number} has cached_experts", units)
+    num_experts = require_experts(stage, layer, number, rule, units)
     more = num_before < (rule.cached_experts_more or 0)
     num_slots = rule.cached_experts + more
     if num_slots > num_experts:
@@ -183,78 +183,3 @@ def is_in_out(stage: Stage, unit: Unit) -> bool:
     of = unit.parameters[0]
     is_matrix = of.is_fused and len(of.shape) == 3
     return is_matrix and of.form.is_raw and stage.architecture.routing.in_out
-
-
-def check_parts(stage: Stage, layer: Layer, number: int, rule: Rule, units: Sequence[Unit]) -> None:
-    """Check that rule ``number``, from 1 on, which takes ``units`` of a layer, can stream parts.
-
-    Raises PlanError for a rule that takes anything but all routed experts of the layer. Raises
-    PlanError for a number of parts that does not divide the experts.
-    """
-    if not units:
-        return
-    num_experts = _require_experts(stage, layer, f"rule {number} has parts", units)
-    if rule.parts is not None and num_experts % rule.parts:
-        divisors = [str(n) for n in range(2, num_experts + 1) if num_experts % n == 0]
-        raise PlanError(
-            f"rule {number} has parts: {rule.parts}, which does not divide the {num_experts} "
-            f"experts of layer {layer.index} of {stage.model.source}: write one of "
-            f"{', '.join(divisors)}"
-        )
-
-
-def _require_experts(stage: Stage, layer: Layer, rule: str, units: Sequence[Unit]) -> int:
-    """Count the experts of a layer of which ``rule`` takes ``units``.
-
-    Raises PlanError if these are not all of the layer's routed experts, and nothing else.
-    """
-    other = next((unit.name for unit in units if not unit.is_expert), None)
-    if other is not None:
-        raise PlanError(
-            f"{rule} and takes {other} of layer {layer.index}, which is "
-            "no routed expert: name the routed experts alone, cpu_offload_params: [experts]"
-        )
-    taken = {parameter.name for unit in units for parameter in unit.parameters}
-    left = next((p.name for p in layer.parameters if p.is_expert and p.name not in taken), None)
-    if left is not None:
-        raise PlanError(
-            f"{rule} and leaves {left} of layer {layer.index} out: the "
-            "parts of an expert are kept together, so name all of them, cpu_offload_params: "
-            "[experts]"
-        )
-    num_experts = _count_experts(stage, units)
-    for unit in units:
-        if unit.nbytes % num_experts:
-            key = rule.rpartition(" ")[2]
-            raise PlanError(
-                f"{rule}, and {unit.name} of layer {layer.index} has {unit.nbytes} bytes, which "
-                f"{num_experts} experts do not divide: leave {key} out"
-            )
-    return num_experts
-
-
-def _count_experts(stage: Stage, units: Sequence[Unit]) -> int:
-    """Count the experts of a layer, of which ``units`` are stored."""
-    parameters = [parameter for unit in units for parameter in unit.parameters]
-    if not parameters[0].is_fused:
-        return min(len(parameter.tensors) for parameter in parameters)
-    rows = min(parameter.tensors[0].shape[0] for parameter in parameters)
-    stated = stage.experts.num_experts if stage.experts else rows
-    return rows if rows % stated else stated
-
-
-def require_few_pairs(stage: Stage | Model, offload: Offload, batch: int) -> None:
-    """Raise PlanError if a step sends ``batch`` tokens to more experts than kernels sort.
-
-    ``stage`` is what holds the experts, or the model.
-    """
-    keeps = any(rule.cached_experts is not None for rule in offload.rules)
-    if not keeps or stage.experts is None:
-        return
-    num_chosen = stage.experts.num_experts_per_token
-    if batch * num_chosen > MAX_PAIRS:
-        raise PlanError(
-            f"cached_experts serves steps of {MAX_PAIRS} pairs of a token and an expert at most; "
-            f"{batch} sequences x {num_chosen} experts a token are {batch * num_chosen}: lower "
-            f"`batch` to {MAX_PAIRS // num_chosen}, or leave cached_experts out"
-        )

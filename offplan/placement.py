@@ -14,10 +14,11 @@ from itertools import pairwise
 from offplan.backends import Backend
 from offplan.checkpoint.tables import Table
 from offplan.errors import PlanError
-from offplan.expert_slots import ExpertSlots, check_parts, find_expert_slots
+from offplan.expert_slots import ExpertSlots, find_expert_slots
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit
 from offplan.plan import Offload, Rule
+from offplan.routed_experts import require_experts
 from offplan.segments import describe_unmatched
 from offplan.units import format_bytes
 
@@ -25,8 +26,8 @@ ALIGNMENT_BYTES = 256
 """Every tensor in a slab starts on such a boundary, as the CUDA allocator's own blocks would."""
 
 
-PART_SLOTS = 2
-"""Slots for parts of layers: one that is computed with while the other is filled."""
+PIECE_SLOTS = 2
+"""Slots for pieces of layers: one that is computed with while the other is filled."""
 
 
 class Phase(str, Enum):
@@ -53,8 +54,8 @@ class SlabEntry:
     decode: Backend
     keeps_experts: bool = False
     """Whether some of its experts are in GPU memory as well, in slots of their own."""
-    num_parts: int = 1
-    """Parts of as many experts each in which prompts stream it; 1 where they stream it whole."""
+    num_pieces: int = 1
+    """Pieces of as many bytes in which prompts stream it; 1 where they stream it whole."""
 
     def backend(self, phase: Phase) -> Backend:
         """How this phase reads it."""
@@ -63,7 +64,7 @@ class SlabEntry:
     def reads_ring(self, phase: Phase) -> bool:
         """Whether this phase reads it whole in the ring, where the ring holds it: decode steps read
         experts that are kept one by one from their own slots."""
-        return self.num_parts == 1 and (phase is Phase.PREFILL or not self.keeps_experts)
+        return self.num_pieces == 1 and (phase is Phase.PREFILL or not self.keeps_experts)
 
     @property
     def off_gpu_bytes(self) -> int:
@@ -78,8 +79,8 @@ class Span:
     layer: int
     start: int
     stop: int
-    part: int | None = None
-    """The number of the part of the layer's experts that these are; None for whole entries."""
+    piece: int | None = None
+    """The number of the layer's piece that these are; None for whole entries."""
     gaps: tuple[tuple[int, int], ...] = ()
     """Between start and stop the runs of bytes that are left out, in order."""
 
@@ -112,8 +113,8 @@ class Span:
 class Slab:
     """All offloaded parameters of one layer, in one block of the store.
 
-    Entries are ordered so that each phase streams one contiguous range beside parts: streamed in
-    parts, in prefill only, in both phases, in decode only, in neither.
+    Entries are ordered so that each phase streams one contiguous range beside pieces: streamed in
+    pieces, in prefill only, in both phases, in decode only, in neither.
     """
 
     layer: int
@@ -127,26 +128,26 @@ class Slab:
 
     def span(self, phase: Phase) -> Span | None:
         """The range that this phase streams whole through the ring; None if it streams none."""
-        streamed = [e for e in self.entries if e.backend(phase).streams and e.num_parts == 1]
+        streamed = [e for e in self.entries if e.backend(phase).streams and e.num_pieces == 1]
         if not streamed:
             return None
         return Span(self.layer, streamed[0].offset, streamed[-1].offset + streamed[-1].unit.nbytes)
 
     @cached_property
-    def parts(self) -> tuple[Span, ...]:
-        """The parts of its experts that a prompt streams one after the other; () for none.
+    def pieces(self) -> tuple[Span, ...]:
+        """The pieces that a prompt streams one after the other; () for none.
 
-        A part has as many experts of each entry, and each in a run of its own.
+        A piece has an equal part of each entry, and each in a run of its own.
         """
-        entries = [entry for entry in self.entries if entry.num_parts > 1]
+        entries = [entry for entry in self.entries if entry.num_pieces > 1]
         if not entries:
             return ()
         found = []
-        for part in range(entries[0].num_parts):
-            sizes = [(e.offset, e.unit.nbytes // e.num_parts) for e in entries]
-            runs = [(start + part * size, start + (part + 1) * size) for start, size in sizes]
+        for piece in range(entries[0].num_pieces):
+            sizes = [(e.offset, e.unit.nbytes // e.num_pieces) for e in entries]
+            runs = [(start + piece * size, start + (piece + 1) * size) for start, size in sizes]
             gaps = tuple((left[1], right[0]) for left, right in pairwise(runs))
-            found.append(Span(self.layer, runs[0][0], runs[-1][1], part, gaps))
+            found.append(Span(self.layer, runs[0][0], runs[-1][1], piece, gaps))
         return tuple(found)
 
 
@@ -167,32 +168,32 @@ class Placement:
     expert_slots: Mapping[int, ExpertSlots] = field(default_factory=dict)
     """The experts that layers keep in GPU memory one by one, by layer index."""
     chunks_at_once: Mapping[int, int] = field(default_factory=dict)
-    """Chunks of a prompt that meet a part while it is in its slot, by layer index; all of them in
-    layers in parts that are left out."""
+    """Chunks of a prompt that meet a piece while it is in its slot, by layer index; all of them in
+    layers in pieces that are left out."""
 
     def num_groups(self, layer: int, num_chunks: int) -> int:
-        """Count the groups of chunks, one after another, for which a layer's parts cross."""
+        """Count the groups of chunks, one after another, for which a layer's pieces cross."""
         return -(-num_chunks // self.chunks_at_once.get(layer, num_chunks))
 
     @cached_property
-    def parts(self) -> Mapping[int, tuple[Span, ...]]:
-        """What prompts stream in parts, by layer index, in the order of the layers."""
-        return {slab.layer: slab.parts for slab in self.slabs if slab.parts}
+    def pieces(self) -> Mapping[int, tuple[Span, ...]]:
+        """What prompts stream in pieces, by layer index, in the order of the layers."""
+        return {slab.layer: slab.pieces for slab in self.slabs if slab.pieces}
 
     @cached_property
-    def part_bytes(self) -> int:
-        """Size of each slot for a part: the largest part; 0 where nothing streams in parts."""
-        return max((each.slot_bytes for of in self.parts.values() for each in of), default=0)
+    def piece_bytes(self) -> int:
+        """Size of each slot for a piece: the largest piece; 0 where nothing streams in pieces."""
+        return max((each.slot_bytes for of in self.pieces.values() for each in of), default=0)
 
     @property
     def slot_sizes(self) -> list[int]:
-        """Bytes of each slot: those of the ring, then those for parts."""
-        return [self.slot_bytes] * self.num_slots + [self.part_bytes] * self.num_part_slots
+        """Bytes of each slot: those of the ring, then those for pieces."""
+        return [self.slot_bytes] * self.num_slots + [self.piece_bytes] * self.num_piece_slots
 
     @property
-    def num_part_slots(self) -> int:
-        """Slots for parts, numbered after those of the ring."""
-        return PART_SLOTS if self.parts else 0
+    def num_piece_slots(self) -> int:
+        """Slots for pieces, numbered after those of the ring."""
+        return PIECE_SLOTS if self.pieces else 0
 
     @property
     def entries(self) -> Iterator[SlabEntry]:
@@ -226,7 +227,7 @@ class Placement:
 
     @property
     def ring_bytes(self) -> int:
-        """GPU memory of the ring, and of the slots for parts."""
+        """GPU memory of the ring, and of the slots for pieces."""
         return sum(self.slot_sizes)
 
     def spans(self, phase: Phase) -> list[Span]:
@@ -254,8 +255,7 @@ def place(stage: Stage, offload: Offload) -> Placement:
     left = [math.inf if rule.max_bytes is None else rule.max_bytes for rule in rules]
     unused = set(range(len(rules)))
     slabs: list[Slab] = []
-    keeping = [number for number, rule in enumerate(rules) if rule.cached_experts is not None]
-    slots: dict[int, dict[int, ExpertSlots]] = {number: {} for number in keeping}
+    slots: list[dict[int, ExpertSlots]] = [{} for _ in rules]
     chunks_at_once: dict[int, int] = {}
     for layer, units in zip(stage.layers, stage.units, strict=True):
         chosen: list[tuple[Unit, Rule]] = []
@@ -265,21 +265,17 @@ def place(stage: Stage, offload: Offload) -> Placement:
                 unused.discard(number)
                 left[number] -= unit.nbytes
                 chosen.append((unit, rules[number]))
-        for number, rule in enumerate(rules):
-            if rule.parts is not None:
-                taken = [unit for unit, taker in chosen if taker is rule]
-                check_parts(stage, layer, number + 1, rule, taken)
-                at_once = rule.chunks_at_once(offload.prefill_chunk)
-                if taken and at_once is not None:
+        for position, (rule, kept) in enumerate(zip(rules, slots, strict=True), 1):
+            taken = [unit for unit, taker in chosen if rule.experts_key and taker is rule]
+            asked = stage, layer, position, rule, taken
+            if taken and rule.num_pieces > 1:
+                require_experts(*asked)
+                if (at_once := rule.chunks_at_once(offload.prefill_chunk)) is not None:
                     chunks_at_once[layer.index] = at_once
+            if taken and rule.cached_experts is not None:
+                kept[layer.index] = find_expert_slots(*asked, len(kept))
         if chosen:
             slabs.append(build_slab(chosen))
-        for number in keeping:
-            rule = rules[number]
-            if kept := [unit for unit, taker in chosen if taker is rule]:
-                slots[number][layer.index] = find_expert_slots(
-                    stage, layer, number + 1, rule, kept, len(slots[number])
-                )
     if unused:
         raise PlanError(_describe_unused(min(unused), rules[min(unused)], stage))
     streamed = [_spans(slabs, phase) for phase in Phase]
@@ -297,7 +293,7 @@ def place(stage: Stage, offload: Offload) -> Placement:
         slot_bytes=max((span.nbytes for spans in streamed for span in spans), default=0),
         resident_bytes=weights - sum(e.off_gpu_bytes for slab in slabs for e in slab.entries),
         host_tables=tables,
-        expert_slots={layer: of for by_layer in slots.values() for layer, of in by_layer.items()},
+        expert_slots={layer: of for by_layer in slots for layer, of in by_layer.items()},
         chunks_at_once=chunks_at_once,
     )
 
@@ -326,13 +322,13 @@ _ORDER = ((True, False), (True, True), (False, True), (False, False))
 def build_slab(chosen: Iterable[tuple[Unit, Rule]]) -> Slab:
     """Lay out the chosen units of one layer, each with the rule that takes it."""
     # sorted() is stable: within a class the entries keep the order of their names
-    ranked = sorted(chosen, key=lambda pair: (pair[1].parts is None, _ORDER.index(pair[1].streams)))
+    ranked = sorted(chosen, key=lambda of: (of[1].num_pieces == 1, _ORDER.index(of[1].streams)))
     entries: list[SlabEntry] = []
     offset = 0
     for unit, rule in ranked:
         keeps = rule.cached_experts is not None
-        parts = rule.parts or 1
-        entries.append(SlabEntry(unit, offset, rule.prefill, rule.decode, keeps, parts))
+        ways = rule.prefill, rule.decode
+        entries.append(SlabEntry(unit, offset, *ways, keeps, rule.num_pieces))
         offset = align(offset + unit.nbytes)
     return Slab(entries[0].unit.layer, tuple(entries))
 

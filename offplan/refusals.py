@@ -5,18 +5,22 @@ One list: a decision that is priced, checked, offered as a neighbour or run has 
 ``runtime.loading.prepared`` those that only the machine tells. No torch.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from offplan.backends import Backend
 from offplan.capabilities.cached_experts import find_unread
+from offplan.capabilities.table import APART
+from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.roles import Role, role_of
 from offplan.errors import PlanError
-from offplan.expert_slots import is_in_out, require_few_pairs
+from offplan.expert_slots import is_in_out
 from offplan.forms.form import RAW, Part
 from offplan.forms.host_kernels import why_no_kernel
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit
+from offplan.kernel_sizes import MAX_PAIRS
 from offplan.placement import Placement
 from offplan.plan import Offload
 
@@ -39,16 +43,13 @@ def require_runnable(
 def _list_refusals(
     stage: Stage, placement: Placement, offload: Offload, on_gpu: bool
 ) -> Iterator[str]:
-    if stage.is_stock and placement.expert_slots:
-        yield (
-            "a rule has cached_experts, and transformers' own passes are to run the model: kept "
-            "experts need offplan's own passes, so make a plan with `stock=True`"
-        )
-    if stage.is_stock and placement.parts:
-        yield (
-            "a rule has parts, and transformers' own passes are to run the model, whose layers "
-            "take one chunk after the other: make a plan with `stock=True`"
-        )
+    for one, key, needs in APART:
+        is_asked = any(getattr(rule, key) is not None for rule in offload.rules)
+        if one == "stock" and stage.is_stock and is_asked:
+            yield (
+                f"a rule has {key}, and transformers' own passes are to run the model: {needs} own "
+                "passes, so make a plan with `stock=True`"
+            )
     keeping = [layer for layer in stage.layers if layer.index in placement.expert_slots]
     if on_gpu and (what := find_unread(stage.model, stage.dtype, keeping)) is not None:
         yield (
@@ -59,6 +60,21 @@ def _list_refusals(
         given = [entry.unit for entry in slab.entries if entry.decode is Backend.HOST]
         if given and (why := why_not_by_cores(stage, stage.units[slab.layer], given)):
             yield f"layer {slab.layer}: `decode: host` {why}"
+
+
+def has_kernels(
+    stage: Stage,
+    decode: Backend,
+    layers: Iterable[Iterable[Unit]],
+    taken: Sequence[Sequence[Unit]],
+) -> bool:
+    """Return True if a backend of decode multiplies what is ``taken`` of each layer's units."""
+    if not decode.is_by_cores:
+        return True
+    has_matrices = any(u.part is Part.WEIGHT and len(u.shape) > 1 for u in chain(*taken))
+    return has_matrices and not any(
+        why_not_by_cores(stage, units, given) for units, given in zip(layers, taken, strict=True)
+    )
 
 
 def why_not_by_cores(stage: Stage, units: Iterable[Unit], given: Iterable[Unit]) -> str | None:
@@ -103,3 +119,20 @@ def _is_multiplied(unit: Unit) -> bool:
 def _is_wide(parameter: Parameter) -> bool:
     """Return True if values are float32, which steps read in place whatever the decision says."""
     return parameter.form is RAW and all(tensor.dtype == "F32" for tensor in parameter.tensors)
+
+
+def require_few_pairs(stage: Stage | Model, offload: Offload, batch: int) -> None:
+    """Raise PlanError if a step sends ``batch`` tokens to more experts than kernels sort.
+
+    ``stage`` is what holds the experts, or the model.
+    """
+    keeps = any(rule.cached_experts is not None for rule in offload.rules)
+    if not keeps or stage.experts is None:
+        return
+    num_chosen = stage.experts.num_experts_per_token
+    if batch * num_chosen > MAX_PAIRS:
+        raise PlanError(
+            f"cached_experts serves steps of {MAX_PAIRS} pairs of a token and an expert at most; "
+            f"{batch} sequences x {num_chosen} experts a token are {batch * num_chosen}: lower "
+            f"`batch` to {MAX_PAIRS // num_chosen}, or leave cached_experts out"
+        )

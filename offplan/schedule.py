@@ -13,10 +13,10 @@ has a slot of its own is never copied twice. A layer that a pass calls several t
 for all its calls, and takes a turn in each. If decode streams nothing, it finds in the ring what
 the last turns of prefill left there. Decode copies anew what an aborted pass took from there.
 
-Layers in parts: all chunks first run up to the experts of a layer whose experts a prompt streams in
-parts. Then each part meets the tokens of all chunks. Parts take turns in PART_SLOTS slots of their
-own, across layers, by the same rule. If a plan limits how many chunks wait at the experts, the
-chunks do so group by group. The parts then take their turns again in each group.
+Layers in pieces: all chunks first run up to what a prompt streams of a layer in pieces. Then each
+piece meets the tokens of all chunks. Pieces take turns in PIECE_SLOTS slots of their own, across
+layers, by the same rule. If a plan limits how many chunks wait there, the chunks do so group by
+group. The pieces then take their turns again in each group.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from offplan.backends import Backend
-from offplan.placement import PART_SLOTS, Phase, Placement, SlabEntry, Span
+from offplan.placement import PIECE_SLOTS, Phase, Placement, SlabEntry, Span
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Serve:
 
 @dataclass(frozen=True)
 class Begin:
-    """Run a group of chunks through a layer in parts up to its experts.
+    """Run a group of chunks through a layer in pieces up to these.
 
     Whatever the layer's kernels read in place they read now. From the second group on, the chunks
     of the one before run the rest of the layer first.
@@ -65,11 +65,11 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class ComputePart:
-    """Multiply the tokens of a group of chunks by a part of a layer's experts."""
+class ComputePiece:
+    """Compute with a piece of a layer for the tokens of a group of chunks."""
 
     layer: int
-    part: int
+    piece: int
     group: int = 0
 
 
@@ -83,7 +83,7 @@ class Compute:
     layer: int
 
 
-Operation = Copy | Wait | Serve | Begin | ComputePart | Compute
+Operation = Copy | Wait | Serve | Begin | ComputePiece | Compute
 
 Calls = Mapping[Phase, Sequence[int]]
 """The layers in the order in which a pass of each phase calls them, by index; a layer may come
@@ -115,7 +115,7 @@ class Schedule:
 
 def empty_ring(placement: Placement) -> Ring:
     """Return the ring before anything was copied."""
-    return (None,) * (placement.num_slots + placement.num_part_slots)
+    return (None,) * (placement.num_slots + placement.num_piece_slots)
 
 
 def slots_of(placement: Placement, phase: Phase) -> dict[int, tuple[int, Span]]:
@@ -125,13 +125,13 @@ def slots_of(placement: Placement, phase: Phase) -> dict[int, tuple[int, Span]]:
     return {span.layer: (turn % num_slots, span) for turn, span in enumerate(spans)}
 
 
-def part_slots_of(placement: Placement) -> dict[int, list[tuple[int, Span]]]:
-    """Return slot and span of each part that a prompt streams, by layer index."""
+def piece_slots_of(placement: Placement) -> dict[int, list[tuple[int, Span]]]:
+    """Return slot and span of each piece that a prompt streams, by layer index."""
     first, turn = placement.num_slots, 0
     found: dict[int, list[tuple[int, Span]]] = {}
-    for layer, parts in placement.parts.items():
-        for span in parts:
-            found.setdefault(layer, []).append((first + turn % PART_SLOTS, span))
+    for layer, pieces in placement.pieces.items():
+        for span in pieces:
+            found.setdefault(layer, []).append((first + turn % PIECE_SLOTS, span))
             turn += 1
     return found
 
@@ -145,9 +145,9 @@ def turns_of(
     """
     turns = {layer: [turn] for layer, turn in slots_of(placement, phase).items()}
     if phase is Phase.PREFILL:
-        for layer, parts in part_slots_of(placement).items():
+        for layer, pieces in piece_slots_of(placement).items():
             again = placement.num_groups(layer, num_chunks)
-            turns[layer] = turns.get(layer, []) + again * parts
+            turns[layer] = turns.get(layer, []) + again * pieces
     return turns
 
 
@@ -258,19 +258,19 @@ def build_pass(
     turn = 0
     for layer in order[phase]:
         whole: list[int] = []
-        parts: list[int] = []
+        pieces: list[int] = []
         for _, span in turns_by_layer.get(layer, ()):
-            (whole if span.part is None else parts).append(turn)
+            (whole if span.piece is None else pieces).append(turn)
             turn += 1
         operations += [Wait(*turns[each]) for each in whole]
         if layer in lost:
             operations.append(Wait(*lost[layer]))
         operations += [Serve(phase, layer, backend) for backend in served.get(layer, ())]
-        for number, each in enumerate(parts):
-            group, part = divmod(number, len(placement.parts[layer]))
-            if not part:
+        for number, each in enumerate(pieces):
+            group, piece = divmod(number, len(placement.pieces[layer]))
+            if not piece:
                 operations.append(Begin(layer, group))
-            operations += [Wait(*turns[each]), ComputePart(layer, part, group)]
+            operations += [Wait(*turns[each]), ComputePiece(layer, piece, group)]
             refill(each)
         operations.append(Compute(layer))
         for each in whole:

@@ -35,7 +35,8 @@ ARROWS = {
     "routing": ["plan"],
     "held": ["routing"],
     "packing_sample": ["held"],
-    "expert_slots": ["held", "kernel_sizes"],
+    "routed_experts": ["held"],
+    "expert_slots": ["routed_experts", "kernel_sizes"],
     "placement": ["expert_slots"],
     "schedule": ["placement"],
     "refusals": ["placement", "kernel_sizes"],
@@ -86,7 +87,7 @@ ARROWS = {
     "library.planned": ["machine", "routing"],
     "library.held_memory": ["placement"],
     "library.runnable": ["held", "lean", "runtime.executors", "runtime.measuring"],
-    "library.settled": ["library.held_memory", "packing_sample", "runtime.memory"],
+    "library.settled": ["refusals", "library.held_memory", "packing_sample", "runtime.memory"],
     "library.sessions": [
         "library.planned",
         "library.runnable",
@@ -181,6 +182,27 @@ def test_the_table_alone_imports_a_capability(capability: str) -> None:
         if capability in imported_rooms(path) and room != capability
     }
     assert importing == {"runtime.executors"} | MEASURING.get(capability, set())
+
+
+@pytest.mark.parametrize(
+    ("capability", "importers"),
+    [
+        ("capabilities.parts", {"capabilities/table.py"}),
+        ("costs.parts", {"costs/capabilities.py", "planner/parts.py"}),
+        ("planner.parts", {"planner/options.py"}),
+        ("planner.cached_experts", {"planner/options.py"}),
+    ],
+)
+def test_tables_alone_import_a_capability(capability: str, importers: set[str]) -> None:
+    """Without its files and its rows of the tables all else is imported as before."""
+    name = f"offplan.{capability}"
+    every = (path for path in PACKAGE.rglob("*.py") if path.stem != "__init__")
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in every
+        if any(each == name or each.startswith(f"{name}.") for each in imported_names(path))
+    }
+    assert found == importers
 
 
 def test_tests_import_helpers_never_one_another() -> None:

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from offplan.checkpoint.model import Model
 from offplan.errors import PlanError
-from offplan.expert_slots import require_few_pairs
 from offplan.held.held import hold
 from offplan.held.unit import group_units
 from offplan.placement import ALIGNMENT_BYTES, Phase, place
 from offplan.plan import Backend, Offload, Rule
+from offplan.refusals import require_few_pairs
 from offplan.schedule import read_at_use
 from tests.costs.builders import DENSE, MOE, dense_model, make_model, moe_model, place_rules, rule
 from tests.costs.strategies import (
@@ -35,7 +35,7 @@ def test_bytes_add_up(data: st.DataObject, model: Model, prefetch_step: int) -> 
     assert (
         placement.ring_bytes
         == placement.num_slots * placement.slot_bytes
-        + placement.num_part_slots * placement.part_bytes
+        + placement.num_piece_slots * placement.piece_bytes
     )
     for phase in Phase:
         assert all(span.nbytes <= placement.slot_bytes for span in placement.spans(phase))
@@ -55,7 +55,7 @@ def test_slabs_are_aligned_and_spans_contiguous(data: st.DataObject, model: Mode
         for phase in Phase:
             span = slab.span(phase)
             for entry in slab.entries:
-                streamed = entry.backend(phase) is Backend.PREFETCH and entry.num_parts == 1
+                streamed = entry.backend(phase) is Backend.PREFETCH and entry.num_pieces == 1
                 inside = span is not None and span.start <= entry.offset < span.stop
                 assert streamed == inside
 
@@ -246,11 +246,11 @@ def test_whole_chunks_wait_at_once(tokens: int | None, at_once: int | None, grou
 def test_parts_are_experts_of_every_matrix() -> None:
     (slab,) = place_rules(make_model([MOE]), [in_parts(4, "experts")], 1).slabs
     expert = 64 * 64 * 2
-    assert [[(stop - start) for start, stop, _ in part.runs] for part in slab.parts] == [
+    assert [[(stop - start) for start, stop, _ in piece.runs] for piece in slab.pieces] == [
         [2 * expert, 2 * 2 * expert]
     ] * 4
-    assert [part.runs[0][0] for part in slab.parts] == [n * 2 * expert for n in range(4)]
-    assert sum(part.nbytes for part in slab.parts) == slab.nbytes
+    assert [piece.runs[0][0] for piece in slab.pieces] == [n * 2 * expert for n in range(4)]
+    assert sum(piece.nbytes for piece in slab.pieces) == slab.nbytes
     assert slab.span(Phase.PREFILL) is None
 
 

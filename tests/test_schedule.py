@@ -13,7 +13,7 @@ from offplan.plan import Backend
 from offplan.schedule import (
     Begin,
     Compute,
-    ComputePart,
+    ComputePiece,
     Copy,
     Schedule,
     Wait,
@@ -60,9 +60,9 @@ def check_passes(passes: Sequence[Schedule]) -> None:
                 awaited[op.slot] = op.span
             elif any(span.layer != op.layer for span in awaited.values()):
                 raise ValueError(f"pass {number} runs layer {op.layer} with another's bytes")
-            elif isinstance(op, ComputePart):
-                slots = [slot for slot, span in awaited.items() if span.part is not None]
-                if [awaited[slot].part for slot in slots] != [op.part]:
+            elif isinstance(op, ComputePiece):
+                slots = [slot for slot, span in awaited.items() if span.piece is not None]
+                if [awaited[slot].piece for slot in slots] != [op.piece]:
                     raise ValueError(f"pass {number} runs a part of layer {op.layer} without it")
                 awaited.pop(slots[0])  # what the layer streams whole it still needs
             elif isinstance(op, Compute):
@@ -88,12 +88,12 @@ def run_by_hand(placement: Placement, passes: list[Schedule], *, late: bool) -> 
                     first = queue.pop(0)
                     slots[first.slot] = first.span
             else:
-                part = op.part if isinstance(op, ComputePart) else None
+                part = op.piece if isinstance(op, ComputePiece) else None
                 if schedule.phase is Phase.DECODE and op.layer in left:
                     slot, span = left[op.layer]
                     assert slots[slot] == span, f"layer {op.layer} finds another's bytes"
                 for slot, span in turns.get(op.layer, ()):
-                    if span.part in (None, part):  # what it streams whole it reads all the while
+                    if span.piece in (None, part):  # what it streams whole it reads all the while
                         assert slots[slot] == span, f"layer {op.layer} reads another's bytes"
                         assert placement.slot_sizes[slot] >= span.slot_bytes
             while queue and not late:
@@ -222,23 +222,23 @@ def test_parts_take_turns_while_what_is_streamed_whole_stays() -> None:
     whole = rule("self_attn", decode=Backend.UVA)
     parts = rule("experts", decode=Backend.UVA).model_copy(update={"parts": 4})
     placement = place_rules(moe_model(3), [whole, parts], 1)
-    assert placement.slot_sizes == [placement.slot_bytes, *[placement.part_bytes] * 2]
+    assert placement.slot_sizes == [placement.slot_bytes, *[placement.piece_bytes] * 2]
     schedule = build_request(placement, 3, empty_ring(placement)).prefill
     told = [
         f"{type(op).__name__}{getattr(op, 'slot', '')}"
         for op in schedule.operations
         if not isinstance(op, Copy) or op.slot
     ]
-    turns = [name for slot in (1, 2) for name in (f"Wait{slot}", "ComputePart", f"Copy{slot}")]
+    turns = [name for slot in (1, 2) for name in (f"Wait{slot}", "ComputePiece", f"Copy{slot}")]
     layer = ["Wait0", "Begin", *turns, *turns, "Compute"]
     last = ["Wait0", "Begin", *turns, *(name for name in turns if "Copy" not in name), "Compute"]
     assert told == ["Copy1", "Copy2", "Wait0", "Compute", *layer, *last]
-    experts = [slab for slab in placement.slabs if slab.parts]
+    experts = [slab for slab in placement.slabs if slab.pieces]
     moved = [op.span.nbytes for op in schedule.operations if isinstance(op, Copy) and op.slot]
     assert sum(moved) == sum(
-        e.unit.nbytes for slab in experts for e in slab.entries if e.num_parts > 1
+        e.unit.nbytes for slab in experts for e in slab.entries if e.num_pieces > 1
     )
-    assert all(len(span.runs) == 2 for slab in experts for span in slab.parts)
+    assert all(len(span.runs) == 2 for slab in experts for span in slab.pieces)
 
 
 @pytest.mark.parametrize(("num_parts", "crossings"), [(4, 3), (2, 1)])
@@ -251,12 +251,12 @@ def test_parts_cross_again_for_each_group_of_chunks(num_parts: int, crossings: i
     requests = [build_request(placement, 3, ring, num_chunks=n) for n in (3, 7)]
     moved = [request.prefill.link_bytes for request in requests]
     assert moved == [placement.slab_bytes, crossings * placement.slab_bytes]
-    told = [op for op in requests[1].prefill.operations if isinstance(op, Begin | ComputePart)]
+    told = [op for op in requests[1].prefill.operations if isinstance(op, Begin | ComputePiece)]
     assert told == [
         op
         for layer in (1, 2)
         for group in range(3)
-        for op in (Begin(layer, group), *(ComputePart(layer, n, group) for n in range(num_parts)))
+        for op in (Begin(layer, group), *(ComputePiece(layer, n, group) for n in range(num_parts)))
     ]
 
 

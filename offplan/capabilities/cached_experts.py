@@ -72,6 +72,11 @@ class CachedExpertsRule(RuleBase):
         yield from super().list_faults()
 
     @property
+    def experts_key(self) -> str | None:
+        """It is whole experts that are kept."""
+        return "cached_experts" if self.cached_experts is not None else super().experts_key
+
+    @property
     def num_kept(self) -> int:
         """Experts of a layer that are on the GPU from step to step; the last slot may keep none."""
         return (self.cached_experts or 0) - bool(self.split_expert)

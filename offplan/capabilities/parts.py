@@ -48,29 +48,46 @@ class PartsRule(RuleBase):
                 )
         yield from super().list_faults()
 
+    @property
+    def num_pieces(self) -> int:
+        """Each part is a piece."""
+        return self.parts or 1
+
     def chunks_at_once(self, prefill_chunk: int) -> int | None:
-        """Count the chunks of so many tokens that meet a part at once; None for all."""
+        """Count the chunks that ``tokens_at_once`` are in."""
         at_once = self.tokens_at_once
         return None if at_once is None else -(-at_once // prefill_chunk)
 
+    @property
+    def experts_key(self) -> str | None:
+        """Parts are of routed experts."""
+        return "parts" if self.parts is not None else super().experts_key
+
+    def why_not_divide(self, num_experts: int, whose: str) -> str | None:
+        """Say that its parts do not divide the experts, and what would."""
+        if num_experts % self.num_pieces == 0:
+            return None
+        divisors = [str(n) for n in range(2, num_experts + 1) if num_experts % n == 0]
+        return (
+            f"parts: {self.parts}, which does not divide the {num_experts} experts of {whose}: "
+            f"write one of {', '.join(divisors)}"
+        )
+
     def describe(self) -> str:
         """Say in how many parts experts stream."""
-        if self.parts is None:
-            return super().describe()
-        told = f"; prompts stream the experts of a layer in {self.parts} parts"
-        return super().describe() + told + self._describe_at_once()
+        return super().describe() + self._describe("prompts stream")
 
     def describe_plainly(self) -> str:
         """Say the same to people who do not know the keys."""
-        if self.parts is None:
-            return super().describe_plainly()
-        told = f"; a prompt brings the experts of a layer in {self.parts} parts"
-        return super().describe_plainly() + told + self._describe_at_once()
+        return super().describe_plainly() + self._describe("a prompt brings")
 
-    def _describe_at_once(self) -> str:
-        if self.tokens_at_once is None:
+    def _describe(self, doing: str) -> str:
+        if self.parts is None:
             return ""
-        return f", again for every {self.tokens_at_once:,} tokens of a sequence"
+        told = f"; {doing} the experts of a layer in {self.parts} parts"
+        if self.tokens_at_once is not None:
+            told += f", again for every {self.tokens_at_once:,} tokens of a sequence"
+        return told
 
     def list_unsaid(self) -> Iterator[str]:
         """Yield that the experts stream in parts."""

@@ -129,6 +129,29 @@ class RuleBase(Pattern):
         """True for each phase, prefill and decode, in which it goes through the ring."""
         return self.prefill.streams, self.decode.streams
 
+    @property
+    def num_pieces(self) -> int:
+        """Pieces, of as many bytes each, in which prompts stream what it takes of a layer."""
+        return 1
+
+    def chunks_at_once(self, prefill_chunk: int) -> int | None:
+        """Count the chunks of so many tokens that meet a piece at once; None for all."""
+        return None
+
+    @property
+    def experts_key(self) -> str | None:
+        """Key for which it takes layers' routed experts alone, all of them; None if it need not."""
+        return None
+
+    def why_not_divide(self, num_experts: int, whose: str) -> str | None:
+        """Say why so many experts of a layer cannot stream in its pieces; None if they can."""
+        return None
+
+    @property
+    def trades_request(self) -> bool:
+        """True if it brings the first token earlier, and may make the whole request longer."""
+        return self.num_pieces > 1
+
     def describe(self) -> str:
         """Say what capabilities add to the rule, for a plan's report: words from ``; `` on."""
         return ""

@@ -26,7 +26,6 @@ from offplan.kernel_sizes import (
     SPAN_TOKENS,
     eager_width,
     is_power,
-    parted_width,
 )
 from offplan.placement import Phase
 from offplan.plan import Workload
@@ -154,19 +153,19 @@ H100 1.91 and 1.92 (Nemotron-H by transformers 5.17, 4.51 GB).
 
 
 def activation_bytes(
-    stage: Stage, workload: Workload, prefill_chunk: int, *, in_parts: bool = False
+    stage: Stage, workload: Workload, prefill_chunk: int, *, in_pieces: bool = False
 ) -> int:
-    """Bytes of all ``activation_parts``, where no layer's experts stream in parts.
+    """Bytes of all ``activation_parts``, where no layer's experts stream in pieces.
 
-    With ``in_parts`` all do, and what prompts take at them is left out.
+    With ``in_pieces`` all do, and what prompts take at them is left out.
     """
-    return sum(activation_parts(stage, workload, prefill_chunk, in_parts=in_parts).values())
+    return sum(activation_parts(stage, workload, prefill_chunk, in_pieces=in_pieces).values())
 
 
 def activation_parts(
-    stage: Stage, workload: Workload, prefill_chunk: int, *, in_parts: bool = False
+    stage: Stage, workload: Workload, prefill_chunk: int, *, in_pieces: bool = False
 ) -> dict[str, int]:
-    """Name the bytes of what passes make and drop again; ``in_parts`` as for ``phase_bytes``.
+    """Name the bytes of what passes make and drop again; ``in_pieces`` as for ``phase_bytes``.
 
     Captured graphs keep a step's temporaries beside an uncaptured prompt. Source:
     ``runtime.session.Session``, ``runtime.passes.captured.Passes``.
@@ -179,7 +178,7 @@ def activation_parts(
             "scratch": scratch_bytes(stage),
             "experts stored as codes": coded_experts_bytes(stage),
         }
-    prompt, step = phase_bytes(stage, workload, prefill_chunk, in_parts=in_parts)
+    prompt, step = phase_bytes(stage, workload, prefill_chunk, in_pieces=in_pieces)
     return {
         "temporaries of the larger phase": max(prompt, step),
         "temporaries of a step, for captured graphs": step,
@@ -213,21 +212,21 @@ def coded_experts_bytes(stage: Stage) -> int:
 
 
 def phase_bytes(
-    stage: Stage, workload: Workload, prefill_chunk: int, *, in_parts: bool = False
+    stage: Stage, workload: Workload, prefill_chunk: int, *, in_pieces: bool = False
 ) -> tuple[int, int]:
     """Bytes of the temporaries of a prompt, and of a decode step.
 
     A prompt's are its largest chunk's, and what waits meanwhile. A chunk has hidden states + the
     largest block + logits: of a layer only one block, attention or MLP, is alive at a time. A
-    chunk that is not as long as the plan's runs uncompiled. ``in_parts`` leaves out what a prompt's
-    routed experts take, as where all of them stream in parts.
+    chunk that is not as long as the plan's runs uncompiled. ``in_pieces`` leaves out what a
+    prompt's routed experts take, as where all of them stream in pieces.
     """
     layers = _distinct_layers(stage)
     # of chunks with as many tokens, the last one reaches furthest and takes most
     last = {shape.tokens: shape for shape in prefill_shapes(workload, prefill_chunk)}
 
     def of_chunk(shape: PassShape) -> int:
-        is_apart = in_parts and shape.phase is Phase.PREFILL
+        is_apart = in_pieces and shape.phase is Phase.PREFILL
         blocks = [attention_bytes, dense_bytes if is_apart else mlp_bytes, per_layer_bytes]
         if shape.phase is Phase.PREFILL and shape.tokens != prefill_chunk and not is_apart:
             blocks.append(eager_expert_bytes)
@@ -411,17 +410,13 @@ def dense_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
 
 def eager_expert_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
     """Bytes of the temporaries of many tokens' routed experts, uncompiled."""
-    return _pair_bytes(stage, layer, shape, eager_width)
+    return pair_bytes(stage, layer, shape, eager_width)
 
 
-def parted_expert_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
-    """Bytes of the temporaries of a chunk's pairs at experts in parts, beside what it keeps."""
-    return _pair_bytes(stage, layer, shape, parted_width)
-
-
-def _pair_bytes(
+def pair_bytes(
     stage: Stage, layer: Layer, shape: PassShape, width: Callable[[int, int], int]
 ) -> int:
+    """Bytes of the temporaries of pairs of a token and a routed expert, each ``width`` elements."""
     if not layer.expert_bytes or stage.experts is None:
         return 0
     hidden = stage.architecture.hidden_size

@@ -7,11 +7,13 @@ from math import erfc, exp, log, prod, sqrt
 
 from offplan.checkpoint.model import Experts
 from offplan.checkpoint.tables import Table
+from offplan.costs.timeline import to_ps
 from offplan.costs.work import PassShape, gathers_codes
 from offplan.held.unit import Unit
 from offplan.kernel_sizes import IN_PLACE_ROWS
 from offplan.machine.curve import Reread
 from offplan.machine.profile import MachineProfile
+from offplan.placement import Span
 from offplan.routing.profile import BatchReuse
 
 REREADS = tuple(
@@ -55,6 +57,12 @@ UVA_SLOWDOWN = 1.16
 Source: matrix-vector products of 32 MiB each while copies are queued; other kernels that read in
 place were 1.09 to 1.21 times slower than alone.
 """
+
+
+def copy_ps(machine: MachineProfile, span: Span) -> int:
+    """Picoseconds of copying a span: a DMA for each of its runs."""
+    again = (len(span.runs) - 1) * machine.copy_latency.value
+    return to_ps(machine.copy_seconds(span.nbytes) + again)
 
 
 def uva_slowdown(machine: MachineProfile) -> float:

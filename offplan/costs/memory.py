@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from offplan.costs.activations import activation_parts
-from offplan.costs.parts import find_parts_memory
+from offplan.costs.capabilities import GPU_BYTES
 from offplan.costs.term import Input, Term, list_figures, sum_up
 from offplan.costs.vllm_cache import cache_bytes
 from offplan.held.stage import Stage
@@ -58,18 +58,16 @@ def list_gpu_memory(
     slots = Input("slots", placement.num_slots, "count")
     ring: tuple[Input, ...] = (slots, Input("largest span", placement.slot_bytes, "bytes"))
     of_ring = "slots x largest span"
-    are_whole = (n not in placement.parts for n, of in enumerate(stage.layers) if of.expert_bytes)
-    in_parts = bool(placement.parts) and not any(are_whole)
-    activations = activation_parts(stage, workload, prefill_chunk, in_parts=in_parts)
-    if placement.parts:
+    are_whole = (n not in placement.pieces for n, of in enumerate(stage.layers) if of.expert_bytes)
+    in_pieces = bool(placement.pieces) and not any(are_whole)
+    activations = activation_parts(stage, workload, prefill_chunk, in_pieces=in_pieces)
+    for name_bytes in GPU_BYTES:
+        activations |= name_bytes(placement, stage, workload, prefill_chunk)
+    if placement.pieces:
         of_ring += " + slots for parts x largest part"
         ring += (
-            Input("slots for parts", placement.num_part_slots, "count"),
-            Input("largest part", placement.part_bytes, "bytes"),
-        )
-        memory = find_parts_memory(stage, workload, prefill_chunk)
-        activations["chunks at experts in parts"] = max(
-            memory.of_group(placement.chunks_at_once.get(layer)) for layer in placement.parts
+            Input("slots for parts", placement.num_piece_slots, "count"),
+            Input("largest part", placement.piece_bytes, "bytes"),
         )
     cache = {
         "batch x context x bytes a token": tokens,

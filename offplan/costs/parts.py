@@ -1,34 +1,30 @@
 """Costs of prompts in which layers stream their routed experts in parts."""
 
+from collections.abc import Iterator
 from operator import sub
 from typing import NamedTuple
 
 from offplan.checkpoint.roles import Role, role_of
-from offplan.costs.activations import (
-    activation_bytes,
-    parted_expert_bytes,
-    phase_bytes,
-    waiting_bytes,
-)
+from offplan.costs.activations import activation_bytes, pair_bytes, phase_bytes, waiting_bytes
 from offplan.costs.compute import PassCompute
-from offplan.costs.timeline import PartTimes, to_ps
+from offplan.costs.term import Input
+from offplan.costs.timeline import PassTimes, PieceTimes, to_ps, to_seconds
 from offplan.costs.work import prefill_shapes
 from offplan.held.stage import Stage
-from offplan.kernel_sizes import is_captured
-from offplan.machine.profile import MachineProfile
-from offplan.placement import Phase, Placement, Span
+from offplan.kernel_sizes import is_captured, parted_width
+from offplan.placement import Phase, Placement
 from offplan.plan import Workload
 
 PART_LAUNCH_S = 0.28e-3
-"""Seconds that the host takes to launch what multiplies a piece: at most a chunk's pairs.
+"""Seconds that the host takes to launch what multiplies a batch of pairs: at most a chunk's.
 
 Kernels before and after are captured. Source: DeepSeek-V2-Lite in 4 GiB beside an H100. A prompt of
-8 chunks that met 8 parts took 83 to 95 ms for 306 pieces of 208 parts.
+8 chunks that met 8 parts took 83 to 95 ms for 306 batches of 208 parts.
 """
-REST_OF_PIECES = 0.5
-"""Pieces of a part beyond the chunks that it multiplies on average: its last one is not full.
+REST_OF_BATCHES = 0.5
+"""Batches of a part beyond the chunks that it multiplies on average: its last one is not full.
 
-Source: the same prompt, and eight layers of Mixtral-8x22B in 16 chunks: 1.47 pieces a part, 2.48.
+Source: the same prompt, and eight layers of Mixtral-8x22B in 16 chunks: 1.47 batches a part, 2.48.
 """
 CHUNK_LAUNCH_S = 1.5e-3
 """Seconds that the host takes to launch a chunk of a layer without its experts, uncaptured.
@@ -54,7 +50,7 @@ SCORE_BYTES = 8
 Source: transformers' routers, read.
 """
 
-PIECES = 1.1
+PAIRS_MARGIN = 1.1
 """Memory counted for the pairs of tokens and experts that are multiplied at a time, as a multiple
 of what lives of them.
 
@@ -63,13 +59,7 @@ for Mixtral-8x22B. With it both took 0.99 and 1.00 of their memory on an H100.
 """
 
 
-def span_seconds(machine: MachineProfile, span: Span) -> float:
-    """Seconds of copying a span: a DMA for each of its runs."""
-    again = (len(span.runs) - 1) * machine.copy_latency.value
-    return machine.copy_seconds(span.nbytes) + again
-
-
-def part_times(placement: Placement, priced: PassCompute) -> dict[int, PartTimes]:
+def piece_times(placement: Placement, priced: PassCompute) -> dict[int, PieceTimes]:
     """Find what each part of a layer's experts takes in a prompt, by layer index.
 
     Each has as many experts, and each group as many chunks: they take as much of what all do.
@@ -79,30 +69,49 @@ def part_times(placement: Placement, priced: PassCompute) -> dict[int, PartTimes
     num_chunks = len(priced.shapes)
     return {
         layer: divide_ps(priced, layer, len(parts), placement.num_groups(layer, num_chunks))
-        for layer, parts in placement.parts.items()
+        for layer, parts in placement.pieces.items()
     }
 
 
-def divide_ps(priced: PassCompute, layer: int, num_parts: int, num_groups: int = 1) -> PartTimes:
+def divide_ps(priced: PassCompute, layer: int, num_parts: int, num_groups: int = 1) -> PieceTimes:
     """Divide the picoseconds of a prompt's layer between its routed experts and the rest.
 
-    Each part and group takes PART_LAUNCH_S a piece: the host is not ahead of the device, since it
+    Each part and group takes PART_LAUNCH_S a batch: the host is not ahead of the device, since it
     waits for the chunks' choices. Nor is it with the rest, which takes CHUNK_LAUNCH_S a chunk at
     least where the prompt is not captured.
     """
     num_chunks, routed_ps = len(priced.shapes), priced.routed_ps[layer]
     num_parted, at_once = num_groups * num_parts, -(-num_chunks // num_groups)
-    launching_ps = to_ps(max(1.0, at_once / num_parts + REST_OF_PIECES) * PART_LAUNCH_S)
+    launching_ps = to_ps(max(1.0, at_once / num_parts + REST_OF_BATCHES) * PART_LAUNCH_S)
     late_ps = 0
     if not is_captured(num_chunks, priced.shapes[0].num_tokens):
         rest_ps = priced.layer_ps[layer] - routed_ps
         late_ps = max(0, to_ps(num_chunks * CHUNK_LAUNCH_S) - rest_ps)
-    return PartTimes(
+    return PieceTimes(
         moved_ps=routed_ps - late_ps,
-        part_ps=-(-routed_ps // num_parted) + launching_ps,
+        piece_ps=-(-routed_ps // num_parted) + launching_ps,
         launching_ps=num_parted * launching_ps + late_ps,
         num_groups=num_groups,
     )
+
+
+def name_bytes(
+    placement: Placement, stage: Stage, workload: Workload, prefill_chunk: int
+) -> dict[str, int]:
+    """Name the bytes that chunks take at the experts of layers in parts."""
+    if not placement.pieces:
+        return {}
+    memory = find_parts_memory(stage, workload, prefill_chunk)
+    of_groups = [memory.of_group(placement.chunks_at_once.get(n)) for n in placement.pieces]
+    return {"chunks at experts in parts": max(of_groups)}
+
+
+def list_waits(times: PassTimes) -> Iterator[Input]:
+    """Yield what launching parts takes, if any stream."""
+    if times.pieces:
+        formula = "PART_LAUNCH_S x pieces of each part, CHUNK_LAUNCH_S x chunks if uncaptured"
+        launching_s = to_seconds(sum(each.launching_ps for each in times.pieces.values()))
+        yield Input("launching parts", launching_s, "s", formula)
 
 
 class PartsMemory(NamedTuple):
@@ -162,15 +171,15 @@ def find_parts_memory(stage: Stage, workload: Workload, prefill_chunk: int) -> P
     waits = [
         waiting_bytes(stage, of, prefill_shapes(of, prefill_chunk)[0]) for of in (workload, longest)
     ]
-    prompt, _ = phase_bytes(stage, workload, prefill_chunk, in_parts=True)
-    live = max(parted_expert_bytes(stage, layer, chunk) for layer in stage.layers)
-    sizes = (activation_bytes(stage, workload, prefill_chunk, in_parts=of) for of in (False, True))
+    prompt, _ = phase_bytes(stage, workload, prefill_chunk, in_pieces=True)
+    live = max(pair_bytes(stage, layer, chunk, parted_width) for layer in stage.layers)
+    sizes = (activation_bytes(stage, workload, prefill_chunk, in_pieces=of) for of in (False, True))
     return PartsMemory(
         token_bytes=kept + CHOICE_BYTES * num_chosen + SCORE_BYTES * stage.experts.num_in_all,
         product_bytes=num_chosen * state_bytes,
         block_bytes=prompt - waits[0],
         routed_bytes=sub(*sizes),
-        pair_bytes=round(PIECES * live),
+        pair_bytes=round(PAIRS_MARGIN * live),
         longer_bytes=max(0, waits[1] - waits[0]),
         workload=workload,
         prefill_chunk=prefill_chunk,

@@ -1,19 +1,20 @@
 """The times of each operation of a pass on a machine."""
 
 from collections import Counter
+from functools import partial
 
 from offplan.backends import Backend
 from offplan.costs.at_use import AtUse, read_ps
 from offplan.costs.calls import count_calls
+from offplan.costs.capabilities import PIECE_TIMES
 from offplan.costs.compute import PassCompute
 from offplan.costs.kept_experts import brought_bytes, keeping_ps, left_bytes
-from offplan.costs.link import rows_bytes, uva_slowdown
+from offplan.costs.link import copy_ps, rows_bytes, uva_slowdown
 from offplan.costs.missed import Missed
-from offplan.costs.parts import part_times, span_seconds
 from offplan.costs.timeline import PassTimes, to_ps
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
-from offplan.placement import Phase, Placement, Span
+from offplan.placement import Phase, Placement
 from offplan.schedule import read_at_use
 
 
@@ -25,10 +26,6 @@ def pass_times(
     Experts that are kept on the GPU one by one cross in decode if they are missed. They cross once
     more to be left there by a prompt.
     """
-
-    def copy_ps(span: Span) -> int:
-        return to_ps(span_seconds(machine, span))
-
     shapes, phase = priced.shapes, priced.shapes[0].phase
     is_step, copies = phase is Phase.DECODE, bool(placement.spans(Phase.DECODE))
     at_use, calls = AtUse(stage, machine, shapes[0].batch), count_calls(stage, phase)
@@ -66,13 +63,13 @@ def pass_times(
         uva_ps=tuple(uva_ps),
         uva_slowdown=uva_slowdown(machine),
         uva_bytes=read_by.total(),
-        copy_ps=copy_ps,
+        copy_ps=partial(copy_ps, machine),
         read_by=read_by,
         cores_ps=tuple(waiting),
         cores_bytes=sum(use.num_bytes for use in uses),
         cores_products=sum(use.num_products for use in uses),
         missed_ps=tuple(missing) if any(missing) else (),
         num_calls=count_calls(stage, phase, len(shapes)),
-        parts=part_times(placement, priced),
+        pieces={n: of for find in PIECE_TIMES for n, of in find(placement, priced).items()},
         keeping_ps=tuple(keeping),
     )

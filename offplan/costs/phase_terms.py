@@ -5,6 +5,7 @@ from fractions import Fraction
 
 from offplan.backends import Backend
 from offplan.checkpoint.model_types import SHARED_BEHIND
+from offplan.costs.capabilities import WAITS
 from offplan.costs.compute import MATMUL_EFFICIENCY, PassCompute
 from offplan.costs.kept_experts import KeptUse, list_use
 from offplan.costs.term import Input, Term, list_figures, list_sizes, show_figure
@@ -78,10 +79,8 @@ def list_phase(
     kept: tuple[Input, ...] = (
         (Input("kernels that keep experts", to_seconds(keeping), "s"),) if keeping else ()
     )
-    if in_parts := taken.times.parts:
-        formula = "PART_LAUNCH_S x pieces of each part, CHUNK_LAUNCH_S x chunks if uncaptured"
-        launching_s = to_seconds(sum(each.launching_ps for each in in_parts.values()))
-        kept += (Input("launching parts", launching_s, "s", formula),)
+    for list_waits in WAITS:
+        kept += (*list_waits(taken.times),)
     if taken.times.cores_products:
         threads = machine.host_threads
         formula = "round trips x cores_round_trip + bytes / cores, beside copies where it copies"

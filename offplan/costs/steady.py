@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from offplan.costs.timeline import PassTimes
 from offplan.held.pass_rules import PassRules
-from offplan.placement import PART_SLOTS, Phase, Placement
+from offplan.placement import PIECE_SLOTS, Phase, Placement
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -32,41 +32,41 @@ _NEVER = -(2**60)
 
 
 @dataclass(frozen=True)
-class PartTable:
-    """Layers of prompts whose experts stream in parts: arrays of shape [candidates, layers]."""
+class PieceTable:
+    """Layers of prompts that stream in pieces: arrays of shape [candidates, layers]."""
 
-    num_parts: Ints
-    """0 if the layer is not in parts."""
-    part_ps: Ints
-    """Compute of each part for a group of chunks."""
+    num_pieces: Ints
+    """0 if the layer is not in pieces."""
+    piece_ps: Ints
+    """Compute of each piece for a group of chunks."""
     copy_ps: Ints
-    """One copy of a part."""
+    """One copy of a piece."""
     num_groups: Ints
-    """Groups of chunks for which the parts cross; 1 if the layer is not in parts."""
+    """Groups of chunks for which the pieces cross; 1 if the layer is not in pieces."""
 
     @cached_property
     def most(self) -> list[int]:
-        """Parts of each layer, at most."""
-        return [int(each) for each in self.num_parts.max(axis=0)]
+        """Pieces of each layer, at most."""
+        return [int(each) for each in self.num_pieces.max(axis=0)]
 
     @cached_property
     def following_ps(self) -> Ints:
-        """One copy of a part of the next layer in parts, -1 if there is none."""
+        """One copy of a piece of the next layer in pieces, -1 if there is none."""
         found, last = np.empty_like(self.copy_ps), np.full(len(self.copy_ps), -1, dtype=np.int64)
         for layer in reversed(range(self.copy_ps.shape[1])):
             found[:, layer] = last
-            last = np.where(self.num_parts[:, layer] > 0, self.copy_ps[:, layer], last)
+            last = np.where(self.num_pieces[:, layer] > 0, self.copy_ps[:, layer], last)
         return found
 
     def fills(self) -> Ints:
-        """Picoseconds of the copies that each layer's parts begin a prompt with.
+        """Picoseconds of the copies that each layer's pieces begin a prompt with.
 
-        They are the first PART_SLOTS parts, but where an earlier prompt has left just these.
+        They are the first PIECE_SLOTS pieces, but where an earlier prompt has left just these.
         """
         fills = np.zeros_like(self.copy_ps)
-        rows = np.flatnonzero(self.num_parts.sum(axis=1) > PART_SLOTS)
-        first = np.argmax(self.num_parts > 0, axis=1)[rows]
-        fills[rows, first] = PART_SLOTS * self.copy_ps[rows, first]
+        rows = np.flatnonzero(self.num_pieces.sum(axis=1) > PIECE_SLOTS)
+        first = np.argmax(self.num_pieces > 0, axis=1)[rows]
+        fills[rows, first] = PIECE_SLOTS * self.copy_ps[rows, first]
         return fills
 
 
@@ -86,12 +86,12 @@ class PassTable:
     """Picoseconds behind the last layer, [candidates]."""
     prefetch_step: Ints
     """Slots that the plan asks for, [candidates]."""
-    parts: PartTable | None = None
-    """Layers in parts, whose parts are no longer in ``compute_ps``; None if there are none."""
+    pieces: PieceTable | None = None
+    """Layers in pieces, whose pieces are no longer in ``compute_ps``; None if there are none."""
 
     def __getitem__(self, rows: Ints) -> "PassTable":
-        """Select candidates, none of whose layers is in parts."""
-        names = (field.name for field in fields(self) if field.name != "parts")
+        """Select candidates, none of whose layers is in pieces."""
+        names = (field.name for field in fields(self) if field.name != "pieces")
         return PassTable(*(getattr(self, name)[rows] for name in names))
 
     def with_more(self, read_ps: Ints, compute_ps: Ints) -> "PassTable":
@@ -179,9 +179,9 @@ def price_plan(
         + 2 * num_passes * sum(map(times.copy_ps, spans[phase]))
         + ceil(times.uva_slowdown) * sum(times.uva_ps)
         + sum(
-            2 * each.num_groups * len(placement.parts[layer]) * (each.part_ps + times.copy_ps(part))
-            for layer, each in times.parts.items()
-            for part in placement.parts[layer][:1]
+            2 * each.num_groups * len(pieces) * (each.piece_ps + times.copy_ps(pieces[0]))
+            for layer, each in times.pieces.items()
+            for pieces in [placement.pieces[layer]]
         )
         for phase, times in phases
     )
@@ -204,7 +204,7 @@ def price_plan(
                 copy_ps=copy_ps,
                 outside_ps=np.array([times.outside_ps // unit_ps]),
                 prefetch_step=np.array([placement.num_slots]),
-                parts=_tabulate_parts(placement, times, unit_ps) if times.parts else None,
+                pieces=_tabulate_pieces(placement, times, unit_ps) if times.pieces else None,
             )
         )
     passes, slowdown = np.array([num_passes]), prompt.uva_slowdown
@@ -212,15 +212,15 @@ def price_plan(
     return Fraction(unit_ps * int(prompts[0])), unit_ps * Fraction(int(steps[0]), int(under[0]))
 
 
-def _tabulate_parts(placement: Placement, times: PassTimes, unit_ps: int) -> PartTable:
-    """Write the table of one plan's parts, in units of so many picoseconds."""
+def _tabulate_pieces(placement: Placement, times: PassTimes, unit_ps: int) -> PieceTable:
+    """Write the table of one plan's pieces, in units of so many picoseconds."""
     columns = np.zeros((4, 1, len(times.compute_ps)), dtype=np.int64)
     columns[3] = 1
-    for layer, each in times.parts.items():
-        parts = placement.parts[layer]
-        in_units = each.part_ps // unit_ps, times.copy_ps(parts[0]) // unit_ps
-        columns[:, 0, layer] = len(parts), *in_units, each.num_groups
-    return PartTable(*columns)
+    for layer, each in times.pieces.items():
+        pieces = placement.pieces[layer]
+        in_units = each.piece_ps // unit_ps, times.copy_ps(pieces[0]) // unit_ps
+        columns[:, 0, layer] = len(pieces), *in_units, each.num_groups
+    return PieceTable(*columns)
 
 
 def price_passes(
@@ -259,20 +259,21 @@ def prompt_ps(prompt: PassTable, step: PassTable, slowdown: float) -> Ints:
     found = np.where(wanted, is_held, prompt.is_last)
     is_first = prompt.streams & (prompt.turn < prompt.num_slots)
     fills = np.where(is_first & ~found, prompt.copy_ps, 0)
-    part_fills = np.zeros_like(fills) if prompt.parts is None else prompt.parts.fills()
-    behind_all = np.cumsum(fills + part_fills, axis=1)  # of a layer, what streams whole comes first
-    filled = np.where(fills > 0, behind_all - part_fills, 0)
+    piece_fills = np.zeros_like(fills) if prompt.pieces is None else prompt.pieces.fills()
+    # of a layer, what streams whole comes first
+    behind_all = np.cumsum(fills + piece_fills, axis=1)
+    filled = np.where(fills > 0, behind_all - piece_fills, 0)
     most = max(1, int(prompt.num_slots.max(initial=0)))
     moments = np.zeros((len(fills), 2 + most), dtype=np.int64)
     moments[:, 1] = behind_all[:, -1]
     moments[:, 2:] = np.take_along_axis(filled, prompt.layer_of[:, :most], axis=1)
-    parts_done = None
-    if prompt.parts is not None:
-        each = part_fills.max(axis=1) // PART_SLOTS
-        begun = np.where(part_fills > 0, behind_all - part_fills, 0).max(axis=1)
-        turns = np.arange(1, PART_SLOTS + 1)
-        parts_done = np.where(each[:, None] > 0, begun[:, None] + turns * each[:, None], 0)
-    return _run_pass(prompt, refills, slowdown, moments, parts_done, drains=True)[:, 0]
+    pieces_done = None
+    if prompt.pieces is not None:
+        each = piece_fills.max(axis=1) // PIECE_SLOTS
+        begun = np.where(piece_fills > 0, behind_all - piece_fills, 0).max(axis=1)
+        turns = np.arange(1, PIECE_SLOTS + 1)
+        pieces_done = np.where(each[:, None] > 0, begun[:, None] + turns * each[:, None], 0)
+    return _run_pass(prompt, refills, slowdown, moments, pieces_done, drains=True)[:, 0]
 
 
 def engine_pass_ps(engine: PassRules, phase: PassTable, num_passes: Ints) -> Ints:
@@ -355,20 +356,21 @@ def _run_pass(
     refills: Ints,
     slowdown: float,
     moments: Ints,
-    parts_done: Ints | None = None,
+    pieces_done: Ints | None = None,
     *,
     drains: bool = False,
 ) -> Ints:
     """Advance ``moments``: when compute, the link and the fill of each slot are done.
 
     ``moments`` is [candidates, 2 + slots]; slots that a candidate does not have go with compute.
-    ``refills`` are the copies that follow each layer into its slot, -1 for none. ``parts_done`` are
-    the moments of the fill of the slots for parts, [candidates, PART_SLOTS], the next one first.
+    ``refills`` are the copies that follow each layer into its slot, -1 for none. ``pieces_done``
+    are the moments of the fill of the slots for pieces, [candidates, PIECE_SLOTS], the next one
+    first.
     With ``drains``, kernels that read are slower only until nothing is left to be copied.
     """
     every = np.arange(len(moments))
-    parts = np.zeros((len(moments), 0), dtype=np.int64) if parts_done is None else parts_done
-    now = _Moments(moments[:, 0], moments[:, 1], moments[:, 2:].copy(), parts)
+    pieces = np.zeros((len(moments), 0), dtype=np.int64) if pieces_done is None else pieces_done
+    now = _Moments(moments[:, 0], moments[:, 1], moments[:, 2:].copy(), pieces)
     reads_any = np.asarray(times.read_ps.any(axis=0))
     streams_any = np.asarray(times.streams.any(axis=0))
     for layer in range(refills.shape[1]):
@@ -377,8 +379,8 @@ def _run_pass(
             filled, streams = now.done[every, slot], times.streams[:, layer]
             now.compute = np.where(streams, np.maximum(now.compute, filled), now.compute)
         read, compute = times.read_ps[:, layer], times.compute_ps[:, layer]
-        if times.parts is not None and times.parts.most[layer]:
-            _run_groups(now, times.parts, layer, read, compute, slowdown, drains=drains)
+        if times.pieces is not None and times.pieces.most[layer]:
+            _run_groups(now, times.pieces, layer, read, compute, slowdown, drains=drains)
         else:
             if reads_any[layer]:
                 now.read(read, slowdown, drains=drains)
@@ -401,12 +403,12 @@ class _Moments:
     link: Ints
     done: Ints
     """The fill of each slot of the ring, [candidates, slots]."""
-    parts: Ints
-    """The fill of each slot for parts, the next one first, [candidates, PART_SLOTS or 0]."""
+    pieces: Ints
+    """The fill of each slot for pieces, the next one first, [candidates, PIECE_SLOTS or 0]."""
 
     def copy(self) -> "_Moments":
         """Return the moments as they are."""
-        return _Moments(self.compute, self.link, self.done.copy(), self.parts.copy())
+        return _Moments(self.compute, self.link, self.done.copy(), self.pieces.copy())
 
     def read(self, read: Ints, slowdown: float, *, drains: bool) -> None:
         """Have kernels read for so many picoseconds; 0 if they read nothing."""
@@ -414,7 +416,7 @@ class _Moments:
         # what is being copied meanwhile is late by as much as the kernels read
         reading = read > 0
         self.link = np.where(reading, np.maximum(self.link, self.compute) + read, self.link)
-        for slots in (self.done, self.parts):
+        for slots in (self.done, self.pieces):
             if slots.size:
                 late = np.maximum(slots, self.compute[:, None]) + read[:, None]
                 np.copyto(slots, late, where=reading[:, None])
@@ -428,18 +430,19 @@ class _Moments:
         Returns how often it was repeated, [candidates].
         """
         by = self.compute - before.compute
-        alike = (self.link - before.link == by) & (self.parts - before.parts == by[:, None]).all(1)
+        alike = self.link - before.link == by
+        alike &= (self.pieces - before.pieces == by[:, None]).all(1)
         alike &= ~reads | (self.done - before.done == by[:, None]).all(1)
         count = np.where(alike, np.maximum(0, most), 0)
         self.compute, self.link = self.compute + count * by, self.link + count * by
-        self.parts += (count * by)[:, None]
+        self.pieces += (count * by)[:, None]
         self.done += np.where(reads, count * by, 0)[:, None]
         return count
 
 
 def _run_groups(
     now: _Moments,
-    parts: PartTable,
+    pieces: PieceTable,
     layer: int,
     read: Ints,
     compute: Ints,
@@ -447,37 +450,37 @@ def _run_groups(
     *,
     drains: bool,
 ) -> None:
-    """Run a layer in parts, whose reading and other compute each group does an equal share of."""
-    left = parts.num_groups[:, layer].copy()
+    """Run a layer in pieces, whose reading and other compute each group does an equal share of."""
+    left = pieces.num_groups[:, layer].copy()
     read, compute = read // left, compute // left
     while left.any():
         before, is_on = now.copy(), left > 0
         now.read(np.where(is_on, read, 0), slowdown, drains=drains)
         now.compute = now.compute + np.where(is_on, compute, 0)
-        _run_parts(now, parts, layer, left)
+        _run_pieces(now, pieces, layer, left)
         left -= is_on
         # the last group is not like those before it: its copies are the next layer's
         left -= now.go_on(before, left - 1, read > 0)
 
 
-def _run_parts(now: _Moments, parts: PartTable, layer: int, groups: Ints) -> None:
-    """Run a layer's parts for a group of chunks, of ``groups`` that are left; 0 runs none."""
-    num_parts = parts.num_parts[:, layer]
-    left = np.where(groups > 0, num_parts, 0)
-    behind = np.maximum(0, groups - 1) * num_parts
-    # where each part has a slot of its own, the next group finds it there
-    stays = num_parts <= PART_SLOTS
+def _run_pieces(now: _Moments, pieces: PieceTable, layer: int, groups: Ints) -> None:
+    """Run a layer's pieces for a group of chunks, of ``groups`` that are left; 0 runs none."""
+    num_pieces = pieces.num_pieces[:, layer]
+    left = np.where(groups > 0, num_pieces, 0)
+    behind = np.maximum(0, groups - 1) * num_pieces
+    # where each piece has a slot of its own, the next group finds it there
+    stays = num_pieces <= PIECE_SLOTS
     unread = np.zeros(len(left), dtype=bool)
     while left.any():
         before = now.copy()
-        is_on, is_early = left > 0, left + behind > PART_SLOTS
-        ready = np.maximum(now.compute, now.parts[:, 0]) + parts.part_ps[:, layer]
+        is_on, is_early = left > 0, left + behind > PIECE_SLOTS
+        ready = np.maximum(now.compute, now.pieces[:, 0]) + pieces.piece_ps[:, layer]
         now.compute = np.where(is_on, ready, now.compute)
-        refill = np.where(is_early, parts.copy_ps[:, layer], parts.following_ps[:, layer])
+        refill = np.where(is_early, pieces.copy_ps[:, layer], pieces.following_ps[:, layer])
         copies = is_on & (refill >= 0) & ~(is_early & stays)
         now.link = np.where(copies, np.maximum(now.link, now.compute) + refill, now.link)
-        filled = np.where(copies, now.link, now.parts[:, 0])
-        turned = np.column_stack([now.parts[:, 1:], filled])
-        now.parts = np.where(is_on[:, None], turned, now.parts)
+        filled = np.where(copies, now.link, now.pieces[:, 0])
+        turned = np.column_stack([now.pieces[:, 1:], filled])
+        now.pieces = np.where(is_on[:, None], turned, now.pieces)
         left -= is_on
-        left -= now.go_on(before, np.minimum(left, left + behind - PART_SLOTS), unread)
+        left -= now.go_on(before, np.minimum(left, left + behind - PIECE_SLOTS), unread)

@@ -8,9 +8,8 @@ done. A wait holds compute until its copy is done. A layer that reads weights in
 their time on both queues, because kernels and DMA share the link. The kernels have nearly all of
 the link while they run: copies meanwhile are late by what the kernels read. The kernels take a
 little longer, at most until these copies are done. In a decode step that copies at all, the
-timeline assumes that the link is busy whenever kernels read. A layer in parts takes all but its
-routed experts' time when it is begun, and theirs part by part. Each group of chunks takes an equal
-share.
+timeline assumes that the link is busy whenever kernels read. A layer in pieces takes all but their
+time when it is begun, and theirs piece by piece. Each group of chunks takes an equal share.
 
 In a decode step every rule then takes a maximum or adds a constant, so the step is a linear map
 over the max-plus semiring. In steady state it takes exactly the map's largest cycle mean: no
@@ -30,7 +29,7 @@ from typing import Literal, NamedTuple
 
 from offplan.backends import Backend
 from offplan.placement import Span
-from offplan.schedule import Begin, Compute, ComputePart, Copy, Schedule, Wait
+from offplan.schedule import Begin, Compute, ComputePiece, Copy, Schedule, Wait
 
 PS_PER_S = 10**12
 """Picoseconds in a second."""
@@ -48,18 +47,18 @@ Record = Callable[[Queue, Doing, int | None, Time, Time], None]
 begins and ends."""
 
 
-class PartTimes(NamedTuple):
-    """The times of a layer whose experts stream in parts, in picoseconds."""
+class PieceTimes(NamedTuple):
+    """The times of a layer that streams in pieces, in picoseconds."""
 
     moved_ps: int
-    """Part of the layer's compute that its parts take: its routed experts, less what launching its
-    chunks takes longer than their kernels."""
-    part_ps: int
-    """One part for one group of chunks, with what launching it takes."""
+    """Part of the layer's compute that its pieces take, less what launching its chunks takes longer
+    than their kernels."""
+    piece_ps: int
+    """One piece for one group of chunks, with what launching it takes."""
     launching_ps: int
-    """Picoseconds that launching takes longer than kernels, over all chunks and parts."""
+    """Picoseconds that launching takes longer than kernels, over all chunks and pieces."""
     num_groups: int
-    """Groups of chunks for which the parts cross."""
+    """Groups of chunks for which the pieces cross."""
 
 
 @dataclass(frozen=True)
@@ -94,29 +93,29 @@ class PassTimes:
     experts. Negative if its other products hide both. Empty if the cores multiply none."""
     num_calls: tuple[int, ...] = ()
     """Calls of each layer in the pass, which takes an equal part in each; empty for once."""
-    parts: Mapping[int, PartTimes] = field(default_factory=dict)
-    """Layers of a prompt whose experts stream in parts, by index."""
+    pieces: Mapping[int, PieceTimes] = field(default_factory=dict)
+    """Layers of a prompt that stream in pieces, by index."""
 
     def share_ps(self, layer: int) -> tuple[int, int]:
         """Picoseconds that one call of a layer reads weights in place, and runs its kernels.
 
-        Of a layer in parts it is for one group of chunks, without experts.
+        Of a layer in pieces it is for one group of chunks, without its pieces.
         """
         count = self.num_calls[layer] if self.num_calls else 1
-        if layer in self.parts:
-            count *= self.parts[layer].num_groups
+        if layer in self.pieces:
+            count *= self.pieces[layer].num_groups
         return self.uva_ps[layer] // count, self.begin_ps[layer] // count
 
     @cached_property
     def busy_ps(self) -> tuple[int, ...]:
         """Picoseconds of each layer's kernels, with those that keep experts, and of the cores."""
-        parts = self.compute_ps, self.keeping_ps, self.cores_ps, self.missed_ps
-        return tuple(map(sum, zip_longest(*parts, fillvalue=0)))
+        every = self.compute_ps, self.keeping_ps, self.cores_ps, self.missed_ps
+        return tuple(map(sum, zip_longest(*every, fillvalue=0)))
 
     @cached_property
     def begin_ps(self) -> tuple[int, ...]:
-        """Picoseconds of each layer's kernels without experts that stream in parts."""
-        moved = {layer: part.moved_ps for layer, part in self.parts.items()}
+        """Picoseconds of each layer's kernels without those of pieces."""
+        moved = {layer: piece.moved_ps for layer, piece in self.pieces.items()}
         return tuple(busy - moved.get(layer, 0) for layer, busy in enumerate(self.busy_ps))
 
     @property
@@ -286,8 +285,8 @@ def _run_pass(
         elif isinstance(op, Wait):
             began, compute = compute, max(compute, slots[op.slot])
             record("compute", "wait", op.span.layer, began, compute)
-        elif isinstance(op, ComputePart):
-            began, compute = compute, compute + times.parts[op.layer].part_ps
+        elif isinstance(op, ComputePiece):
+            began, compute = compute, compute + times.pieces[op.layer].piece_ps
             record("compute", "compute", op.layer, began, compute)
         elif isinstance(op, Compute) and op.layer == begun:
             begun = None  # all of its own time was when it was begun

@@ -7,13 +7,13 @@ import torch
 
 from offplan.checkpoint.model import Model
 from offplan.errors import UnpackableError
-from offplan.expert_slots import require_few_pairs
 from offplan.held.held import hold
 from offplan.held.packing import exclude_from_packing
 from offplan.library.held_memory import count_held
 from offplan.packing_sample import take_sample
 from offplan.placement import place
 from offplan.plan import Plan
+from offplan.refusals import require_few_pairs
 from offplan.runtime.memory.gpu_memory import return_memory
 
 _Loaded = TypeVar("_Loaded")

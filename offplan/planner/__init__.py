@@ -4,7 +4,7 @@ Whoever is new here reads four files, in this order. The others hold what these 
 where a number or a name is doubted.
 
 1. ``space``: what all plans of a question share, and which chunks, rings and rules are tried.
-2. ``options``: what a rule may take, how, and by which numbers of its own.
+2. ``option``: what a rule may take, how, and by which numbers of its own; ``options`` lists them.
 3. ``search``: the best plan of one space: rules alone by their estimates, then pairs of two.
 4. ``find``: which of the good plans is chosen, and what the answer holds.
 

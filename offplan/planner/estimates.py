@@ -192,7 +192,7 @@ def _sum_up(space: Space, prices: Prices, option: Ints, numbers: Ints, counts: I
         cores_spared=most(contents.step_cores_ps[layers] * streams),
         rungs_bytes=total(own.num_rungs * own.ladders.rung_bytes[option]),
         none_ps=total(own.ladders.none_ps[option]),
-        prompt_beside=own.parts_ps(option, counts),
+        prompt_beside=own.pieces_ps(option, counts),
         slot_bytes=most(np.maximum(prompt_bytes, step_bytes)),
         prompt_turns=total(streams),
         prompt_compute=np.array([total(streams * each[example]) for each in space.table.layer_ps]),

@@ -18,7 +18,7 @@ ALIKE = 1.01
 """Requests that take up to this multiple of the fastest are as good. Source: chosen, since
 predictions are off by more."""
 SOONER = 0.05
-"""Share of the time to the first token that parts have to spare where the request takes longer.
+"""Share of the time to the first token that a rule has to spare to make the request longer.
 
 Source: chosen; first tokens are predicted to that.
 """
@@ -65,10 +65,10 @@ def find_plan(searcher: Searcher, question: Question, below_s: float = NEVER) ->
     if question.workload.num_steps:  # else the first token is all
         soonest = Soonest(aim, ALIKE * fastest.value)
         chosen = find_best(searcher, question.budget, soonest, rival=fastest).best or fastest
-        if _is_in_parts(chosen) and not _is_in_parts(fastest):
-            whole = find_best(searcher.without_parts, question.budget, soonest, rival=fastest).best
-            if whole is not None and chosen.times_ps[0] > (1 - SOONER) * whole.times_ps[0]:
-                chosen = whole
+        if _trades(chosen) and not _trades(fastest):
+            other = find_best(searcher.untraded, question.budget, soonest, rival=fastest).best
+            if other is not None and chosen.times_ps[0] > (1 - SOONER) * other.times_ps[0]:
+                chosen = other
     return PlanResult(
         plan=question.answer(chosen.offload),
         best_s=fastest.value / PS_PER_S,
@@ -80,8 +80,8 @@ def find_plan(searcher: Searcher, question: Question, below_s: float = NEVER) ->
     )
 
 
-def _is_in_parts(found: Found) -> bool:
-    return any(rule.parts is not None for rule in found.offload.rules)
+def _trades(found: Found) -> bool:
+    return any(rule.trades_request for rule in found.offload.rules)
 
 
 def find_floor_of(searcher: Searcher, budget: Budget) -> Floor:

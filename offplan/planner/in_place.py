@@ -10,7 +10,7 @@ import numpy as np
 
 from offplan.placement import off_gpu_bytes
 from offplan.plan import Rule
-from offplan.planner.options import Option
+from offplan.planner.option import Option
 from offplan.planner.prices import Prices
 from offplan.planner.space import Room, Space
 

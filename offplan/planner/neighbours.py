@@ -9,7 +9,7 @@ from offplan.backends import Backend
 from offplan.errors import ExportError, PlanError
 from offplan.held.runner import Demand, Runner
 from offplan.plan import Offload, Plan, Prediction, Rule
-from offplan.planner.options import number_steps
+from offplan.planner.options import STEPS
 from offplan.planner.question import Question
 from offplan.planner.space import prefill_chunks
 from offplan.units import format_bytes
@@ -85,7 +85,8 @@ def _rule_steps(
             yield told, {"max_bytes": size}
         return
     yield from rule.list_pattern_steps()
-    yield from number_steps(rule)
+    for list_steps in STEPS:
+        yield from list_steps(rule)
     for phases in [("prefill", "decode")] if runner.takes_one_rule else [("prefill",), ("decode",)]:
         way: Backend = getattr(rule, phases[0])
         for other in backends:

@@ -1,6 +1,6 @@
 """The numbers of all options' rules, in arrays: what they take of the GPU, and what they cost.
 
-``planner.options`` says what each option has: a ladder, parts, or neither. The row after the last
+``planner.option`` says what each option has: a ladder, pieces, or neither. The row after the last
 option, and that of an option without either, has nothing but zeros.
 """
 
@@ -12,14 +12,14 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from offplan.costs.steady import PartTable, PassTable
-from offplan.placement import PART_SLOTS
+from offplan.costs.steady import PassTable, PieceTable
+from offplan.placement import PIECE_SLOTS
 from offplan.planner.aims import Floats
 from offplan.planner.candidates import NO_RULE, Ints
-from offplan.planner.options import Ladder, Option, Parts
+from offplan.planner.option import Ladder, Option, Pieces
 from offplan.planner.space import Space
 
-Each = TypeVar("Each", Ladder, Parts)
+Each = TypeVar("Each", Ladder, Pieces)
 
 
 class Own(NamedTuple):
@@ -35,7 +35,7 @@ class Own(NamedTuple):
 
 @dataclass(frozen=True)
 class Numbers:
-    """Ladders and parts of all options, by option and kind of layer."""
+    """Ladders and pieces of all options, by option and kind of layer."""
 
     space: Space
     options: tuple[Option, ...]
@@ -60,9 +60,9 @@ class Numbers:
         return self._stack(Ladder, lambda option, kind: option.ladder(self.space, kind))
 
     @cached_property
-    def _parts(self) -> Parts:
-        """The parts: arrays of shape [options + 1, kinds], and times of [..., settings]."""
-        return self._stack(Parts, lambda option, kind: option.parts(self.space, kind))
+    def _pieces(self) -> Pieces:
+        """The pieces: arrays of shape [options + 1, kinds], and times of [..., settings]."""
+        return self._stack(Pieces, lambda option, kind: option.pieces(self.space, kind))
 
     @cached_property
     def climbs(self) -> NDArray[np.bool_]:
@@ -81,30 +81,30 @@ class Numbers:
 
     @cached_property
     def shared_bytes(self) -> Ints:
-        """Bytes on the GPU for parts at least, once for all layers, [options + 1, settings].
+        """Bytes on the GPU for pieces at least, once for all layers, [options + 1, settings].
 
         They are those of all kinds of layers: a larger rule of an option never frees less.
         """
-        shape, parts = (len(self.climbs), len(self.space.settings)), self._parts
-        largest = (parts.gpu_bytes - parts.spared_bytes).max(axis=1).reshape(shape[0], -1)
+        shape, pieces = (len(self.climbs), len(self.space.settings)), self._pieces
+        largest = (pieces.gpu_bytes - pieces.spared_bytes).max(axis=1).reshape(shape[0], -1)
         return np.broadcast_to(largest, shape)
 
     @cached_property
-    def _has_parts(self) -> bool:
+    def _has_pieces(self) -> bool:
         return bool(self.shared_bytes.any())
 
-    def parts_ps(self, option: Ints, counts: Ints) -> Floats:
-        """Picoseconds of the copies of parts of so many layers of each kind, [settings, rules].
+    def pieces_ps(self, option: Ints, counts: Ints) -> Floats:
+        """Picoseconds of the copies of pieces of so many layers of each kind, [settings, rules].
 
-        None is counted where a prompt finds all parts in their slots, and one where its groups do.
+        None is counted where a prompt finds all pieces in their slots, and one where its groups do.
         """
-        if not self._has_parts:
+        if not self._has_pieces:
             return np.zeros(len(option))
-        parts = Parts(*(each[option] for each in self._parts))
-        num_parts = counts * parts.num_parts
-        crossings = np.where(parts.num_parts[..., None] > PART_SLOTS, parts.num_groups, 1)
-        copied = ((num_parts * parts.copy_ps)[..., None] * crossings).sum(axis=1)
-        is_copied = num_parts.sum(axis=1) > PART_SLOTS
+        pieces = Pieces(*(each[option] for each in self._pieces))
+        num_pieces = counts * pieces.num_pieces
+        crossings = np.where(pieces.num_pieces[..., None] > PIECE_SLOTS, pieces.num_groups, 1)
+        copied = ((num_pieces * pieces.copy_ps)[..., None] * crossings).sum(axis=1)
+        is_copied = num_pieces.sum(axis=1) > PIECE_SLOTS
         return np.where(is_copied, copied.T, 0).astype(np.float64)
 
     @cached_property
@@ -145,9 +145,9 @@ class Numbers:
         taken = np.where(is_first[:, None], takes[0], is_second[:, None] * takes[1])
         rungs = self._climb(option, taken, spare)
         fits = rungs.any(axis=1) | ~self.climbs[option]
-        if self._has_parts:
+        if self._has_pieces:
             at = option[:, None], self.space.kinds, setting[:, None]
-            gpu_bytes, spared_bytes = self._parts.gpu_bytes[at], self._parts.spared_bytes[at]
+            gpu_bytes, spared_bytes = self._pieces.gpu_bytes[at], self._pieces.spared_bytes[at]
             takes_all = (taken >= (gpu_bytes > 0)).all(axis=1)
             needed = (taken * gpu_bytes).max(axis=1) - takes_all * spared_bytes.max(axis=1)
             fits &= spare >= needed
@@ -185,11 +185,11 @@ class Numbers:
             )
             waiting = np.where(step.streams.any(axis=1, keepdims=True), beside, alone)
             prompt, step = prompt.with_more(read, computed), step.with_more(read_again, waiting)
-        parts = self._parts
-        if self._has_parts and (num_parts := own.takes * parts.num_parts[at]).any():
+        pieces = self._pieces
+        if self._has_pieces and (num_pieces := own.takes * pieces.num_pieces[at]).any():
             of_setting = *at, setting[:, None]
-            groups = np.maximum(1, own.takes * parts.num_groups[of_setting])
-            table = PartTable(num_parts, parts.part_ps[of_setting], parts.copy_ps[at], groups)
-            moved = own.takes * parts.moved_ps[of_setting]
-            prompt = replace(prompt, compute_ps=prompt.compute_ps - moved, parts=table)
+            groups = np.maximum(1, own.takes * pieces.num_groups[of_setting])
+            table = PieceTable(num_pieces, pieces.piece_ps[of_setting], pieces.copy_ps[at], groups)
+            moved = own.takes * pieces.moved_ps[of_setting]
+            prompt = replace(prompt, compute_ps=prompt.compute_ps - moved, pieces=table)
         return prompt, step

@@ -14,7 +14,7 @@ from offplan.placement import Phase, build_slab, off_gpu_bytes
 from offplan.planner.aims import Floats
 from offplan.planner.candidates import NO_RULE, Candidates, Ints
 from offplan.planner.numbers import Numbers, Own
-from offplan.planner.options import Option
+from offplan.planner.option import Option
 from offplan.planner.patterns import list_patterns
 from offplan.planner.space import Space
 

@@ -10,7 +10,7 @@ add plans or make them faster, so the best plan found is not slower.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -43,7 +43,7 @@ class Found(NamedTuple):
     value: float
     """Value by the search's aim."""
     order: tuple[int, ...]
-    """Plainness among equally good ones: rules, host bytes, segments, slots, groups."""
+    """Order among equally good ones: rules, host bytes, segments, slots, groups."""
     times_ps: tuple[float, float]
     """Picoseconds of the prompt, and of a decode step."""
     write: Callable[[], Offload]
@@ -83,6 +83,8 @@ class Searcher:
     """Searches one space, for any budget and aim."""
 
     space: Space
+    trades: bool = True
+    """False leaves out options whose rules may make the request longer: ``Rule.trades_request``."""
     _firsts: tuple[Budget, Firsts] | None = None
 
     def __post_init__(self) -> None:
@@ -91,15 +93,14 @@ class Searcher:
     @cached_property
     def recoded(self) -> "Searcher | None":
         """Searches the same question with all recoded that may be; None if nothing may be."""
-        recoding = self.space.question.recoding
-        return None if recoding is None else Searcher(Space(self.space.question, recoding))
+        question = self.space.question
+        recoding = question.recoding
+        return None if recoding is None else Searcher(Space(question, recoding), self.trades)
 
     @cached_property
-    def without_parts(self) -> "Searcher":
-        """Searches the same question with all experts streamed whole."""
-        question = self.space.question
-        goal = question.goal.model_copy(update={"parts": "off"})
-        return Searcher(Space(replace(question, goal=goal)))
+    def untraded(self) -> "Searcher":
+        """Searches the same space without options whose rules may make the request longer."""
+        return Searcher(self.space, trades=False)
 
     @property
     def spaces(self) -> list[Space]:
@@ -114,7 +115,9 @@ class Searcher:
     @cached_property
     def prices(self) -> Prices:
         """Exact memory and times."""
-        return Prices(self.space, list_options(self.space))
+        options = list_options(self.space)
+        wanted = (o for o in options if self.trades or not o.rule(1, 1).trades_request)
+        return Prices(self.space, (*wanted,))
 
     @cached_property
     def rules(self) -> Rules:
@@ -357,7 +360,7 @@ class _Run:
         return next(
             (
                 each
-                for each in sorted(good, key=lambda each: (each.order[0], each.value, each.order))
+                for each in sorted(good, key=lambda of: (of.order[0], of.value, of.order))
                 if self.searcher.can_run(each.offload, self.room.budget)
             ),
             None,

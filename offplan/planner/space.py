@@ -44,6 +44,7 @@ from offplan.placement import Phase
 from offplan.plan import Budget
 from offplan.planner.classes import SegmentClass
 from offplan.planner.question import Question
+from offplan.refusals import has_kernels
 
 PREFETCH_STEPS = (1, 2, 3, 4)
 """Ring sizes tried."""
@@ -179,6 +180,10 @@ class Space:
             found = (tuple(filter(segment_class.takes, units)) for units in self.units)
             self._taken[segment_class] = tuple(found)
         return self._taken[segment_class]
+
+    def suits(self, segment_class: SegmentClass, decode: Backend) -> bool:
+        """Return True if a backend of decode has kernels for what a class takes."""
+        return has_kernels(self.stage, decode, self.units, self.taken(segment_class))
 
     @cached_property
     def _taken(self) -> dict[SegmentClass, tuple[tuple[Unit, ...], ...]]:

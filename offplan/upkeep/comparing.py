@@ -167,8 +167,8 @@ def _places(placement: Placement, store: str) -> dict[tuple[int, str], tuple[int
             if slots.host_share:
                 ways += f", {slots.host_share:.0%} of those missed by the cores"
                 ways += ", one split" * slots.splits
-        if entry.num_parts > 1:
-            ways += f", in {entry.num_parts} parts"
+        if entry.num_pieces > 1:
+            ways += f", in {entry.num_pieces} parts"
             if (at_once := placement.chunks_at_once.get(entry.unit.layer)) is not None:
                 ways += f" again for every {'chunk' if at_once == 1 else f'{at_once} chunks'}"
         places[key] = num_bytes, f"{store} ({ways})"

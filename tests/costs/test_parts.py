@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offplan.checkpoint.model import Model
-from offplan.costs.activations import parted_expert_bytes, phase_bytes, waiting_bytes
+from offplan.costs.activations import pair_bytes, phase_bytes, waiting_bytes
 from offplan.costs.compute import ModelCompute
 from offplan.costs.parts import (
     CHUNK_LAUNCH_S,
+    PAIRS_MARGIN,
     PART_LAUNCH_S,
-    PIECES,
-    REST_OF_PIECES,
+    REST_OF_BATCHES,
     divide_ps,
     find_parts_memory,
 )
@@ -21,6 +21,7 @@ from offplan.costs.pass_times import pass_times
 from offplan.costs.predict import derive_stage, price_request
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import decode_shape, prefill_shapes
+from offplan.kernel_sizes import parted_width
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Placement
 from offplan.plan import Backend, Budget, Offload, Rule, Workload
@@ -84,11 +85,11 @@ def test_parts_take_what_their_experts_take_and_a_launch() -> None:
     stage, machine = hold(moe_model(3)), make_machine()
     prompt = ModelCompute(stage, machine).price(*prefill_shapes(WORKLOAD, 200))
     times = pass_times(place_rules(stage.model, [in_parts(4)], 1), stage, machine, prompt)
-    assert times.parts.keys() == {1, 2}
-    launching_ps = to_ps(max(1.0, len(prompt.shapes) / 4 + REST_OF_PIECES) * PART_LAUNCH_S)
-    for layer, each in times.parts.items():
+    assert times.pieces.keys() == {1, 2}
+    launching_ps = to_ps(max(1.0, len(prompt.shapes) / 4 + REST_OF_BATCHES) * PART_LAUNCH_S)
+    for layer, each in times.pieces.items():
         assert 0 < prompt.routed_ps[layer] < prompt.layer_ps[layer]
-        assert each.part_ps == -(-prompt.routed_ps[layer] // 4) + launching_ps
+        assert each.piece_ps == -(-prompt.routed_ps[layer] // 4) + launching_ps
         assert each.moved_ps == prompt.routed_ps[layer]
         assert times.begin_ps[layer] + each.moved_ps == prompt.layer_ps[layer]
     assert prompt.routed_ps[0] == 0
@@ -104,7 +105,7 @@ def test_chunks_that_are_not_captured_take_what_launching_them_takes() -> None:
         divided = divide_ps(prompt, 1, 4)
         begin_ps = prompt.layer_ps[1] - divided.moved_ps
         assert begin_ps == (kernels_ps if captured else launching_ps)
-        parts_ps = 4 * to_ps((num_chunks / 4 + REST_OF_PIECES) * PART_LAUNCH_S)
+        parts_ps = 4 * to_ps((num_chunks / 4 + REST_OF_BATCHES) * PART_LAUNCH_S)
         assert divided.launching_ps == parts_ps + begin_ps - kernels_ps
 
 
@@ -128,9 +129,11 @@ def test_more_parts_take_less_memory_and_chunks_at_experts_some() -> None:
     assert memory_of(some)[1] - memory_of(rule("experts"))[1] == memory.of_group(None)
     # a chunk's products at the experts take the place of what its attention or MLP took
     first, *_ = prefill_shapes(WORKLOAD, 200)
-    pass_bytes, _ = phase_bytes(stage, WORKLOAD, 200, in_parts=True)
+    pass_bytes, _ = phase_bytes(stage, WORKLOAD, 200, in_pieces=True)
     assert memory.block_bytes == pass_bytes - waiting_bytes(stage, WORKLOAD, first)
-    assert memory.pair_bytes == round(PIECES * parted_expert_bytes(stage, stage.layers[1], first))
+    assert memory.pair_bytes == round(
+        PAIRS_MARGIN * pair_bytes(stage, stage.layers[1], first, parted_width)
+    )
     assert memory.routed_bytes > 0
     tokens = WORKLOAD.batch * WORKLOAD.prompt_tokens
     products = tokens * memory.product_bytes

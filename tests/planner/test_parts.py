@@ -15,7 +15,7 @@ from offplan.plan import Budget, Goal, Workload
 from offplan.planner.find import SOONER
 from offplan.planner.make import make_plan
 from offplan.planner.neighbours import find_neighbours
-from offplan.planner.options import MOST_LONGER
+from offplan.planner.parts import MOST_LONGER
 from offplan.planner.question import Question
 from tests.costs.builders import DENSE, dense_model, make_machine, make_model
 from tests.planner.cases import budget_for

@@ -239,8 +239,8 @@ def test_each_part_crosses_once_a_prompt(folder: Path, chunk: int) -> None:
     checkpoint = saved("qwen3_moe_tied", folder)
     decision = offload(in_parts(4), prefill_chunk=chunk)
     placement = place(open_model(str(checkpoint)), decision)
-    assert placement.slot_sizes == [placement.part_bytes] * 2
-    assert 4 * placement.part_bytes == max(slab.nbytes for slab in placement.slabs)
+    assert placement.slot_sizes == [placement.piece_bytes] * 2
+    assert 4 * placement.piece_bytes == max(slab.nbytes for slab in placement.slabs)
     with open_session(checkpoint, decision) as session:
         assert [slot.nbytes for slot in session.loaded.store.slots] == placement.slot_sizes
         logits = session.prefill(torch.arange(10)[None])

@@ -72,11 +72,11 @@ def _slots_filled(
     for op in schedule.operations:
         if isinstance(op, Copy):
             ring[op.slot] = op.span
-        elif isinstance(op, Wait) and ring[op.slot] == op.span and op.span.part is None:
+        elif isinstance(op, Wait) and ring[op.slot] == op.span and op.span.piece is None:
             waited[op.span.layer] = (op.slot, op.span)
     if waited:
         return waited
-    left = ((slot, span) for slot, span in ring.items() if span is not None and span.part is None)
+    left = ((slot, span) for slot, span in ring.items() if span is not None and span.piece is None)
     return {span.layer: (slot, span) for slot, span in left}
 
 

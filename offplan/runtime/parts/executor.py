@@ -19,7 +19,7 @@ from offplan.runtime.memory.store import WeightStore
 from offplan.runtime.parts.experts import Arrived, ExpertsInParts
 from offplan.runtime.passes.executor import Executor
 from offplan.runtime.refusal import refuse
-from offplan.schedule import part_slots_of
+from offplan.schedule import piece_slots_of
 
 
 class PartsExecutor(CapabilityExecutor):
@@ -27,7 +27,7 @@ class PartsExecutor(CapabilityExecutor):
 
     def __init__(self, prepared: Prepared) -> None:
         """Check experts that stream in parts; raises PlanError if they cannot be read so."""
-        self._found = prepared.find_experts("parts", lambda entry: entry.num_parts > 1)
+        self._found = prepared.find_experts("parts", lambda entry: entry.num_pieces > 1)
         self.layers: dict[int, ExpertsInParts] = {}
         """Experts of each layer in parts, once attached."""
         self.prompt_layers = self._found.keys()
@@ -36,7 +36,7 @@ class PartsExecutor(CapabilityExecutor):
     @classmethod
     def find(cls, prepared: Prepared) -> Self | None:
         """Return an executor if prompts stream anything in parts."""
-        return cls(prepared) if prepared.placement.parts else None
+        return cls(prepared) if prepared.placement.pieces else None
 
     def prepare(self, device: torch.device, host_threads: int | None) -> None:
         """Raise OffplanError if the package is missing."""
@@ -48,7 +48,7 @@ class PartsExecutor(CapabilityExecutor):
 
     def attach(self, store: WeightStore) -> None:
         """Have experts be read in prompts from the slots that their parts take turns in."""
-        for layer, turns in part_slots_of(store.placement).items():
+        for layer, turns in piece_slots_of(store.placement).items():
             experts, names = self._found[layer]
             wholes = [store.offloaded[name] for name in names]
             parts = [

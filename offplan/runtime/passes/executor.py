@@ -9,7 +9,7 @@ import torch
 
 from offplan.placement import Phase
 from offplan.runtime.passes.link import Link
-from offplan.schedule import Begin, ComputePart, Copy, Operation, Schedule, Serve, Wait
+from offplan.schedule import Begin, ComputePiece, Copy, Operation, Schedule, Serve, Wait
 
 Act = Operation | Callable[[], object]
 """An operation of the schedule, or what the host does beside it."""
@@ -117,13 +117,13 @@ class Executor:
             elif isinstance(op, Wait | Serve):
                 waits.append(op)
             else:
-                place = number, (op.group, op.part) if isinstance(op, ComputePart) else None
+                place = number, (op.group, op.piece) if isinstance(op, ComputePiece) else None
                 if waits:
                     self._before[place] = waits
                     waits = []
                 if not isinstance(op, Begin):
                     copies = self._after.setdefault(place, [])
-                    number += not isinstance(op, ComputePart)
+                    number += not isinstance(op, ComputePiece)
         return start
 
 

@@ -1,0 +1,111 @@
+"""An option of the search: what a rule may take, how it gets there, and numbers of its own.
+
+Numbers that are bought with memory are rungs of a ladder. Every layer of the rule climbs as many as
+the plan leaves bytes for, the first layers one more. Any other number is a field of an option,
+listed once for each value that may be best.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offplan.backends import Backend
+from offplan.plan import Rule
+from offplan.planner.classes import SegmentClass
+from offplan.planner.space import Space
+
+Ways = list[tuple[Backend, Backend]]
+"""Backends that a rule may have in prefill and in decode."""
+Steps = Iterator[tuple[str, dict[str, object]]]
+"""Steps of a rule's numbers in words, and the keys that each changes."""
+
+
+class Ladder(NamedTuple):
+    """The costs of a layer by its number of rungs; an array of each for many layers."""
+
+    rung_bytes: Any
+    """GPU memory of each rung."""
+    fixed_bytes: Any
+    """GPU memory that comes with the first."""
+    none_ps: Any
+    """Picoseconds that a decode step would take without any rung, beyond the option's content."""
+    times_ps: NDArray[np.int64]
+    """Picoseconds beyond the option's content, [5, rungs + 1]. They are of a prompt's reading and
+    its compute, a step's reading and its compute, and the latter in a step that copies. None at 0
+    rungs."""
+    asked: Any
+    """The rungs that each layer must have; 0 for as many as memory is left for."""
+
+
+class Pieces(NamedTuple):
+    """The costs of a layer whose prompts stream what a rule takes piece by piece.
+
+    An array of each for many layers.
+    """
+
+    num_pieces: Any
+    gpu_bytes: NDArray[np.int64]
+    """GPU memory of the slots, and of what chunks keep meanwhile, [settings]: all layers share the
+    largest."""
+    spared_bytes: NDArray[np.int64]
+    """Bytes that prompts spare if no layer streams whole what its pieces are of, [settings]."""
+    copy_ps: Any
+    """Picoseconds of the copy of one piece."""
+    moved_ps: NDArray[np.int64]
+    """Part of a prompt's compute in the layer that its pieces take, [settings]."""
+    piece_ps: NDArray[np.int64]
+    """Picoseconds that a group of chunks computes with each piece, [settings]."""
+    num_groups: NDArray[np.int64]
+    """Groups of chunks for which the pieces cross, [settings]."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """The weights that a rule takes of its pattern's layers, and how they get there."""
+
+    segment_class: SegmentClass
+    prefill: Backend
+    decode: Backend
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """Among equally good plans those of fewer segments come first, then in this order."""
+        segments, values = self.segment_class.segments, self.numbers(1, 0).values()
+        told = tuple(-1.0 if value is None else float(value) for value in values)
+        return len(segments), segments, self.prefill.name, self.decode.name, told
+
+    @property
+    def climbs(self) -> bool:
+        """True if it has ladders: decode is then priced by rungs, and not by content."""
+        return False
+
+    @property
+    def fills_ring(self) -> bool:
+        """True if a prompt streams layers whole, so that decode may find them in the ring."""
+        return self.prefill.streams
+
+    def numbers(self, rungs: int, more: int) -> Mapping[str, Any]:
+        """Return the rule's own keys, at so many rungs, of which ``more`` layers have one more."""
+        return {}
+
+    def ladder(self, space: Space, kind: int) -> Ladder | None:
+        """Return the ladder of a kind of layer; None if it has none."""
+        return None
+
+    def pieces(self, space: Space, kind: int) -> Pieces | None:
+        """Return the pieces of a kind of layer; None if prompts stream it whole, or not."""
+        return None
+
+    def rule(self, group_size: int, num_in_group: int, rungs: int = 1, more: int = 0) -> Rule:
+        """Return the rule of a plan with this pattern."""
+        return Rule(
+            cpu_offload_params=self.segment_class.segments,
+            group_size=group_size,
+            num_in_group=num_in_group,
+            prefill=self.prefill,
+            decode=self.decode,
+            **self.numbers(rungs, more),
+        )

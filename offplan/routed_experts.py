@@ -1,0 +1,55 @@
+"""The routed experts of a layer, which some rules take whole and alone, or not at all."""
+
+from collections.abc import Sequence
+
+from offplan.checkpoint.model import Layer
+from offplan.errors import PlanError
+from offplan.held.stage import Stage
+from offplan.held.unit import Unit
+from offplan.plan import Rule
+
+
+def require_experts(
+    stage: Stage, layer: Layer, position: int, taker: Rule, units: Sequence[Unit]
+) -> int:
+    """Count the experts of a layer of which a rule, at a position from 1 on, takes ``units``.
+
+    Raises PlanError if these are not all of the layer's routed experts, and nothing else, or if
+    the rule's pieces do not divide them.
+    """
+    rule = f"rule {position} has {taker.experts_key}"
+    other = next((unit.name for unit in units if not unit.is_expert), None)
+    if other is not None:
+        raise PlanError(
+            f"{rule} and takes {other} of layer {layer.index}, which is "
+            "no routed expert: name the routed experts alone, cpu_offload_params: [experts]"
+        )
+    taken = {parameter.name for unit in units for parameter in unit.parameters}
+    left = next((p.name for p in layer.parameters if p.is_expert and p.name not in taken), None)
+    if left is not None:
+        raise PlanError(
+            f"{rule} and leaves {left} of layer {layer.index} out: the "
+            "parts of an expert are kept together, so name all of them, cpu_offload_params: "
+            "[experts]"
+        )
+    num_experts = _count_experts(stage, units)
+    for unit in units:
+        if unit.nbytes % num_experts:
+            raise PlanError(
+                f"{rule}, and {unit.name} of layer {layer.index} has {unit.nbytes} bytes, which "
+                f"{num_experts} experts do not divide: leave {taker.experts_key} out"
+            )
+    whose = f"layer {layer.index} of {stage.model.source}"
+    if (why := taker.why_not_divide(num_experts, whose)) is not None:
+        raise PlanError(f"rule {position} has {why}")
+    return num_experts
+
+
+def _count_experts(stage: Stage, units: Sequence[Unit]) -> int:
+    """Count the experts of a layer, of which ``units`` are stored."""
+    parameters = [parameter for unit in units for parameter in unit.parameters]
+    if not parameters[0].is_fused:
+        return min(len(parameter.tensors) for parameter in parameters)
+    rows = min(parameter.tensors[0].shape[0] for parameter in parameters)
+    stated = stage.experts.num_experts if stage.experts else rows
+    return rows if rows % stated else stated
