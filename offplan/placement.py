@@ -53,7 +53,7 @@ class SlabEntry:
     prefill: Backend
     decode: Backend
     keeps_experts: bool = False
-    """Whether some of its experts are in GPU memory as well, in slots of their own."""
+    """True if some of its experts are in GPU memory as well, in slots of their own."""
     num_pieces: int = 1
     """Pieces of as many bytes in which prompts stream it; 1 where they stream it whole."""
 
@@ -62,8 +62,8 @@ class SlabEntry:
         return self.prefill if phase is Phase.PREFILL else self.decode
 
     def reads_ring(self, phase: Phase) -> bool:
-        """Whether this phase reads it whole in the ring, where the ring holds it: decode steps read
-        experts that are kept one by one from their own slots."""
+        """Return True if this phase reads it whole in the ring, where the ring holds it. Decode
+        steps read experts that are kept one by one from their own slots."""
         return self.num_pieces == 1 and (phase is Phase.PREFILL or not self.keeps_experts)
 
     @property
@@ -86,7 +86,7 @@ class Span:
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int, int], ...]:
-        """What is moved: where each run starts and stops in the slab, and starts in the slot.
+        """The runs that are moved: where each starts and stops in the slab, and starts in the slot.
 
         Each is one DMA, to a multiple of ALIGNMENT_BYTES.
         """
@@ -113,8 +113,8 @@ class Span:
 class Slab:
     """All offloaded parameters of one layer, in one block of the store.
 
-    Entries are ordered so that each phase streams one contiguous range beside pieces: streamed in
-    pieces, in prefill only, in both phases, in decode only, in neither.
+    Entries are ordered so that each phase streams one contiguous range beside pieces. First comes
+    what streams in pieces, then in prefill only, in both phases, in decode only, in neither.
     """
 
     layer: int
@@ -153,7 +153,7 @@ class Slab:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where every parameter of the layers lives. What is in no slab is resident."""
+    """The place of every parameter of the layers. A parameter that is in no slab is resident."""
 
     slabs: tuple[Slab, ...]
     """The slabs in the order of the layers; layers with nothing offloaded have none."""
@@ -164,12 +164,12 @@ class Placement:
     resident_bytes: int
     """Weights on the GPU outside the ring and ``expert_slots``; also those outside the layers."""
     host_tables: tuple[Table, ...] = ()
-    """What lies on the host and is read by row."""
+    """The tables that lie on the host and are read by row."""
     expert_slots: Mapping[int, ExpertSlots] = field(default_factory=dict)
     """The experts that layers keep in GPU memory one by one, by layer index."""
     chunks_at_once: Mapping[int, int] = field(default_factory=dict)
-    """Chunks of a prompt that meet a piece while it is in its slot, by layer index; all of them in
-    layers in pieces that are left out."""
+    """Chunks of a prompt that meet a piece while it is in its slot, by layer index. In layers in
+    pieces that are left out all of them do."""
 
     def num_groups(self, layer: int, num_chunks: int) -> int:
         """Count the groups of chunks, one after another, for which a layer's pieces cross."""
@@ -177,7 +177,7 @@ class Placement:
 
     @cached_property
     def pieces(self) -> Mapping[int, tuple[Span, ...]]:
-        """What prompts stream in pieces, by layer index, in the order of the layers."""
+        """The pieces that prompts stream, by layer index, in the order of the layers."""
         return {slab.layer: slab.pieces for slab in self.slabs if slab.pieces}
 
     @cached_property
@@ -231,7 +231,7 @@ class Placement:
         return sum(self.slot_sizes)
 
     def spans(self, phase: Phase) -> list[Span]:
-        """What the phase streams whole, in the order of the layers."""
+        """The spans that the phase streams whole, in the order of the layers."""
         return _spans(self.slabs, phase)
 
 
@@ -242,9 +242,10 @@ def _spans(slabs: Iterable[Slab], phase: Phase) -> list[Span]:
 def place(stage: Stage, offload: Offload) -> Placement:
     """Carry a plan's decision over to a stage; the first rule that takes a parameter wins.
 
-    The stage is held as the decision says. Raises PlanError for a rule that takes nothing, for
-    a segment that no parameter has, for a rule that splits what the runtime fuses, for one that
-    cannot keep experts, and for embeddings on the host of which none can lie there.
+    The stage is held as the decision says. Raises PlanError for a rule that takes nothing, for a
+    segment that no parameter has, and for a rule that splits what the runtime fuses. Raises
+    PlanError for one that cannot keep experts, and for embeddings on the host of which none can lie
+    there.
     """
     assert stage.recoding == offload.recoding, "a stage is lowered as the plan says"
     rules = offload.rules
@@ -316,7 +317,7 @@ def _first_rule(unit: Unit, rules: Sequence[Rule], left: Sequence[float]) -> int
 
 
 _ORDER = ((True, False), (True, True), (False, True), (False, False))
-"""Whether entries of a slab stream in prefill and in decode, in the order that they lie in it."""
+"""True if entries of a slab stream in prefill and in decode, in the order that they lie in it."""
 
 
 def build_slab(chosen: Iterable[tuple[Unit, Rule]]) -> Slab:

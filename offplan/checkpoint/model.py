@@ -59,7 +59,7 @@ class Layer:
 
     @property
     def is_recoded(self) -> bool:
-        """Whether the plan, and not the checkpoint, chose the form of some of its weights."""
+        """True if the plan, and not the checkpoint, chose the form of some of its weights."""
         return any(parameter.is_recoded for parameter in self.parameters)
 
     @cached_property

@@ -48,7 +48,7 @@ class Parameter:
 
     @property
     def is_recoded(self) -> bool:
-        """Whether the plan, and not the checkpoint, chose the form."""
+        """True if the plan, and not the checkpoint, chose the form."""
         return bool(self.made_of)
 
     @cached_property

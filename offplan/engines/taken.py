@@ -223,8 +223,8 @@ def _require_one_backend(offload: Offload) -> None:
 def choose_packed(stage: Stage, weights: Sequence[Parameter]) -> set[int]:
     """Return the identities of those of a stage's weights that vLLM can hold packed.
 
-    vLLM packs what it fuses as one matrix, and some heads not at all: none that it ties to the
-    input embedding, whose rows it gathers.
+    vLLM packs what it fuses as one matrix, and some heads not at all. It packs none that it ties to
+    the input embedding, whose rows it gathers.
     """
     found = set(map(id, weights))
     for each in engine_parameters(stage, {}):

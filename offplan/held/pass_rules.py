@@ -11,20 +11,20 @@ class PassRules:
     """How an engine runs a pass; ``costs.engine_times`` has what all engines do alike."""
 
     copies_in_place: bool
-    """Whether the engine copies what it is told to read in place, each layer before it runs."""
+    """True if the engine copies what it is told to read in place, each layer before it runs."""
     allocates_copies: bool
-    """Whether the engine allocates each copy anew, and only then frees the layer that has run,
+    """True if the engine allocates each copy anew, and only then frees the layer that has run,
     which holds one slot of the ring. After the last layers it then copies the first ones in their
-    order; elsewhere each slot is filled again by the first of its own layers."""
+    order. Elsewhere each slot is filled again by the first of its own layers."""
     copies_first_again: bool
-    """Whether a captured step copies again what the step before it has left in the ring."""
+    """True if a captured step copies again what the step before it has left in the ring."""
     shares_blocks: bool
-    """Whether caches of all layers lie in blocks of one size (``vllm_cache``)."""
+    """True if caches of all layers lie in blocks of one size (``vllm_cache``)."""
     num_pools: int = 1
     """Pools of GPU memory that hold the engine's copies."""
     beside_percent: int | None = None
-    """What a captured step's copies take, in percent of the link's time for them, while layers run
-    beside them; None where nothing is computed while a layer is copied."""
+    """Percent of the link's time that a captured step's copies take while layers run beside them.
+    It is None if nothing is computed while a layer is copied."""
     copy_gap_ps: int = 0
     """Picoseconds that each such copy takes besides, to begin behind a layer and to be awaited."""
     layer_overhead_s: float | None = None

@@ -1,4 +1,4 @@
-"""What offplan asks of whatever runs a plan: its own runtime, or an engine."""
+"""The protocol of whatever runs a plan: offplan's own runtime, or an engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from offplan.plan import Offload, Plan
 
 
 class Demand(Protocol):
-    """What a runner takes for a plan beside the plan's own terms."""
+    """The memory that a runner takes for a plan beside the plan's own terms."""
 
     @property
     def pinned_bytes(self) -> int:
@@ -39,18 +39,18 @@ class Runner(Protocol):
 
     @property
     def takes_one_rule(self) -> bool:
-        """Whether a plan has one rule at most, with one backend in both phases."""
+        """True if a plan has one rule at most, with one backend in both phases."""
 
     @property
     def backends(self) -> Sequence[Backend]:
         """The backends that it executes."""
 
     def places_tables(self, tables: Sequence[Table]) -> bool:
-        """Whether these may lie on the host, all of a model's."""
+        """Return True if these may lie on the host, all of a model's."""
 
     @property
     def holds_packed(self) -> bool:
-        """Whether it holds weights packed without loss."""
+        """True if it holds weights packed without loss."""
 
     def choose_packed(self, stage: Stage, weights: Sequence[Parameter]) -> set[int]:
         """Return the identities of those of a stage's weights that it can hold packed.

@@ -1,4 +1,4 @@
-"""What one GPU holds of a model: all of it, or a share of a stage of a pipeline."""
+"""The weights that one GPU holds of a model: all of it, or a share of a stage of a pipeline."""
 
 import hashlib
 import json
@@ -39,7 +39,7 @@ class Stage:
     pass_rules: PassRules | None = field(default=None, compare=False)
     """How an engine runs a pass of it; None if offplan's own runtime does."""
     is_stock: bool = field(default=False, compare=False)
-    """Whether transformers' own passes run it."""
+    """True if transformers' own passes run it."""
     layout: Layout = field(default=AS_STORED, compare=False)
     """How what runs it lays out its weights."""
     label: str = ""
@@ -100,7 +100,7 @@ class Stage:
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
-        """What a text needs: parameters of the layers, and those outside that are no tower's."""
+        """Parameters that a text needs: those of layers, and those outside that are no tower's."""
         return (*self._in_layers, *self._read_outside)
 
     @property
@@ -113,7 +113,7 @@ class Stage:
 
     @cached_property
     def units(self) -> tuple[tuple[Unit, ...], ...]:
-        """What rules can take of each layer."""
+        """The units that rules can take of each layer."""
         return tuple(map(group_units, self.layers))
 
     @cached_property

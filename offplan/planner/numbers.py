@@ -66,7 +66,7 @@ class Numbers:
 
     @cached_property
     def climbs(self) -> NDArray[np.bool_]:
-        """Whether an option has ladders, [options + 1]."""
+        """True if an option has ladders, [options + 1]."""
         return np.array([*(option.climbs for option in self.options), False])
 
     @cached_property

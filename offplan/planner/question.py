@@ -43,7 +43,7 @@ class Question:
     stages: tuple[Stage, ...]
     """Weights of a GPU of each stage of a pipeline, in their order, all as they are stored."""
     runner: Runner
-    """What loads and runs them."""
+    """The runtime or engine that loads and runs them."""
     machine: MachineProfile
     workload: Workload
     budget: Budget

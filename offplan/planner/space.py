@@ -99,7 +99,7 @@ class SettingTable(NamedTuple):
 
 @dataclass(frozen=True)
 class Space:
-    """What all plans of a question have in common, whatever its budget and targets."""
+    """All that the plans of a question have in common, whatever its budget and targets."""
 
     question: Question
     recoding: Recoding | None = None
@@ -252,7 +252,7 @@ class Space:
         )
 
     def takes_padding(self, segment_class: SegmentClass) -> bool:
-        """Whether a class has weights that an engine pads, which drops their padding."""
+        """Return True if a class has weights that an engine pads, which drops their padding."""
         units, grown = chain(*self.taken(segment_class)), self.stage.layout.gpu_growth
         return any(tensor.name in grown for unit in units for tensor in unit.tensors)
 
@@ -267,7 +267,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Room:
-    """What a budget leaves for the layers' weights, for each setting of a space."""
+    """The room that a budget leaves for the layers' weights, for each setting of a space."""
 
     lacking_bytes: NDArray[np.int64]
     """Bytes of layers' weights that must leave the GPU, the ring's to come on top; may be < 0."""

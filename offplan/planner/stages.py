@@ -32,7 +32,7 @@ class OtherStages(NamedTuple):
     prompt_ps: Floats
     step_ps: Floats
     has_same_flags: NDArray[np.bool_]
-    """Whether each stage has as many slots, and something that the rule takes."""
+    """True if each stage has as many slots, and something that the rule takes."""
     host_bytes: Ints
     """Bytes of slabs of one GPU of each."""
 
@@ -68,7 +68,7 @@ class StagePrices(Prices):
 
     @cached_property
     def _layers(self) -> Ints:
-        """Whether each pattern of the largest stage selects each layer of this one."""
+        """True if each pattern of the largest stage selects each layer of this one."""
         patterns = list_patterns(len(self.space.largest.kind_of))
         sizes, numbers = patterns.group_size[:, None], patterns.num_in_group[:, None]
         remainders = np.arange(len(self.space.kind_of)) % sizes

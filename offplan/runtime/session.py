@@ -30,14 +30,14 @@ from offplan.runtime.passes.runner import ModelRunner
 from offplan.runtime.refusal import refuse, refuse_long_texts
 
 NUM_WARMUP_STEPS = 2
-"""Decode steps after a prompt that are not like those to come: the first one finds the ring as
-prefill left it, and runs uncaptured after a change of batch; in the second the step is captured."""
+"""Decode steps after a prompt that are not like those to come. The first one finds the ring as
+prefill left it, and runs uncaptured after a change of batch. In the second the step is captured."""
 
 
 class Session:
     """A loaded model that runs by a plan. Use as a context manager.
 
-    On CUDA everything runs on a stream of its own; the decode step is captured as CUDA graphs, and
+    On CUDA everything runs on a stream of its own. The decode step is captured as CUDA graphs, and
     so are prompts of short chunks, the second time that their length comes in a row.
     """
 
@@ -158,7 +158,7 @@ class Session:
 
     @property
     def changes_with_length(self) -> bool:
-        """Whether a text's first tokens are read otherwise where more of them follow at once."""
+        """True if a text's first tokens are read otherwise where more of them follow at once."""
         return self.runner.changes_with_length
 
     def warm_up(self, batch: int, prompt_tokens: int) -> None:

@@ -23,8 +23,8 @@ layers' experts are stored as codes: transformers asks for one implementation fo
 MULTIPLIED_BY = "multiplied_by"
 """Attribute that names the implementation that experts need which lie in several places."""
 SHARE = "share"
-"""Attribute of experts that lie in several places: has the host's cores, given their description of
-the experts, multiply a share of them; returns False if a plan gives the cores none."""
+"""Attribute of experts that lie in several places. It has the host's cores, given their description
+of the experts, multiply a share of them; it returns False if a plan gives the cores none."""
 FEW_TOKENS = 16
 """Tokens up to which transformers multiplies each by its own experts, which waits for nothing."""
 

@@ -61,7 +61,7 @@ class Operands(NamedTuple):
 
 
 def is_stacked(form: Form, parts: Parts) -> bool:
-    """Whether parts are those of experts' weights, be it of one, and not of a weight alone."""
+    """Return True if parts are those of experts' weights, be it of one, not of a weight alone."""
     return parts[Part.WEIGHT if form.kind is Kind.PACKED else Part.SCALE].ndim > 2
 
 

@@ -48,7 +48,7 @@ def restore_order(parts: Parts, values: torch.Tensor) -> torch.Tensor:
 
 
 def has_powers(form: Form, scales: torch.Tensor) -> bool:
-    """Whether scales are powers of two, stored as their biased exponents."""
+    """Return True if scales are powers of two, stored as their biased exponents."""
     is_float = form.kind in (Kind.FP8_BLOCK, Kind.MXFP4)
     return is_float and scales.dtype in (torch.uint8, torch.float8_e8m0fnu)
 

@@ -97,7 +97,7 @@ def check_module(name: str, form: Form, module: nn.Module) -> None:
 
 
 def _is_known(parameter: Parameter) -> bool:
-    """Whether a form is executed that has these types, parts and groups."""
+    """Return True if a form is executed that has these types, parts and groups."""
     form = parameter.form
     if form.kind is Kind.PACKED:
         return True  # it is of our own making
@@ -221,5 +221,5 @@ def _sizes(shape: tuple[int, ...], is_flat: bool) -> list[int]:
 
 
 def is_transposed(module: Any) -> bool:
-    """Whether transformers holds the weights of these experts as [in, out]."""
+    """Return True if transformers holds the weights of these experts as [in, out]."""
     return bool(getattr(module, "is_transposed", False))

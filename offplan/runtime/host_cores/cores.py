@@ -148,7 +148,7 @@ class Gate:
     activation: Activation
     is_gated: bool
     is_interleaved: bool = False
-    """Whether gate and up come by turns; otherwise up comes behind all of gate."""
+    """True if gate and up come by turns; otherwise up comes behind all of gate."""
     alpha: float = 1.0
     """What SiLU multiplies its input by within the sigmoid."""
     limit: float = float("inf")

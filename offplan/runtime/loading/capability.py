@@ -1,4 +1,4 @@
-"""What the runtime asks of the executor of a capability, and the record that executors are given.
+"""The protocol of a capability's executor, and the record that executors are given.
 
 ``offplan.runtime.executors`` registers them. Nothing else in the runtime names one.
 """

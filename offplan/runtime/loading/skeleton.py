@@ -212,7 +212,7 @@ def name_layers(skeleton: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
 
 
 def has_named_layers(skeleton: PreTrainedModel) -> bool:
-    """Whether ``name_layers`` has said which modules are the layers."""
+    """Return True if ``name_layers`` has said which modules are the layers."""
     return _LAYERS in vars(skeleton)
 
 

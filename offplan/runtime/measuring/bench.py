@@ -70,7 +70,7 @@ class Measurement:
     gpu_bytes: int | None = None
     """Bytes taken on the card at the peak, the context included; None on the CPU."""
     counts: Mapping[str, Any] = field(default_factory=dict)
-    """What executors counted in a decode step, on average, by capability."""
+    """The counts of executors in a decode step, on average, by capability."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def table_layer(number: int) -> int:
 
 
 def reads_over_link(device: torch.device) -> bool:
-    """Whether host memory must be page-locked for the device to read it."""
+    """Return True if host memory must be page-locked for the device to read it."""
     return device.type == "cuda"
 
 
@@ -89,7 +89,7 @@ class WeightStore:
         self.in_place: dict[Phase, set[str]] = {phase: set() for phase in Phase}
         """Names of the parameters that each phase reads where they lie off the device."""
         self.servers: dict[Backend, Server] = {}
-        """What serves each backend that reads at use."""
+        """The server of each backend that reads at use."""
         self.fetched: dict[tuple[Phase, int, int], nn.Parameter] = {}
         """What servers fetch weights into, by phase, layer and offset in its slab."""
         self.arena = torch.empty(0, dtype=torch.uint8)

@@ -202,9 +202,9 @@ class ModelRunner:
     def step(self, tokens: torch.Tensor, length: int, rows: Sequence[int] | None) -> torch.Tensor:
         """Run one decode pass of the first rows, int64 of [batch, 1] on the device.
 
-        It extends ``rows`` of the cache, all with None; the others stay as they are and are sent to
-        no experts but those that ``rows`` choose. Their texts are of one ``step_regime``, that of
-        ``length`` tokens. Returns logits, [batch, vocabulary], which the next pass overwrites.
+        It extends ``rows`` of the cache, all with None. The others stay as they are, and are sent
+        to no experts but those that ``rows`` choose. Their texts are of one ``step_regime``, that
+        of ``length`` tokens. Returns logits, [batch, vocabulary], which the next pass overwrites.
         """
         with self._carried.passing():
             self._extended.choose(rows)
@@ -276,12 +276,12 @@ class ModelRunner:
 
     @property
     def changes_with_length(self) -> bool:
-        """Whether the rotary embeddings change with the length of the text."""
+        """True if the rotary embeddings change with the length of the text."""
         return self.frequencies.change
 
     @property
     def goes_back(self) -> bool:
-        """Whether a text can be cut short, or left as it is in a step: linear attention cannot."""
+        """True if a text can be cut short, or left as it is in a step: linear attention cannot."""
         return not self.linear
 
     @property
@@ -306,7 +306,7 @@ class ModelRunner:
         return self.frequencies.regime(num_tokens)
 
     def captures_prompt(self, batch: int, num_tokens: int) -> bool:
-        """Whether a prompt of this shape is captured when it comes twice in a row."""
+        """Return True if a prompt of this shape is captured when it comes twice in a row."""
         num_chunks = -(-num_tokens // self.chunk)
         # linear attention launches something for every few tokens, however long the chunk
         is_short = not self.linear or num_chunks <= MAX_CAPTURED_TOKENS // self.chunk

@@ -76,7 +76,8 @@ class StockRunner:
         """Begin new sequences with a prompt, int64 of shape [batch, tokens].
 
         Returns logits, [batch, vocabulary]. Raises InputError for a prompt that is empty or beyond
-        the context, and for one of more tokens than a chunk where the family's are read whole.
+        the context. Raises it too for one of more tokens than a chunk if the family's are read
+        whole.
         """
         return self._read(prompt, 1)[-1][:, -1]
 
@@ -150,7 +151,7 @@ class StockRunner:
 
     @property
     def changes_with_length(self) -> bool:
-        """Whether the rotary embeddings change with the length of the text."""
+        """True if the rotary embeddings change with the length of the text."""
         changing = {"dynamic", "longrope"}
         for part in self._module.modules():
             kinds = getattr(part, "rope_type", None)
@@ -258,7 +259,8 @@ class StockRunner:
 
 
 def reads_chunks(config: Any) -> bool:
-    """Whether prompts in chunks are known to give what whole ones do, by a transformers config.
+    """Return True if prompts in chunks are known to give what whole ones do, by a transformers
+    config.
 
     Source: ``DynamicCache``, which keeps a window where a config names one, whoever attends to it.
     """

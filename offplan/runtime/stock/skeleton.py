@@ -24,7 +24,8 @@ def build_stock(model: Model) -> PreTrainedModel:
     """Build the model as transformers does, with every tensor on the meta device.
 
     Nothing in it is replaced. Raises CheckpointError for an architecture that transformers does not
-    generate with from a prompt of text alone, and for layers that weights cannot be moved for.
+    generate with from a prompt of text alone. Raises it too for layers that weights cannot be moved
+    for.
     """
     auto_class = find_auto_class(model)
     config, is_own = build_config_of(model), runs_own_code(model)
