@@ -78,6 +78,7 @@ def _call(*arguments: str) -> tuple[int, str, str]:
     with (
         patch.object(sys, "argv", ["offplan", *arguments]),
         patch.dict(os.environ, COLUMNS="80"),
+        patch("offplan.cli.query.import_less"),  # this process also runs models
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM
 
 import offplan.runtime
@@ -22,6 +23,7 @@ from offplan.capabilities.packing import Packing
 from offplan.checkpoint.open import open_model
 from offplan.plan import Backend, Offload
 from offplan.runtime.model.caches import Swap
+from offplan.runtime.passes.carried import CarriedState
 from offplan.runtime.passes.link import Link
 from offplan.runtime.rows import Rows, _Row
 from offplan.runtime.session import Session
@@ -464,6 +466,21 @@ ANYWHERE: dict[str, tuple[str, list[Any]]] = {
     "windows": ("mistral_windowed", [group(2, 1)]),
     **{name: EXPERTS[name] for name in ("kept", "in parts", "divided")},
 }
+
+
+def test_a_pass_that_is_aborted_leaves_compilation_on() -> None:
+    """torch sets a stance before the context begins that takes it back."""
+    counter = CompileCounter()
+
+    def abort() -> None:
+        with CarriedState().passing():
+            torch.compiler.set_stance("force_eager")
+            raise Abort
+
+    with pytest.raises(Abort):
+        abort()
+    torch.compile(lambda x: x + 1, backend=counter)(torch.ones(2))
+    assert counter.frame_count == 1
 
 
 @pytest.mark.slow

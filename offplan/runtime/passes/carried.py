@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
+import torch
+
 
 class Carried(Protocol):
     """Something that a pass finds as the pass before has left it."""
@@ -54,6 +56,8 @@ class CarriedState:
             # at once, for the memory; what fails here, be it by Ctrl-C again, the next pass does
             with suppress(Exception):
                 self._invalidate()
+                # torch sets a stance before the context that takes it back: between, it would stay
+                torch.compiler.set_stance("default")
             raise
         self._is_whole = True
 
