@@ -88,6 +88,21 @@ class Format(NamedTuple):
     """Whether the config alone says what is stored."""
 
 
+def gptq_words(out: int, inner: int) -> Parts:
+    """Words of 4 bits along the inputs, in groups of 128, without an index."""
+    return {"qweight": ("I32", (inner // 8, out)), **_zeros_and_scales(out, inner)}
+
+
+def awq_words(out: int, inner: int) -> Parts:
+    """Words of 4 bits along the outputs, in groups of 128 inputs."""
+    return {"qweight": ("I32", (inner, out // 8)), **_zeros_and_scales(out, inner)}
+
+
+def _zeros_and_scales(out: int, inner: int) -> Parts:
+    groups = inner // 128
+    return {"qzeros": ("I32", (groups, out // 8)), "scales": ("F16", (groups, out))}
+
+
 def weights(**arguments: Any) -> dict[str, Any]:
     """The config of compressed-tensors for one group of all linear layers but head and router."""
     layout, inputs = arguments.pop("format"), arguments.pop("inputs", None)
@@ -246,12 +261,7 @@ FORMATS = {
     ),
     "gptq": Format(
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True},
-        lambda out, inner: {
-            "qweight": ("I32", (inner // 8, out)),
-            "qzeros": ("I32", (inner // 128, out // 8)),
-            "scales": ("F16", (inner // 128, out)),
-            "g_idx": ("I32", (inner,)),
-        },
+        lambda out, inner: {**gptq_words(out, inner), "g_idx": ("I32", (inner,))},
         Form(Kind.W4A16, (1, 128), WordOrder.GPTQ),
     ),
     "gptq of 8 bits, a scale a row": Format(
@@ -266,11 +276,7 @@ FORMATS = {
     ),
     "awq": Format(
         {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
-        lambda out, inner: {
-            "qweight": ("I32", (inner, out // 8)),
-            "qzeros": ("I32", (inner // 128, out // 8)),
-            "scales": ("F16", (inner // 128, out)),
-        },
+        awq_words,
         Form(Kind.W4A16, (1, 128), WordOrder.AWQ),
     ),
     "mlx": Format(
@@ -406,11 +412,7 @@ FORMATS = {
             "packing_format": "auto_round:auto_gptq",
             "extra_config": {"lm_head": {"bits": 16}},
         },
-        lambda out, inner: {
-            "qweight": ("I32", (inner // 8, out)),
-            "qzeros": ("I32", (inner // 128, out // 8)),
-            "scales": ("F16", (inner // 128, out)),
-        },
+        gptq_words,
         Form(Kind.W4A16, (1, 128), WordOrder.GPTQ),
     ),
     "auto-round of 3 bits": Format(
@@ -424,21 +426,12 @@ FORMATS = {
     ),
     "auto-round awq": Format(
         AUTO_ROUND | {"sym": False, "packing_format": "auto_round:auto_awq"},
-        lambda out, inner: {
-            "qweight": ("I32", (inner, out // 8)),
-            "qzeros": ("I32", (inner // 128, out // 8)),
-            "scales": ("F16", (inner // 128, out)),
-        },
+        awq_words,
         Form(Kind.W4A16, (1, 128), WordOrder.AWQ),
     ),
     "auto-round gptqmodel": Format(
         AUTO_ROUND | {"packing_format": "auto_round:gptqmodel"},
-        lambda out, inner: {
-            "qweight": ("I32", (inner // 8, out)),
-            "qzeros": ("I32", (inner // 128, out // 8)),
-            "scales": ("F16", (inner // 128, out)),
-            "g_idx": ("I32", (inner,)),
-        },
+        lambda out, inner: {**gptq_words(out, inner), "g_idx": ("I32", (inner,))},
         Form(Kind.W4A16, (1, 128), WordOrder.GPTQ_V2),
     ),
     "auto-round fp8 static": Format(

@@ -4,6 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +49,34 @@ def need_triton() -> None:
     if os.environ.get("CI"):
         importlib.import_module("triton")
     pytest.importorskip("triton")
+
+
+TARGETS = [80, 89, 90, 120]
+"""Compute capabilities of GPUs that kernels are compiled for where there is none."""
+
+
+def compile_ptx(
+    kernel: Any,
+    target: int,
+    kinds: Mapping[str, Any],
+    constants: Mapping[Any, Any],
+    options: dict[str, int] | None = None,
+) -> str:
+    """Compile a kernel for a compute capability, and return its PTX; Triton is there.
+
+    ``kinds`` are types of arguments by name, those left out are numbers of 32 bits. ``constants``
+    are values by name, or by the places of an argument and of a field in it.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    named = [name for name in constants if isinstance(name, str)]
+    signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
+    signature |= dict.fromkeys(named, "constexpr")
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    made = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    return str(made.asm["ptx"])
 
 
 def run_interpreted(path: str, named: str = "", tier: str = "not sweep") -> str:

@@ -13,6 +13,8 @@ from offplan.runtime.forms import reference
 from tests.runtime.columns import expand, hold
 from tests.runtime.interpreted import (
     INTERPRETED,
+    TARGETS,
+    compile_ptx,
     need_triton,
     run_interpreted,
     runs_itself,
@@ -504,19 +506,12 @@ def test_products_of_packed_rows_of_every_size(num_in: int, rows: int, of_expert
     assert (errors <= 0.01 * sizes + 2.0**-120)[:, :-2].all()
 
 
-TARGETS = [80, 89, 90, 120]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="compiles kernels")
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_that_expand_packed_rows_compile(target: int) -> None:
     """All of them, or those chosen, for GPUs that are not here."""
     need_triton()
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from offplan.runtime.forms import packed_kernels
 
     kernel: Any = packed_kernels.expand
@@ -524,11 +519,7 @@ def test_kernels_that_expand_packed_rows_compile(target: int) -> None:
     words_of = dict.fromkeys(("out", "weight", "exponent", "patches", "patch_blocks"), "*i32")
     for chosen in ({"rows": None, "BLOCK_N": 4}, {"BLOCK_N": 1}):
         constants: dict[Any, Any] = {**chosen, "BLOCK_K": 256, "WHOLE": False}
-        kinds = bytes_of | words_of | dict.fromkeys(constants, "constexpr")
-        signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        made = triton.compile(source, target=GPUTarget("cuda", target, 32))
-        assert "entry" in str(made.asm["ptx"])
+        assert "entry" in compile_ptx(kernel, target, bytes_of | words_of, constants)
 
 
 @pytest.mark.slow
@@ -537,23 +528,16 @@ def test_kernels_that_expand_packed_rows_compile(target: int) -> None:
 def test_kernels_of_powers_compile(target: int) -> None:
     """For GPUs that are not here."""
     need_triton()
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from offplan.runtime.forms import kernels
     from offplan.runtime.forms.operands import Layout, Weight
 
     def compile_for(kernel: Any, constants: dict[Any, Any]) -> str:
         weight: Any = Weight(*types)
         kinds = {"x": "*bf16", "out": "*bf16", "weight": weight}
-        signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
-        signature |= {"order": "*i32", "starts": "*i32"} | dict.fromkeys(constants, "constexpr")
-        signature = {name: signature[name] for name in kernel.arg_names}
+        kinds |= {"order": "*i32", "starts": "*i32"}
         at = kernel.arg_names.index("weight")
         constants = constants | {(at, place): None for place in (2, 3, 4)}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        return str(triton.compile(source, target=GPUTarget("cuda", target, 32)).asm["ptx"])
+        return compile_ptx(kernel, target, kinds, constants)
 
     # there are no zeros, scales of scales or tables
     types: Any = ("*u8", "*u8", *["constexpr"] * 3, "i32", "i32")

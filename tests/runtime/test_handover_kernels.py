@@ -8,6 +8,8 @@ import torch
 from tests.runtime.bells import make_bell, require_one_bell, require_rung
 from tests.runtime.interpreted import (
     INTERPRETED,
+    TARGETS,
+    compile_ptx,
     need_triton,
     run_interpreted,
     runs_itself,
@@ -58,25 +60,17 @@ def test_what_the_cores_made_is_fetched(num: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="compiles kernels")
-@pytest.mark.parametrize("target", [80, 89, 90, 120])
+@pytest.mark.parametrize("target", TARGETS)
 def test_kernels_compile(target: int) -> None:
     """For GPUs that are not here."""
     need_triton()
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from offplan.runtime.forms import handover_kernels
 
     kinds = dict.fromkeys(("a", "to_a", "source", "target", "c"), "*bf16")
     kinds |= {"b": "*i64", "to_b": "*i64", "to_c": "*fp32", "words": "*i32", "arrived": "*i32"}
 
     def compile_for(kernel: Any, **constants: Any) -> str:
-        signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
-        signature |= dict.fromkeys(constants, "constexpr")
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        made = triton.compile(source, target=GPUTarget("cuda", target, 32))
-        return str(made.asm["ptx"])
+        return compile_ptx(kernel, target, kinds, constants)
 
     nothing: dict[str, Any] = {"c": None, "to_c": None, "num_c": 0, "BLOCK": 2048}
     for constants in ({"BLOCK": 2048}, nothing):

@@ -31,6 +31,8 @@ from tests.runtime.bells import make_bell, require_one_bell, require_rung
 from tests.runtime.interpreted import (
     HAS_GPU,
     INTERPRETED,
+    TARGETS,
+    compile_ptx,
     need_triton,
     run_interpreted,
     runs_itself,
@@ -367,19 +369,12 @@ def test_a_part_of_an_expert_is_the_cores(num_tokens: int) -> None:
     assert task.num_parts
 
 
-TARGETS = [80, 89, 90, 120]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="compiles kernels")
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_compile_to_whole_lines_of_the_link(target: int) -> None:
     """For GPUs that are not here: 16 bytes a thread are what fills the link."""
     need_triton()
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from offplan.runtime.cached_experts import table_kernels
 
     def compile_for(kernel: Any, options: dict[str, int], **constants: Any) -> str:
@@ -387,11 +382,7 @@ def test_kernels_compile_to_whole_lines_of_the_link(target: int) -> None:
         kinds = {name: "*i64" if name in names else "*i32" for name in POINTERS}
         kinds |= dict.fromkeys(("tokens", "tokens_there", "factors"), "*bf16")
         kinds["factors_there"] = "*fp32"
-        signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
-        signature |= dict.fromkeys(constants, "constexpr")
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        made = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
-        return str(made.asm["ptx"])
+        return compile_ptx(kernel, target, kinds, constants, options)
 
     for is_step, is_divided in ((True, False), (True, True), (False, False)):
         table = {"EXPERTS": 128, "PAIRS": 8, "IS_STEP": is_step, "IS_DIVIDED": is_divided}
