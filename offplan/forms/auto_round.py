@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from offplan.forms.form import OTHER, Form, Kind, Part, WordOrder
-from offplan.forms.matching import compile_pattern
+from offplan.forms.matching import IN_STACK, compile_pattern
 from offplan.forms.quantisation import Quantisation, leave_unread, note_scales
 from offplan.forms.scheme import Scheme
 from offplan.forms.stated import is_record, is_size, names_of, read_words
 
-_IN_STACK = re.compile(r"\.\d+\.")
 _NAME = re.compile(r"[\w.]+\.\d+\.[\w.]+")
 """Tells names of modules from patterns, where a key may be either."""
 _WAY = ("packing_format", "backend", "data_type", "bits", "group_size")
@@ -75,7 +74,7 @@ def read_auto_round(stated: Mapping[str, Any], float_type: str) -> Quantisation:
     patterns = [name for name in named if not _NAME.fullmatch(name)]
 
     def find(module: str) -> Scheme | None:
-        if not module.startswith(blocks) or not _IN_STACK.search(module):
+        if not module.startswith(blocks) or not IN_STACK.search(module):
             return None
         if module in named:
             return named[module]

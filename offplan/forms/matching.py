@@ -13,6 +13,8 @@ _MAX_PATTERN = 2_000
 _MAX_REPEATS = 6
 """Unbounded repeats in one pattern: matching takes time in the power of their number."""
 _REPEATED_GROUP = re.compile(r"\)\s*[*+{]|\\[1-9]")
+IN_STACK = re.compile(r"\.\d+\.")
+"""Tells the modules of a stack of layers from those outside, such as the head."""
 _PLAIN = re.compile(r"[\w.\-]*[\w\-]")
 
 

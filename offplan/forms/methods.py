@@ -4,7 +4,6 @@ Source: transformers 5.23, ``utils.quantization_config`` and ``quantizers``; Mod
 ``hf_quant_config.json``; mlx-lm, ``utils.save_config``.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,13 +11,11 @@ from typing import Any, NamedTuple
 from offplan.forms.auto_round import read_auto_round
 from offplan.forms.compressed_tensors import read_compressed_tensors
 from offplan.forms.form import OTHER, Form, Kind, Part, WordOrder
-from offplan.forms.matching import has_run, matches_wildcard, skips, targets
+from offplan.forms.matching import IN_STACK, has_run, matches_wildcard, skips, targets
 from offplan.forms.quantisation import Quantisation, leave_unread, note_scales
 from offplan.forms.scheme import BNB4_STATE_BYTES, Scheme
 from offplan.forms.stated import block_of, grouped_form, is_record, names_of, read_words
 
-_IN_STACK = re.compile(r"\.\d+\.")
-"""Tells the modules of a stack of layers from those outside, such as the head."""
 _E4M3 = ("e4m3", "float8_e4m3fn")
 _MODELOPT_FORMS = {
     "FP8": Form(Kind.FP8_TENSOR),
@@ -217,7 +214,7 @@ def _read_gptq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     only = tuple(name for names in blocks for name in names_of(names)) if blocks else ("",)
 
     def find(module: str) -> Scheme | None:
-        is_taken = module.endswith(only) and _IN_STACK.search(module) is not None
+        is_taken = module.endswith(only) and IN_STACK.search(module) is not None
         return scheme if is_taken and not targets(patterns, module) else None
 
     return Quantisation("gptq", find, note=note_scales("F16"))
@@ -242,7 +239,7 @@ def _read_awq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     def find(module: str) -> Scheme | None:
         # AutoAWQ, which wrote most of them, looks for the names anywhere: ``visual``, ``mlp.gate``.
         is_kept = skips(kept, module) or has_run(kept, module)
-        return scheme if _IN_STACK.search(module) and not is_kept else None
+        return scheme if IN_STACK.search(module) and not is_kept else None
 
     # AutoAWQ's own layer takes whole groups alone
     return Quantisation("awq", find, leaves_misfits=True, note=note_scales("F16"))
