@@ -67,7 +67,8 @@ class StockPasses:
         return f"a pass makes {len(called)} calls of {len({*called})} layers, each with its weights"
 
 
-def _encode(answer: StockPasses | str) -> bytes:
+def encode_passes(answer: StockPasses | str) -> bytes:
+    """Encode what passes take, or why that cannot be counted, as JSON."""
     return json.dumps(answer if isinstance(answer, str) else asdict(answer)).encode()
 
 
@@ -76,7 +77,7 @@ def _decode(content: bytes) -> StockPasses | str:
     return told if isinstance(told, str) else StockPasses(**told)
 
 
-_PASSES = KeptAnswers("stock", _MAX_BYTES, _encode, _decode)
+_PASSES = KeptAnswers("stock", _MAX_BYTES, encode_passes, _decode)
 
 
 def find_passes(
@@ -92,7 +93,7 @@ def find_passes(
     refusal_key = {**key, "source": model.source, "packages": installed_packages()}
     found = _PASSES.find(key) or _PASSES.find(refusal_key)
     if found is None:
-        found = _decode(_encode((count or _ask_process)(model)))
+        found = _ask_process(model) if count is None else _decode(encode_passes(count(model)))
         is_refusal = isinstance(found, str)
         if not is_refusal or model.code is None:  # a checkpoint's own code may change its mind
             _PASSES.keep(refusal_key if is_refusal else key, found)

@@ -8,7 +8,6 @@ counts storages as they come and go as ``LiveBytes`` does.
 """
 
 import gc
-import json
 import logging
 import pickle
 import sys
@@ -16,7 +15,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from math import ceil
 from typing import Any
 
@@ -32,7 +30,7 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.quiet import quietly
 from offplan.errors import CheckpointError
 from offplan.held.held import hold
-from offplan.held.stock import StockPasses
+from offplan.held.stock import StockPasses, encode_passes
 from offplan.runtime.loading.alike import list_kinds
 from offplan.runtime.loading.checks import list_shared
 from offplan.runtime.loading.mapping import map_tensors
@@ -365,8 +363,7 @@ def _fit_line(sizes: Sequence[int], found: Sequence[float]) -> tuple[float, floa
 
 def answer() -> None:
     """Read a model of our own making from stdin, and print what its passes take, or why not."""
-    told = try_to_count(pickle.load(sys.stdin.buffer))
-    print(json.dumps(told if isinstance(told, str) else asdict(told)))
+    sys.stdout.buffer.write(encode_passes(try_to_count(pickle.load(sys.stdin.buffer))))
 
 
 def try_to_count(model: Model) -> StockPasses | str:
