@@ -9,7 +9,15 @@ import torch
 
 from offplan.capabilities.packing import Packing
 from offplan.routing.use_order import UseOrder
-from tests.runtime.cached import Trace, check_slots, count_experts, keeping, prompts, run_hostile
+from tests.runtime.cached import (
+    Trace,
+    cached_of,
+    check_slots,
+    count_experts,
+    keeping,
+    prompts,
+    run_hostile,
+)
 from tests.runtime.plans import offload, open_session
 from tests.runtime.quantise import save_routed
 
@@ -95,11 +103,11 @@ def test_two_sessions_one_after_the_other(folder: Path) -> None:
         session = open_session(checkpoint, decision, "cuda")
         with session.stream():
             runs.append([each.cpu() for each in run_hostile(session, steps_before=0)])
-        store = session.loaded.store
-        assert store.expert_slots
-        held = [store.arena, *store.slots, *store.expert_slots.values()]
+        store, memory = session.loaded.store, cached_of(session)._memory
+        assert memory
+        held = [store.arena, *store.slots, *memory.values()]
         num_bytes = sum(tensor.nbytes for tensor in held)
-        del held, store
+        del held, memory, store
         # not against what was there before: cuBLAS keeps a workspace for each session's stream
         before = torch.cuda.memory_allocated()
         session.close()
