@@ -303,7 +303,7 @@ def list_kinds(*shapes: tuple[int, int]) -> list[Any]:
 @runs_kernels
 @pytest.mark.parametrize(("kind", "shape"), list_kinds((8, 1), (3, 1), (3, 2), (1, 2), (3, 9)))
 def test_products_are_those_of_resident_experts(kind: str, shape: tuple[int, int]) -> None:
-    from offplan.runtime.cached_experts.products import forward_slots
+    from offplan.runtime.cached_experts.experts import forward_slots
 
     num_slots, num_tokens = shape
     steps = run_resident(kind, num_tokens)
@@ -323,7 +323,7 @@ def test_what_the_cores_multiply_is_added(
     kind: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever lies in the rows of their pairs."""
-    from offplan.runtime.cached_experts.products import forward_slots
+    from offplan.runtime.cached_experts.experts import forward_slots
 
     num_slots, num_tokens = shape
     steps = run_resident(kind, num_tokens)
@@ -348,7 +348,7 @@ def test_what_the_cores_multiply_is_added(
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_a_part_of_an_expert_is_the_cores(num_tokens: int) -> None:
     """The rest is read from the last slot, whatever lies beside it there."""
-    from offplan.runtime.cached_experts.products import forward_slots
+    from offplan.runtime.cached_experts.experts import forward_slots
 
     torch.manual_seed(0)
     experts: Any = Experts(8, 4, packed=False, bias=False, width=256)
@@ -440,7 +440,7 @@ def test_a_step_is_compiled_whole(
 ) -> None:
     """Where torch.compile ended its graph, layers would round elsewhere than resident ones."""
     need_triton()
-    from offplan.runtime.cached_experts.products import forward_slots
+    from offplan.runtime.cached_experts.experts import forward_slots
     from offplan.runtime.forms import products
     from offplan.runtime.model import experts as own
 
