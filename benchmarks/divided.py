@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from offplan.expert_slots import ExpertSlots
+from offplan.capabilities.cached_experts import ExpertSlots
 
 
 class DividedSlots:

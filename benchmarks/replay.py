@@ -37,9 +37,10 @@ from benchmarks.make_routing import profile_trace
 from benchmarks.run_plan import describe_machine
 from benchmarks.traces import REUSES, make_trace
 from offplan.backends import Backend
+from offplan.capabilities.cached_experts import ExpertSlots
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.costs.kept_experts import predict_use
+from offplan.costs.cached_experts import predict_found
 from offplan.costs.predict import predict
 from offplan.held.held import hold
 from offplan.library.asking import ask
@@ -269,8 +270,8 @@ def predict_runs(
     routing = None if reuse == "none" else profile_trace(model, reuse)
     stage = replace(hold(model, offload.packing), routing=routing)
     made = predict([stage], machine, workload, Budget(gpu_memory=machine.gpu_memory.value), offload)
-    use = predict_use(place(stage, offload), stage, workload.batch)
-    return {"step_s": made.decode.step_s, "hits": None if use is None else use.found.hits}
+    found = predict_found(place(stage, offload), stage, workload.batch)
+    return {"step_s": made.decode.step_s, "hits": None if found is None else found.hits}
 
 
 def divide(offload: Offload, share: float, *, splits: bool) -> Offload:
@@ -413,7 +414,7 @@ def list_counts(
     found: list[dict[str, Any]],
 ) -> Any:
     """Return what the trace's list says of a plan; SystemExit where kernels counted otherwise."""
-    layers = [slots for _, slots in sorted(placement.expert_slots.items())]
+    layers = [slots for _, slots in sorted(placement.caches_of(ExpertSlots).items())]
     if len(layers) != len(listed):
         return "not listed: the plan keeps experts of some layers alone"
     choices = listed[:, -1].tolist()

@@ -6,13 +6,6 @@ Store = Literal["host", "peer"]
 """Store of what is offloaded: pinned host memory, or that of a second GPU."""
 ObjectiveName = Literal["latency", "throughput"]
 """Aim of a plan: the time of one request, or tokens a second."""
-DEFAULT_CACHED_EXPERTS: Literal["off", "auto"] = "auto"
-"""Default of ``cached_experts``: plans may cache experts one by one.
-
-Source: an H200 with the reuse that others publish, ``benchmarks/results/kept-experts-h200.json``.
-Qwen3-30B-A3B in FP8 and 12 GiB 28.1 -> 9.9 ms a token, gpt-oss-120b in 24 GiB 29.7 -> 9.1. With
-uniform routing the search finds the same plans as without.
-"""
 PartsChoice = Literal["off", "auto"]
 """Choice of ``parts``: with ``auto`` rules may have prompts stream a layer's routed experts in
 parts."""

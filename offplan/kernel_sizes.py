@@ -23,6 +23,10 @@ and 11.2 by 128 if experts are chosen alike, 15.8 and 12.1 if some are chosen mo
 """
 MAX_PAIRS = 1024
 """Pairs of a token and an expert that a kernel sorts: a program holds all of them."""
+TABLE_COUNTERS = 32
+"""Numbers of 4 bytes of a layer's table of cached experts, beside those of its lists."""
+TABLE_LISTS = 5
+"""Numbers of 4 bytes that such a table has for each expert of its layer."""
 EXPERT_MULTIPLE = 16
 """Number of which rows and columns of an expert are multiples where our kernels multiply it."""
 MAX_CAPTURED_TOKENS = 4096

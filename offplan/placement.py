@@ -5,16 +5,18 @@ carries it out.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
+from typing import TypeVar
 
 from offplan.backends import Backend
+from offplan.capabilities.rule import WeightCache
 from offplan.checkpoint.tables import Table
 from offplan.errors import PlanError
-from offplan.expert_slots import ExpertSlots, find_expert_slots
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit
 from offplan.plan import Offload, Rule
@@ -26,6 +28,7 @@ ALIGNMENT_BYTES = 256
 """Every tensor in a slab starts on such a boundary, as the CUDA allocator's own blocks would."""
 
 
+Cache = TypeVar("Cache")
 PIECE_SLOTS = 2
 """Slots for pieces of layers: one that is computed with while the other is filled."""
 
@@ -52,8 +55,8 @@ class SlabEntry:
     """Bytes from the start of the slab; a multiple of ALIGNMENT_BYTES."""
     prefill: Backend
     decode: Backend
-    keeps_experts: bool = False
-    """True if some of its experts are in GPU memory as well, in slots of their own."""
+    is_cached: bool = False
+    """True if a part of it is in GPU memory as well, in its layer's cache."""
     num_pieces: int = 1
     """Pieces of as many bytes in which prompts stream it; 1 where they stream it whole."""
 
@@ -63,8 +66,8 @@ class SlabEntry:
 
     def reads_ring(self, phase: Phase) -> bool:
         """Return True if this phase reads it whole in the ring, where the ring holds it. Decode
-        steps read experts that are kept one by one from their own slots."""
-        return self.num_pieces == 1 and (phase is Phase.PREFILL or not self.keeps_experts)
+        steps read what is cached from its cache."""
+        return self.num_pieces == 1 and (phase is Phase.PREFILL or not self.is_cached)
 
     @property
     def off_gpu_bytes(self) -> int:
@@ -162,11 +165,11 @@ class Placement:
     slot_bytes: int
     """Size of each slot: the largest span of either phase."""
     resident_bytes: int
-    """Weights on the GPU outside the ring and ``expert_slots``; also those outside the layers."""
+    """Weights on the GPU outside the ring and ``weight_caches``; also those outside the layers."""
     host_tables: tuple[Table, ...] = ()
     """The tables that lie on the host and are read by row."""
-    expert_slots: Mapping[int, ExpertSlots] = field(default_factory=dict)
-    """The experts that layers keep in GPU memory one by one, by layer index."""
+    weight_caches: Mapping[int, WeightCache] = field(default_factory=dict)
+    """The caches of what lies in slabs, in the order of the rules, by layer index."""
     chunks_at_once: Mapping[int, int] = field(default_factory=dict)
     """Chunks of a prompt that meet a piece while it is in its slot, by layer index. In layers in
     pieces that are left out all of them do."""
@@ -220,10 +223,18 @@ class Placement:
         """Memory of the slabs."""
         return sum(slab.nbytes for slab in self.slabs)
 
+    def caches_of(self, kind: type[Cache]) -> dict[int, Cache]:
+        """Return the caches of a kind, by layer index."""
+        caches = self.weight_caches.items()
+        return {layer: cache for layer, cache in caches if isinstance(cache, kind)}
+
     @cached_property
-    def expert_slots_bytes(self) -> int:
-        """GPU memory of the experts that layers keep one by one, tables included."""
-        return sum(slots.nbytes for slots in self.expert_slots.values())
+    def cached_bytes(self) -> Mapping[str, int]:
+        """GPU memory of the caches, by their names."""
+        found = Counter[str]()
+        for cache in self.weight_caches.values():
+            found[cache.name] += cache.nbytes
+        return found
 
     @property
     def ring_bytes(self) -> int:
@@ -244,8 +255,8 @@ def place(stage: Stage, offload: Offload) -> Placement:
 
     The stage is held as the decision says. Raises PlanError for a rule that takes nothing, for a
     segment that no parameter has, and for a rule that splits what the runtime fuses. Raises
-    PlanError for one that cannot keep experts, and for embeddings on the host of which none can lie
-    there.
+    PlanError for one that cannot cache what it takes, and for embeddings on the host of which none
+    can lie there.
     """
     assert stage.recoding == offload.recoding, "a stage is lowered as the plan says"
     rules = offload.rules
@@ -256,7 +267,7 @@ def place(stage: Stage, offload: Offload) -> Placement:
     left = [math.inf if rule.max_bytes is None else rule.max_bytes for rule in rules]
     unused = set(range(len(rules)))
     slabs: list[Slab] = []
-    slots: list[dict[int, ExpertSlots]] = [{} for _ in rules]
+    caches: list[dict[int, WeightCache]] = [{} for _ in rules]
     chunks_at_once: dict[int, int] = {}
     for layer, units in zip(stage.layers, stage.units, strict=True):
         chosen: list[tuple[Unit, Rule]] = []
@@ -266,15 +277,15 @@ def place(stage: Stage, offload: Offload) -> Placement:
                 unused.discard(number)
                 left[number] -= unit.nbytes
                 chosen.append((unit, rules[number]))
-        for position, (rule, kept) in enumerate(zip(rules, slots, strict=True), 1):
+        for position, (rule, cached) in enumerate(zip(rules, caches, strict=True), 1):
             taken = [unit for unit, taker in chosen if rule.experts_key and taker is rule]
-            asked = stage, layer, position, rule, taken
-            if taken and rule.num_pieces > 1:
-                require_experts(*asked)
-                if (at_once := rule.chunks_at_once(offload.prefill_chunk)) is not None:
-                    chunks_at_once[layer.index] = at_once
-            if taken and rule.cached_experts is not None:
-                kept[layer.index] = find_expert_slots(*asked, len(kept))
+            if not taken:
+                continue
+            experts = require_experts(stage, layer, position, rule, taken)
+            if (at_once := rule.chunks_at_once(offload.prefill_chunk)) is not None:
+                chunks_at_once[layer.index] = at_once
+            if (cache := rule.make_cache(experts, len(cached))) is not None:
+                cached[layer.index] = cache
         if chosen:
             slabs.append(build_slab(chosen))
     if unused:
@@ -294,7 +305,7 @@ def place(stage: Stage, offload: Offload) -> Placement:
         slot_bytes=max((span.nbytes for spans in streamed for span in spans), default=0),
         resident_bytes=weights - sum(e.off_gpu_bytes for slab in slabs for e in slab.entries),
         host_tables=tables,
-        expert_slots={layer: of for by_layer in slots for layer, of in by_layer.items()},
+        weight_caches={layer: of for cached in caches for layer, of in cached.items()},
         chunks_at_once=chunks_at_once,
     )
 
@@ -327,9 +338,8 @@ def build_slab(chosen: Iterable[tuple[Unit, Rule]]) -> Slab:
     entries: list[SlabEntry] = []
     offset = 0
     for unit, rule in ranked:
-        keeps = rule.cached_experts is not None
         ways = rule.prefill, rule.decode
-        entries.append(SlabEntry(unit, offset, *ways, keeps, rule.num_pieces))
+        entries.append(SlabEntry(unit, offset, *ways, rule.caches, rule.num_pieces))
         offset = align(offset + unit.nbytes)
     return Slab(entries[0].unit.layer, tuple(entries))
 

@@ -9,20 +9,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from offplan.backends import Backend
-from offplan.capabilities.cached_experts import find_unread
 from offplan.capabilities.table import APART
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.roles import Role, role_of
 from offplan.errors import PlanError
-from offplan.expert_slots import is_in_out
 from offplan.forms.form import RAW, Part
 from offplan.forms.host_kernels import why_no_kernel
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit
-from offplan.kernel_sizes import MAX_PAIRS
 from offplan.placement import Placement
 from offplan.plan import Offload
+from offplan.routed_experts import is_in_out
 
 
 def require_runnable(
@@ -37,7 +35,7 @@ def require_runnable(
         return
     for why in _list_refusals(stage, placement, offload, on_gpu):
         raise PlanError(why)
-    require_few_pairs(stage, offload, batch)
+    require_batch(stage, offload, batch)
 
 
 def _list_refusals(
@@ -50,12 +48,10 @@ def _list_refusals(
                 f"a rule has {key}, and transformers' own passes are to run the model: {needs} own "
                 "passes, so make a plan with `stock=True`"
             )
-    keeping = [layer for layer in stage.layers if layer.index in placement.expert_slots]
-    if on_gpu and (what := find_unread(stage.model, stage.dtype, keeping)) is not None:
-        yield (
-            f"a rule has cached_experts, and {stage.model.source} has experts {what}, which no "
-            "kernel on a GPU keeps: leave cached_experts out"
-        )
+    cached = [layer for layer in stage.layers if layer.index in placement.weight_caches]
+    for rule in offload.rules if on_gpu else ():
+        if (why := rule.why_not_on_gpu(stage.model, stage.dtype, cached)) is not None:
+            yield f"a rule has {why}"
     for slab in placement.slabs:
         given = [entry.unit for entry in slab.entries if entry.decode is Backend.HOST]
         if given and (why := why_not_by_cores(stage, stage.units[slab.layer], given)):
@@ -121,18 +117,11 @@ def _is_wide(parameter: Parameter) -> bool:
     return parameter.form is RAW and all(tensor.dtype == "F32" for tensor in parameter.tensors)
 
 
-def require_few_pairs(stage: Stage | Model, offload: Offload, batch: int) -> None:
-    """Raise PlanError if a step sends ``batch`` tokens to more experts than kernels sort.
+def require_batch(stage: Stage | Model, offload: Offload, batch: int) -> None:
+    """Raise PlanError if a rule does not serve steps of ``batch`` sequences.
 
     ``stage`` is what holds the experts, or the model.
     """
-    keeps = any(rule.cached_experts is not None for rule in offload.rules)
-    if not keeps or stage.experts is None:
-        return
-    num_chosen = stage.experts.num_experts_per_token
-    if batch * num_chosen > MAX_PAIRS:
-        raise PlanError(
-            f"cached_experts serves steps of {MAX_PAIRS} pairs of a token and an expert at most; "
-            f"{batch} sequences x {num_chosen} experts a token are {batch * num_chosen}: lower "
-            f"`batch` to {MAX_PAIRS // num_chosen}, or leave cached_experts out"
-        )
+    for rule in offload.rules:
+        if (why := rule.why_not_batch(stage.experts, batch)) is not None:
+            raise PlanError(why)

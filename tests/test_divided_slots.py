@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.divided import DividedSlots
-from offplan.expert_slots import ExpertSlots
+from offplan.capabilities.cached_experts import ExpertSlots
 from offplan.routing.use_order import UseOrder
 
 

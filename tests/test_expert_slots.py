@@ -4,13 +4,14 @@ from math import comb
 
 import pytest
 
+from offplan.capabilities.cached_experts import ExpertSlots
 from offplan.capabilities.packing import Packing
 from offplan.checkpoint.open import open_model
 from offplan.errors import PlanError
-from offplan.expert_slots import ExpertSlots, find_inner
 from offplan.held.held import hold
 from offplan.placement import place
 from offplan.plan import Offload, Rule
+from offplan.routed_experts import count_inner
 from tests.cli import ROOT
 
 CONFIGS = ROOT / "benchmarks" / "models"
@@ -55,7 +56,7 @@ def test_parts_are_nearer_to_the_share() -> None:
 def test_inner_columns_are_those_of_the_second_product(name: str, inner: int) -> None:
     stage = hold(open_model(str(CONFIGS / name / "config.json")))
     units = next(of for of in stage.units if any(unit.is_expert for unit in of))
-    assert find_inner(stage, [unit for unit in units if unit.is_expert]) == inner
+    assert count_inner(stage, [unit for unit in units if unit.is_expert]) == inner
 
 
 def test_packed_experts_are_not_split() -> None:
@@ -73,7 +74,7 @@ def test_packed_experts_are_not_split() -> None:
     )
     model = open_model(str(CONFIGS / "mixtral-8x7b" / "config.json"))
     offload = Offload(prefill_chunk=8, rules=(rule,))
-    assert place(hold(model), offload).expert_slots[0].splits
+    assert place(hold(model), offload).caches_of(ExpertSlots)[0].splits
     packing = Packing(group_size=1, num_in_group=1)
     with pytest.raises(PlanError, match=r"rule 1 has split_expert, .* cannot be split: they are"):
         place(hold(model, packing), offload.model_copy(update={"packing": packing}))

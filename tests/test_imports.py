@@ -36,8 +36,7 @@ ARROWS = {
     "held": ["routing"],
     "packing_sample": ["held"],
     "routed_experts": ["held"],
-    "expert_slots": ["routed_experts", "kernel_sizes"],
-    "placement": ["expert_slots"],
+    "placement": ["routed_experts"],
     "schedule": ["placement"],
     "refusals": ["placement", "kernel_sizes"],
     "costs": ["checkpoint", "machine", "schedule", "refusals"],
@@ -51,7 +50,7 @@ ARROWS = {
     "runtime.forms": [
         "kernel_sizes",
         "hostcores",
-        "expert_slots",
+        "capabilities",
         "runtime.gpu_limits",
         "transformers_private",
         "runtime.refusal",

@@ -4,13 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offplan.capabilities.cached_experts import ExpertSlots
 from offplan.checkpoint.model import Model
 from offplan.errors import PlanError
 from offplan.held.held import hold
 from offplan.held.unit import group_units
 from offplan.placement import ALIGNMENT_BYTES, Phase, place
 from offplan.plan import Backend, Offload, Rule
-from offplan.refusals import require_few_pairs
+from offplan.refusals import require_batch
 from offplan.schedule import read_at_use
 from tests.costs.builders import DENSE, MOE, dense_model, make_model, moe_model, place_rules, rule
 from tests.costs.strategies import (
@@ -154,19 +155,19 @@ def test_experts_kept_one_by_one_take_slots_of_their_layers() -> None:
     model = moe_model(4)
     plain = place_rules(model, [keeping(1).model_copy(update={"cached_experts": None})], 2)
     placement = place_rules(model, [keeping(1, cached_experts_more=1)], 2)
-    assert not plain.expert_slots
-    assert plain.expert_slots_bytes == 0
+    assert not plain.caches_of(ExpertSlots)
+    assert plain.cached_bytes == {}
     assert [slab.nbytes for slab in plain.slabs] == [slab.nbytes for slab in placement.slabs]
     assert placement.resident_bytes == plain.resident_bytes
-    assert all(entry.keeps_experts for entry in placement.entries)
-    kept = placement.expert_slots
+    assert all(entry.is_cached for entry in placement.entries)
+    kept = placement.caches_of(ExpertSlots)
     assert {layer: slots.num_slots for layer, slots in kept.items()} == {1: 2, 3: 1}
     for layer, slots in kept.items():
         units = [entry.unit for entry in placement.entries if entry.unit.layer == layer]
         assert slots.expert_bytes * slots.num_experts == sum(unit.nbytes for unit in units)
         assert 0 <= slots.slots_bytes - slots.num_slots * slots.expert_bytes < 256 * len(units)
         assert slots.nbytes > slots.slots_bytes
-    assert placement.expert_slots_bytes == sum(slots.nbytes for slots in kept.values())
+    assert sum(placement.cached_bytes.values()) == sum(slots.nbytes for slots in kept.values())
 
 
 def test_decode_reads_kept_experts_at_use_and_not_what_the_ring_has_left() -> None:
@@ -263,7 +264,7 @@ def test_steps_of_more_pairs_than_kernels_sort() -> None:
     stage = hold(moe_model(4))
     chosen = stage.experts.num_experts_per_token
     decision = Offload(prefill_chunk=8, rules=(keeping(1),))
-    require_few_pairs(stage, decision, 1024 // chosen)
-    require_few_pairs(stage, Offload(prefill_chunk=8), 4096)
+    require_batch(stage, decision, 1024 // chosen)
+    require_batch(stage, Offload(prefill_chunk=8), 4096)
     with pytest.raises(PlanError, match=f"lower `batch` to {1024 // chosen}"):
-        require_few_pairs(stage, decision, 1024 // chosen + 1)
+        require_batch(stage, decision, 1024 // chosen + 1)

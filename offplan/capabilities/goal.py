@@ -64,6 +64,11 @@ class GoalBase(Record):
         """Yield why no plan can answer, each with the key in backquotes."""
         yield from ()
 
+    @property
+    def claims_experts(self) -> bool:
+        """True if rules may take routed experts by a capability's options alone."""
+        return False
+
     def choose(self, asked: Asked, *, by_others: bool) -> dict[str, Any]:
         """Return the values of keys that were left out and whose default depends on the model.
 

@@ -4,13 +4,15 @@ Capabilities add keys of their own in subclasses, and their words and refusals b
 """
 
 import reprlib
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 from typing_extensions import Self
 
 from offplan.backends import BACKENDS, Backend
+from offplan.checkpoint.model import Experts, Layer, Model
 from offplan.choices import Store
 from offplan.records import ExactBytes, Record
 from offplan.segments import match_segments
@@ -34,6 +36,39 @@ Segments = Annotated[
 ]
 """Segments: dotted runs of name parts relative to the layer. Empty matches everything, and is
 ``all`` in a plan's file."""
+
+
+class WeightCache(Protocol):
+    """A part of what a rule takes of a layer that lies on the GPU as well."""
+
+    name: ClassVar[str]
+    """Its name among the terms of GPU memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of GPU memory that it takes, with what says what is in it."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the layer's weights that are in it."""
+
+    def describe(self) -> str:
+        """Say how many weights lie there, beside the ways of both phases: from a comma on."""
+
+
+@dataclass(frozen=True)
+class LayerExperts:
+    """The routed experts of a layer, all of which a rule takes, and nothing else."""
+
+    rule: str
+    """The rule in words: ``rule 1``."""
+    layer: str
+    """The layer in words, with its model."""
+    num_experts: int
+    unit_bytes: tuple[int, ...]
+    """Bytes of each unit of them, in the slab's order."""
+    count_inner: Callable[[], int]
+    """Counts the inner columns of an expert; 0 if a part of them cannot be multiplied alone."""
 
 
 class Pattern(Record):
@@ -145,6 +180,29 @@ class RuleBase(Pattern):
 
     def why_not_divide(self, num_experts: int, whose: str) -> str | None:
         """Say why so many experts of a layer cannot stream in its pieces; None if they can."""
+        return None
+
+    @property
+    def caches(self) -> bool:
+        """True if a part of what it takes of each layer lies on the GPU as well."""
+        return False
+
+    def make_cache(self, experts: LayerExperts, num_before: int) -> WeightCache | None:
+        """Make the cache of a layer, which comes after ``num_before`` others of the rule.
+
+        Returns None if it ``caches`` nothing. Raises PlanError for experts that it cannot cache.
+        """
+        return None
+
+    def why_not_on_gpu(self, model: Model, dtype: str, layers: Sequence[Layer]) -> str | None:
+        """Say why no kernel on a GPU reads what it caches of these layers; None if one does.
+
+        ``dtype`` is the type that they are computed in.
+        """
+        return None
+
+    def why_not_batch(self, experts: Experts | None, batch: int) -> str | None:
+        """Say why it does not serve steps of so many sequences; None if it does."""
         return None
 
     @property

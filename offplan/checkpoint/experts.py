@@ -6,6 +6,9 @@ from offplan.checkpoint.architecture import Routing
 from offplan.checkpoint.model import Experts, Layer
 from offplan.checkpoint.tensors import CONFIG_NAME
 
+SECOND_PROJECTIONS = {"down_proj", "output_linear", "w2"}
+"""Names of the projection whose inputs are an expert's inner columns."""
+
 
 def describe_experts(routing: Routing, layers: Sequence[Layer]) -> tuple[Experts | None, list[str]]:
     """Count the routed experts, the ones a token uses and one's bytes; notes where sources differ.

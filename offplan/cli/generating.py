@@ -9,7 +9,7 @@ from offplan.cli.output import print_note, waiting
 from offplan.cli.request import GenerationRequest
 from offplan.cli.told import Teller
 from offplan.errors import InputError, NotANumberError
-from offplan.library.repricing import compare_experts, predict_workload
+from offplan.library.repricing import compare_counts, predict_workload
 from offplan.plan import Plan
 from offplan.report.run import RunResult
 from offplan.runtime.device import device_name
@@ -70,7 +70,7 @@ def generate_request(
         session.gpu_bytes or None,
         measured,
         None if is_same else predict_workload(plan, model, ran),
-        compare_experts(plan, model, session.count(measured.num_decodes).get("cached_experts")),
+        compare_counts(plan, model, session.count(measured.num_decodes)),
     )
 
 

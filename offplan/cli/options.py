@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from offplan.choices import DEFAULT_CACHED_EXPERTS, DEFAULT_PARTS, ObjectiveName, PartsChoice
+from offplan.choices import DEFAULT_PARTS, ObjectiveName, PartsChoice
 from offplan.errors import InputError
 from offplan.units import parse_seconds
 
@@ -272,8 +272,7 @@ class GoalOptions:
             "--cached-experts",
             parser=read_cached_experts,
             metavar="N, auto or off",
-            help="Keep the N experts of a layer that were used last on the GPU. "
-            f"[default: {DEFAULT_CACHED_EXPERTS}]",
+            help="Keep the N experts of a layer that were used last on the GPU. [default: auto]",
         ),
     ] = None
     parts: Annotated[

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from offplan.backends import Backend
 from offplan.checkpoint.model_types import SHARED_BEHIND
@@ -20,6 +21,19 @@ from offplan.routing.profile import BatchReuse
 
 Served = Iterable[tuple[Unit, Backend]]
 """Units of one layer, each with the backend by which a pass gets at it."""
+
+
+class CachedTimes(NamedTuple):
+    """The costs of a layer in a pass by what lies in its cache, beside those of its other units."""
+
+    keeping_ps: int
+    """Picoseconds of kernels that keep the cache."""
+    read: Counter[Backend]
+    """Bytes read of what is cached, by backend."""
+    missed_ps: int = 0
+    """Picoseconds that the layer waits for what is missed, beyond ``read``."""
+    cores: CoresUse | None = None
+    """Work of the host's cores on what is missed."""
 
 
 def read_ps(backend: Backend, machine: MachineProfile, num_bytes: int) -> int:

@@ -1,8 +1,10 @@
 """The table of what capabilities cost beyond copies and kernels: each adds its rows."""
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
-from offplan.costs import parts
+from offplan.costs import cached_experts, cores, parts
+from offplan.costs.at_use import CachedTimes
 from offplan.costs.term import Input
 from offplan.costs.timeline import PieceTimes
 
@@ -10,5 +12,33 @@ PIECE_TIMES: tuple[Callable[..., Mapping[int, PieceTimes]], ...] = (parts.piece_
 """Given a placement and a pass's compute: the times of layers that stream in pieces, by index."""
 GPU_BYTES: tuple[Callable[..., Mapping[str, int]], ...] = (parts.name_bytes,)
 """Given placement, stage, workload and chunk: bytes of GPU memory that passes take, by name."""
-WAITS: tuple[Callable[..., Iterable[Input]], ...] = (parts.list_waits,)
-"""Given a pass's times: those that compute waits, beyond those for the link."""
+CACHED_TIMES: tuple[Callable[..., Iterable[tuple[int, CachedTimes]]], ...] = (
+    cached_experts.cached_times,
+)
+"""Given a placement, what layers read at use, its pricer and a pass's compute: the costs of layers
+by what lies in their caches, with their index."""
+WAITS: tuple[Callable[..., Iterable[Input]], ...] = (
+    cached_experts.list_waits,
+    parts.list_waits,
+    cores.list_waits,
+)
+"""Given a pass's times, stage and machine: those that compute waits, beyond those for the link."""
+MISSES: tuple[Callable[..., tuple[str, tuple[Input, ...]]], ...] = (cached_experts.list_misses,)
+"""Given placement, stage, batch and a step's times: words and inputs of the bytes over the link for
+what steps miss in caches."""
+
+
+class Counts(NamedTuple):
+    """What the executor of a capability counts in decode steps, beside what is predicted of it."""
+
+    key: str
+    """Its key in what ``run --json`` and ``bench --json`` print."""
+    predict: Callable[..., Any]
+    """Given placement, stage and batch: predicts the same record for a step; None if there is
+    none."""
+
+
+COUNTS: Mapping[str, Counts] = {
+    "cached_experts": Counts("experts", cached_experts.predict_found),
+}
+"""The counts of each capability that has some, by the name of its executor."""

@@ -7,13 +7,17 @@ copies to the GPU the cores read more slowly; offplan assumes that copies do not
 the cores alone has not been timed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from offplan.backends import Backend
 from offplan.checkpoint.model import Experts
+from offplan.checkpoint.model_types import SHARED_BEHIND
 from offplan.costs.link import UnitUse
+from offplan.costs.term import Input, show_figure
+from offplan.costs.timeline import PassTimes, to_seconds
 from offplan.forms.form import Part
+from offplan.held.stage import Stage
 from offplan.held.unit import Unit
 from offplan.machine.profile import MachineProfile
 from offplan.routing.profile import BatchReuse
@@ -24,6 +28,11 @@ ROWS_AT_RATE = 3.0
 Source: two Zen 4 cores, FP8 and MXFP4. Products of 2 / 4 / 8 / 16 rows reach 0.93 / 0.63 / 0.36 /
 0.19 of the memory's rate. More cores have more arithmetic for each byte.
 """
+
+MISSED = (
+    "mean of max(products meanwhile, link, host's cores) - products meanwhile - link + DIVIDING_S"
+)
+"""Formula of a layer's wait for missed experts that the host's cores and the link divide."""
 
 
 class CoresUse(NamedTuple):
@@ -65,3 +74,25 @@ def find_use(
         rows = batch * experts.num_experts_per_token / chosen
         slowness += of_routed / num_bytes * (max(1.0, rows / ROWS_AT_RATE) - slowness)
     return CoresUse(round(num_bytes), len(dense) + bool(routed), slowness)
+
+
+def list_waits(times: PassTimes, stage: Stage, machine: MachineProfile) -> Iterator[Input]:
+    """Yield what layers wait for the cores, and what that follows from, if they do anything."""
+    if not times.cores_products:
+        return
+    formula = "round trips x cores_round_trip + bytes / cores, beside copies where it copies"
+    if stage.model.model_type in SHARED_BEHIND:
+        formula += ", less shared experts / hbm where they are multiplied meanwhile"
+    name, waiting = "host's cores", sum(times.cores_ps)
+    if times.missed_ps:
+        name += ", beyond what is hidden"
+        formula = "of each layer " + MISSED if not waiting else f"{formula}; of missed {MISSED}"
+        waiting += sum(times.missed_ps)
+    yield Input(name, to_seconds(waiting), "s", formula)
+    yield Input("round trips", times.cores_products, "count")
+    yield show_figure("cores_round_trip", machine.cores_trip, "s")
+    yield Input("bytes read by the host's cores", times.cores_bytes, "bytes")
+    yield show_figure("cores", machine.cores_rate, "bytes_per_s")
+    yield show_figure("cores_beside_copies", machine.cores_rate_beside, "bytes_per_s")
+    if threads := machine.host_threads:
+        yield show_figure("host_threads", threads, "count")

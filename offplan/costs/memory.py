@@ -51,7 +51,7 @@ def list_gpu_memory(
     weights = {
         "weights": stage.loaded_bytes + saved,
         **({} if stage.recoding is None else {f"what {stage.recoding.word} saves": -saved}),
-        "experts kept one by one": placement.expert_slots_bytes,
+        **placement.cached_bytes,
         "what rules take": placement.resident_bytes + placement.table_bytes - stage.loaded_bytes,
         "embeddings on the host": -placement.table_bytes,
     }

@@ -12,6 +12,7 @@ from offplan.costs.timeline import PassTimes, PieceTimes, to_ps, to_seconds
 from offplan.costs.work import prefill_shapes
 from offplan.held.stage import Stage
 from offplan.kernel_sizes import is_captured, parted_width
+from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement
 from offplan.plan import Workload
 
@@ -106,7 +107,7 @@ def name_bytes(
     return {"chunks at experts in parts": max(of_groups)}
 
 
-def list_waits(times: PassTimes) -> Iterator[Input]:
+def list_waits(times: PassTimes, stage: Stage, machine: MachineProfile) -> Iterator[Input]:
     """Yield what launching parts takes, if any stream."""
     if times.pieces:
         formula = "PART_LAUNCH_S x pieces of each part, CHUNK_LAUNCH_S x chunks if uncaptured"

@@ -6,11 +6,9 @@ from functools import partial
 from offplan.backends import Backend
 from offplan.costs.at_use import AtUse, read_ps
 from offplan.costs.calls import count_calls
-from offplan.costs.capabilities import PIECE_TIMES
+from offplan.costs.capabilities import CACHED_TIMES, PIECE_TIMES
 from offplan.costs.compute import PassCompute
-from offplan.costs.kept_experts import brought_bytes, keeping_ps, left_bytes
 from offplan.costs.link import copy_ps, rows_bytes, uva_slowdown
-from offplan.costs.missed import Missed
 from offplan.costs.timeline import PassTimes, to_ps
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
@@ -21,34 +19,24 @@ from offplan.schedule import read_at_use
 def pass_times(
     placement: Placement, stage: Stage, machine: MachineProfile, priced: PassCompute
 ) -> PassTimes:
-    """Find what each operation of a pass takes.
-
-    Experts that are kept on the GPU one by one cross in decode if they are missed. They cross once
-    more to be left there by a prompt.
-    """
+    """Find what each operation of a pass takes."""
     shapes, phase = priced.shapes, priced.shapes[0].phase
     is_step, copies = phase is Phase.DECODE, bool(placement.spans(Phase.DECODE))
     at_use, calls = AtUse(stage, machine, shapes[0].batch), count_calls(stage, phase)
     read: list[Counter[Backend]] = [Counter() for _ in calls]
     keeping, waiting, missing = ([0] * len(calls) for _ in range(3))
-    uses = []
-    for layer, entries in read_at_use(placement, phase).items():
-        served = [(e.unit, e.backend(phase)) for e in entries if not (is_step and e.keeps_experts)]
+    uses, at_uses = [], read_at_use(placement, phase)
+    for layer, entries in at_uses.items():
+        served = [(e.unit, e.backend(phase)) for e in entries if not (is_step and e.is_cached)]
         read[layer] = at_use.read_bytes(served, priced)
         if is_step:
             uses.append(at_use.cores(served))
             waiting[layer] = to_ps(uses[-1].seconds(machine, beside=copies))
-        if (slots := placement.expert_slots.get(layer)) is None or stage.experts is None:
-            continue
-        way = next((e.backend(phase) for e in entries if e.keeps_experts), None)  # None streams
-        keeping[layer] = keeping_ps(slots, stage.experts, machine, shapes, streams=way is None)
-        if is_step:
-            missed = Missed.find(slots, stage.experts, at_use)
-            read[layer][Backend.UVA] += brought_bytes(slots, missed.found)
-            missing[layer] = missed.waiting_ps(machine, priced.layer_ps[layer], copies=copies)
-            uses.append(missed.cores)
-        elif way is not None:
-            read[layer][way] += left_bytes(slots, stage.experts, shapes)
+    for list_cached in CACHED_TIMES:
+        for layer, cached in list_cached(placement, at_uses, at_use, priced):
+            keeping[layer], missing[layer] = cached.keeping_ps, cached.missed_ps
+            read[layer] += cached.read
+            uses += [cached.cores] if cached.cores else []
     # rows of tables are read just before the first layer or in it, and count as its reading
     rows = rows_bytes(placement.host_tables, shapes)
     uva_ps, read_by = [0] * len(calls), Counter({Backend.UVA: rows})

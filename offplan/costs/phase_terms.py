@@ -4,20 +4,13 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from offplan.backends import Backend
-from offplan.checkpoint.model_types import SHARED_BEHIND
-from offplan.costs.capabilities import WAITS
+from offplan.costs.capabilities import MISSES, WAITS
 from offplan.costs.compute import MATMUL_EFFICIENCY, PassCompute
-from offplan.costs.kept_experts import KeptUse, list_use
 from offplan.costs.term import Input, Term, list_figures, list_sizes, show_figure
 from offplan.costs.timeline import PhaseTimes, to_seconds
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
-from offplan.placement import Phase
-
-MISSED = (
-    "mean of max(products meanwhile, link, host's cores) - products meanwhile - link + DIVIDING_S"
-)
-"""Formula of a layer's wait for missed experts that the host's cores and the link divide."""
+from offplan.placement import Phase, Placement
 
 
 def list_phase(
@@ -25,13 +18,9 @@ def list_phase(
     machine: MachineProfile,
     priced: PassCompute,
     taken: PhaseTimes,
-    use: KeptUse | None = None,
+    placement: Placement,
 ) -> Iterator[Term]:
-    """List the terms of a phase: its step is what it computes and what it waits.
-
-    ``use`` is what it finds of experts that are kept one by one, if any are.
-    """
-
+    """List the terms of a phase: its step is what it computes and what it waits."""
     phase = priced.shapes[0].phase.value
 
     def seconds(name: str, time_ps: Fraction | int, formula: str, *inputs: Input) -> Term:
@@ -52,16 +41,15 @@ def list_phase(
     read = {b.words.noun: size if reads else 0 for b, size in read_by.items()}
     crossing = list_sizes({"streamed": taken.copied_bytes, **read})
     formula = f"streamed + {' + '.join(read)}, re-reads included"
-    if use is not None:
-        formula += ", and experts missed x bytes of an expert"
-        formula += ", less what the host's cores read" if taken.times.missed_ps else ""
-    inputs = (*crossing, *list_use(use))
-    yield Term(f"{phase}.link_bytes", taken.link_bytes, "bytes", formula, inputs)
+    is_step = priced.shapes[0].phase is Phase.DECODE
+    for list_misses in MISSES if is_step else ():
+        more = list_misses(placement, stage, priced.shapes[0].batch, taken.times)
+        formula, crossing = formula + more[0], (*crossing, *more[1])
+    yield Term(f"{phase}.link_bytes", taken.link_bytes, "bytes", formula, crossing)
     copies = Input("copies", taken.num_copies, "count")
     formula = "copies x copy_latency + streamed / h2d"
     engine = stage.pass_rules
     slower: tuple[Input, ...] = ()
-    is_step = priced.shapes[0].phase is Phase.DECODE
     if is_step and engine is not None and engine.beside_percent is not None:
         formula = f"slowdown beside layers x ({formula}) + copies x gap of a copy"
         slower = (
@@ -75,32 +63,8 @@ def list_phase(
     yield seconds("link", taken.link_ps, formula, copies, *rates, *slower)
     awaited = Input("link waited for", to_seconds(taken.link_ps - taken.later_ps), "s")
     yield seconds("bound", taken.bound_ps, "max(compute, link waited for)", awaited)
-    keeping = sum(taken.times.keeping_ps)
-    kept: tuple[Input, ...] = (
-        (Input("kernels that keep experts", to_seconds(keeping), "s"),) if keeping else ()
-    )
-    for list_waits in WAITS:
-        kept += (*list_waits(taken.times),)
-    if taken.times.cores_products:
-        threads = machine.host_threads
-        formula = "round trips x cores_round_trip + bytes / cores, beside copies where it copies"
-        if stage.model.model_type in SHARED_BEHIND:
-            formula += ", less shared experts / hbm where they are multiplied meanwhile"
-        name, waiting = "host's cores", sum(taken.times.cores_ps)
-        if taken.times.missed_ps:
-            name += ", beyond what is hidden"
-            formula = "of each layer " + MISSED if not waiting else f"{formula}; of missed {MISSED}"
-            waiting += sum(taken.times.missed_ps)
-        kept += (
-            Input(name, to_seconds(waiting), "s", formula),
-            Input("round trips", taken.times.cores_products, "count"),
-            show_figure("cores_round_trip", machine.cores_trip, "s"),
-            Input("bytes read by the host's cores", taken.times.cores_bytes, "bytes"),
-            show_figure("cores", machine.cores_rate, "bytes_per_s"),
-            show_figure("cores_beside_copies", machine.cores_rate_beside, "bytes_per_s"),
-            *((show_figure("host_threads", threads, "count"),) if threads else ()),
-        )
+    waits = [each for list_waits in WAITS for each in list_waits(taken.times, stage, machine)]
     slowdown = Input("slowdown of reading beside copies", taken.times.uva_slowdown, "count")
     waited_ps = taken.step_ps - taken.compute_ps
-    yield seconds("stall", waited_ps, taken.waiting, *kept, *((slowdown,) if reads else ()))
+    yield seconds("stall", waited_ps, taken.waiting, *waits, *((slowdown,) if reads else ()))
     yield seconds("step", taken.step_ps, "compute + stall")

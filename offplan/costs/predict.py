@@ -8,7 +8,6 @@ from typing import Any
 from offplan.costs.calls import list_calls
 from offplan.costs.compute import ModelCompute, PassCompute
 from offplan.costs.engine_times import add_up_engine, engine_pass_times
-from offplan.costs.kept_experts import predict_use
 from offplan.costs.memory import list_gpu_memory, list_stores
 from offplan.costs.pass_times import pass_times
 from offplan.costs.phase_terms import list_phase
@@ -135,15 +134,14 @@ def derive_stage(
     prompt = compute.price(*prefill_shapes(workload, chunk))
     step = compute.price(decode_shape(workload))
     times = price_request(placement, stage, machine, prompt, step)
-    batch = workload.batch
     request_s = to_seconds(times.objective_ps(workload))
     steps = Input("steps after it", workload.num_steps, "count")
     formula = "prefill.step + steps after it x decode.step"
     terms = (
         *list_gpu_memory(placement, stage, machine, workload, budget, chunk),
         *list_stores(placement, offload, stage.num_gpus),
-        *list_phase(stage, machine, prompt, times.prefill),
-        *list_phase(stage, machine, step, times.decode, predict_use(placement, stage, batch)),
+        *list_phase(stage, machine, prompt, times.prefill, placement),
+        *list_phase(stage, machine, step, times.decode, placement),
         Term("objective", request_s, "s", formula, (steps,)),
     )
     return Derivation(terms, prompt.measured and step.measured)

@@ -11,7 +11,7 @@ from offplan.errors import InputError, OffplanError
 from offplan.files import StrPath
 from offplan.hostmem.limits import peak_host_bytes
 from offplan.library.planned import open_planned_model
-from offplan.library.repricing import ComparedExperts, compare_experts, price_again
+from offplan.library.repricing import ComparedCounts, compare_counts, price_again
 from offplan.library.runnable import check_before_fetching
 from offplan.library.settled import load_settled, settle_sampled
 from offplan.library.settling import Tell, keep_priced, replan_without
@@ -47,8 +47,8 @@ class BenchResult:
     """Time and memory that the plan took."""
     host_bytes: int
     """Host memory of the process at its peak, libraries included, with the plan loaded."""
-    experts: ComparedExperts | None
-    """Experts that steps found cached and missed; None if none are cached."""
+    counts: Mapping[str, ComparedCounts]
+    """Counts of steps by the capabilities that have some: experts found cached, and missed."""
     ran: Plan
     """The plan that was measured: another one where weights turned out not to pack."""
     others: Mapping[str, Measurement | str]
@@ -133,7 +133,7 @@ def bench_plan(
         num_repeats=num_repeats,
         plan=measured,
         host_bytes=host_bytes,
-        experts=compare_experts(plan, found, measured.counts.get("cached_experts")),
+        counts=compare_counts(plan, found, measured.counts),
         ran=plan,
         others={name: _measure_way(name, setup, on_stage) for name in others},
     )

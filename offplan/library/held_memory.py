@@ -18,7 +18,7 @@ def count_held(plan: Plan, model: Model) -> Plan:
     placement = place(stage, plan.offload)
     recorded = plan.prediction.gpu_memory
     terms = {
-        "resident": placement.resident_bytes + placement.expert_slots_bytes,
+        "resident": placement.resident_bytes + sum(placement.cached_bytes.values()),
         "ring": placement.ring_bytes,
         # what transformers' own caches keep takes seconds to count
         "kv_cache": recorded.kv_cache_bytes

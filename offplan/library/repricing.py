@@ -1,13 +1,14 @@
 """A plan held against its own decision, so that an edited one promises what it does."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from offplan.checkpoint.model import Model
-from offplan.costs.kept_experts import predict_use
+from offplan.costs.capabilities import COUNTS
 from offplan.costs.predict import predict
 from offplan.engines.runner import lower
 from offplan.errors import PlanError, ProfileError
-from offplan.expert_slots import ExpertsFound
 from offplan.held.stage import Stage
 from offplan.library.planned import find_planned_routing, open_planned_machine
 from offplan.machine.profile import MachineProfile, load_profile
@@ -77,24 +78,25 @@ def predict_workload(plan: Plan, model: Model, workload: Workload) -> Prediction
 
 
 @dataclass(frozen=True)
-class ComparedExperts:
-    """The cached experts that a decode step finds on the GPU, predicted and counted."""
+class ComparedCounts:
+    """The counts of a capability's executor in a decode step, predicted and counted."""
 
-    predicted: ExpertsFound | None
+    predicted: Any
     """Prediction by the plan's routing profile, or by uniform routing if that is not there."""
-    counted: ExpertsFound
+    counted: Any
     """The mean of the steps that ran."""
 
 
-def compare_experts(
-    plan: Plan, model: Model, counted: ExpertsFound | None
-) -> ComparedExperts | None:
-    """Put what a plan predicts of kept experts beside what was counted; None without."""
-    if counted is None:
-        return None
+def compare_counts(
+    plan: Plan, model: Model, counted: Mapping[str, Any]
+) -> dict[str, ComparedCounts]:
+    """Put what a plan predicts of its executors' counts beside what was counted, by their names."""
+    names = [name for name in COUNTS if name in counted]
+    if not names:
+        return {}
     stage, *_ = hold_planned(plan, model)
-    use = predict_use(place(stage, plan.offload), stage, plan.workload.batch)
-    return ComparedExperts(None if use is None else use.found, counted)
+    asked = place(stage, plan.offload), stage, plan.workload.batch
+    return {name: ComparedCounts(COUNTS[name].predict(*asked), counted[name]) for name in names}
 
 
 def price_decision(plan: Plan, model: Model) -> Plan:

@@ -85,7 +85,7 @@ def why_not_run(
     except PlanError as error:
         return str(error)
     # of anything else a GPU's answer is a CPU's
-    on_gpu = on_gpu and (stage.dtype == "float32" or bool(placement.expert_slots))
+    on_gpu = on_gpu and (stage.dtype == "float32" or bool(placement.weight_caches))
     key = {
         "stock": is_stock,
         "model": [model.source, model.key],
@@ -123,7 +123,7 @@ def _describe_places(stage: Stage, placement: Placement) -> list[Any]:
         (
             stage.layers[slab.layer].key,
             *(entry.unit.name, entry.unit.part.value),
-            *(entry.decode.is_by_cores, entry.keeps_experts, entry.num_pieces > 1),
+            *(entry.decode.is_by_cores, entry.is_cached, entry.num_pieces > 1),
         )
         for slab in placement.slabs
         for entry in slab.entries

@@ -13,7 +13,7 @@ from offplan.library.held_memory import count_held
 from offplan.packing_sample import take_sample
 from offplan.placement import place
 from offplan.plan import Plan
-from offplan.refusals import require_few_pairs
+from offplan.refusals import require_batch
 from offplan.runtime.memory.gpu_memory import return_memory
 
 _Loaded = TypeVar("_Loaded")
@@ -64,7 +64,7 @@ def load_settled(
     Returns the plan that was loaded by. Raises UnpackableError if ``settle`` finds no such plan,
     what ``settle`` raises, and PlanError for a batch whose steps kept experts do not serve.
     """
-    require_few_pairs(model, plan.offload, plan.workload.batch)
+    require_batch(model, plan.offload, plan.workload.batch)
     while True:
         try:
             return plan, load(plan)

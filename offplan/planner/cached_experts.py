@@ -1,6 +1,6 @@
 """Cached experts: options whose layers keep some of their routed experts on the GPU one by one."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -8,17 +8,24 @@ from typing import Any
 import numpy as np
 
 from offplan.backends import Backend
+from offplan.capabilities.cached_experts import BOUNDARY_BYTES, ExpertSlots
 from offplan.checkpoint.model import Experts
+from offplan.costs.cached_experts import (
+    Missed,
+    brought_bytes,
+    find_experts,
+    keeping_ps,
+    left_bytes,
+)
 from offplan.costs.cores import CoresUse
-from offplan.costs.kept_experts import brought_bytes, find_experts, keeping_ps, left_bytes
-from offplan.costs.missed import Missed
 from offplan.errors import PlanError
-from offplan.expert_slots import BOUNDARY_BYTES, ExpertSlots, find_expert_slots, find_inner
+from offplan.held.unit import Unit
 from offplan.kernel_sizes import MAX_PAIRS
 from offplan.plan import Rule
 from offplan.planner.classes import SegmentClass, expert_class
 from offplan.planner.option import Ladder, Option, Steps, Ways
 from offplan.planner.space import Space
+from offplan.routed_experts import count_inner, require_experts
 
 SHARES = tuple(number / 16 for number in range(1, 17))
 """Values of ``host_share`` tried; 0 is an option without the host's cores."""
@@ -33,6 +40,8 @@ class RoutedExperts:
     """They alone."""
     slots: tuple[ExpertSlots | None, ...]
     """Room for one expert of each kind of layer; None if a kind has none."""
+    units: tuple[Sequence[Unit], ...]
+    """The units of each kind's experts."""
 
     @classmethod
     def of(cls, space: Space) -> "RoutedExperts | None":
@@ -43,17 +52,21 @@ class RoutedExperts:
         if space.question.workload.batch * stage.experts.num_experts_per_token > MAX_PAIRS:
             return None
         segment_class = expert_class(stage)
-        kinds = zip(space.layers, space.taken(segment_class), strict=True)
+        taken = tuple(space.taken(segment_class))
         way = Backend.UVA
         rule = Rule(group_size=1, num_in_group=1, prefill=way, decode=way, cached_experts=1)
         try:
-            slots = tuple(
-                find_expert_slots(stage, layer, 1, rule, units, 0) if units else None
-                for layer, units in kinds
-            )
+            found = [
+                require_experts(stage, layer, 1, rule, units) if units else None
+                for layer, units in zip(space.layers, taken, strict=True)
+            ]
         except PlanError:  # its bytes are not those of whole experts
             return None
-        return cls(space, segment_class, slots) if any(slots) else None
+        slots = tuple(
+            None if each is None else ExpertSlots(1, each.num_experts, each.unit_bytes)
+            for each in found
+        )
+        return cls(space, segment_class, slots, taken) if any(slots) else None
 
     @property
     def most(self) -> int:
@@ -63,8 +76,7 @@ class RoutedExperts:
     @cached_property
     def inner(self) -> list[int]:
         """Inner columns of the experts of each kind of layer; 0 if they cannot be split."""
-        units = (() if each is None else each.units for each in self.slots)
-        return [find_inner(self.space.stage, of_kind) for of_kind in units]
+        return [count_inner(self.space.stage, units) for units in self.units]
 
     @cached_property
     def chosen(self) -> list[tuple[int, CoresUse]]:
@@ -73,8 +85,7 @@ class RoutedExperts:
         With what the host's cores would do with them.
         """
         at_use, found = self.space.at_use, []
-        for slots in self.slots:
-            units = () if slots is None else slots.units
+        for units in self.units:
             read_ps = at_use.read_ps([(unit, Backend.UVA) for unit in units], self.space.decode)
             found.append((read_ps, at_use.cores((unit, Backend.HOST) for unit in units)))
         return found
@@ -133,7 +144,7 @@ class KeepsExperts(Option):
             )
         return Ladder(
             slots.expert_bytes,
-            slots.table_bytes + BOUNDARY_BYTES * len(slots.units),
+            slots.table_bytes + BOUNDARY_BYTES * len(slots.unit_bytes),
             none_ps,
             times,
             asked if isinstance(asked, int) else 0,

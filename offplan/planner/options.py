@@ -48,12 +48,11 @@ def list_options(space: Space) -> tuple[Option, ...]:
     takes_one = space.question.runner.takes_one_rule
     ways = backend_pairs(space.question.backends, space.machine.store)
     ways = [way for way in ways if not takes_one or way[0] is way[1]]
-    # where so many experts are asked for, all that go are kept so
-    kept_alone = isinstance(space.question.goal.cached_experts, int)
+    claimed = space.question.goal.claims_experts
     found: list[Option] = []
     for each in segment_classes(space.stage):
         units = [*chain(*space.taken(each))]
-        if any(u.nbytes for u in units) and not (kept_alone and any(u.is_expert for u in units)):
+        if any(u.nbytes for u in units) and not (claimed and any(u.is_expert for u in units)):
             found += [Option(each, *way) for way in ways if space.suits(each, way[1])]
     for list_more in OPTIONS:
         found += list_more(space, ways)

@@ -11,7 +11,7 @@ from rich.text import Text
 from offplan.plan import PhasePrediction, Plan
 from offplan.report.run import (
     add_comparison,
-    add_experts,
+    add_counts,
     format_ratio,
     list_differences,
     note_cores,
@@ -84,7 +84,7 @@ def _render_phase(plan: Plan, result: "BenchResult", phase: str) -> Table:
     add("waiting for the link", predicted.stall_s, found.stall_s, format_seconds)
     add("over the link", predicted.link_bytes, found.link_bytes, format_bytes)
     if phase == "decode":
-        add_experts(table, result.experts)
+        add_counts(table, result.counts)
     over = format_ratio(predicted.step_s, predicted.bound_s)
     table.add_row("time / bound", over, format_ratio(step.median_s, found.bound_s))
     return table

@@ -1,14 +1,16 @@
 """The JSON that scripts read: versioned, plain numbers, the same keys every time."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
 from offplan.checkpoint.model import Model
+from offplan.costs.capabilities import COUNTS
 from offplan.errors import InfeasibleError
 from offplan.held.held import hold
 from offplan.library.analysis import Analysis
+from offplan.library.repricing import ComparedCounts
 from offplan.plan import Plan, Prediction
 from offplan.planner.find import PlanResult
 from offplan.report.bench import PHASES, measured_phase
@@ -134,7 +136,7 @@ def run_payload(plan: Plan, result: RunResult, texts: Sequence["Text"]) -> dict[
         "predicted": _prediction_payload(plan.prediction),
         "predicted_as_run": None if other is None else _prediction_payload(other),
         "measured": {"decode": decode, "prefill": prefill, "gpu_memory": memory},
-        "experts": dump(result.experts),
+        **_counts_payload(result.counts),
         **dict(plan.goal.list_outcomes()),
     }
 
@@ -147,7 +149,7 @@ def text_payload(text: "Text") -> dict[str, Any]:
 def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
     """Return what ``bench --json`` prints; ``vs`` has other ways, or why one was not measured."""
     return {
-        **dump(result, exclude={"plan", "host_bytes", "others", "experts", "ran"}),
+        **dump(result, exclude={"plan", "host_bytes", "others", "counts", "ran"}),
         "way": "stock" if plan.goal.stock else "own",
         "plan": Ran.of(plan).model_dump(mode="json"),
         "runtime": {"predicted": plan.goal.engine or OWN_RUNTIME, "measured": OWN_RUNTIME},
@@ -161,10 +163,14 @@ def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
             "gpu_memory": {"total_bytes": result.plan.gpu_bytes},
             "host_memory": {"process_bytes": result.host_bytes},
         },
-        "experts": dump(result.experts),
+        **_counts_payload(result.counts),
         **dict(plan.goal.list_outcomes()),
         "vs": {name: _way_payload(way) for name, way in result.others.items()},
     }
+
+
+def _counts_payload(counts: Mapping[str, ComparedCounts]) -> dict[str, Any]:
+    return {each.key: dump(counts.get(name)) for name, each in COUNTS.items()}
 
 
 def _prediction_payload(prediction: Prediction) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A run: what the plan promised beside what was measured."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from offplan.library.repricing import ComparedExperts
+from offplan.library.repricing import ComparedCounts
 from offplan.plan import Plan, Prediction
 from offplan.report.table import make_table
 from offplan.units import format_bytes, format_seconds
@@ -36,8 +36,8 @@ class RunResult:
     """Times and bytes over the link, of the prompt and of each further token."""
     prediction: Prediction | None = None
     """The plan's prediction for this batch and these prompts, if they are not its workload's."""
-    experts: ComparedExperts | None = None
-    """Experts that steps found cached and missed; None if none are cached."""
+    counts: Mapping[str, ComparedCounts] = field(default_factory=dict)
+    """Counts of steps by the capabilities that have some: experts found cached, and missed."""
 
 
 def render_run(plan: Plan, result: RunResult) -> RenderableType:
@@ -53,7 +53,7 @@ def render_run(plan: Plan, result: RunResult) -> RenderableType:
     add("over the link, prompt", prefill.link_bytes, moved, format_bytes)
     moved = None if reads_in_place(plan, "decode") else measured.step_link_bytes
     add("over the link, a token", decode.link_bytes, moved, format_bytes)
-    add_experts(table, result.experts)
+    add_counts(table, result.counts)
     lines = list_differences(plan, result)
     if (other := result.prediction) is not None:
         ttft, tpot = format_seconds(other.prefill.step_s), format_seconds(other.decode.step_s)
@@ -87,20 +87,12 @@ def note_cores(plan: Plan, device: str, predicted_s: float, measured_s: float | 
     ]
 
 
-def add_experts(table: Table, experts: ComparedExperts | None) -> None:
-    """Add the experts that were hit and missed a token; nothing if none are cached.
-
-    If the host's cores multiplied some of the missed experts, add also those multiplied and
-    brought.
-    """
-    if experts is None:
-        return
-    shown = [("hit", "hits"), ("missed", "misses")]
-    if experts.counted.by_cores:
-        shown += [("brought", "brought"), ("multiplied by the cores", "by_cores")]
-    for name, of in shown:
-        predicted, counted = getattr(experts.predicted, of, None), getattr(experts.counted, of)
-        add_comparison(table, f"experts {name}, a token", predicted, counted, "{:.1f}".format)
+def add_counts(table: Table, counts: Mapping[str, ComparedCounts]) -> None:
+    """Add what capabilities counted a token, beside what was predicted."""
+    for each in counts.values():
+        for name, of in each.counted.list_names():
+            predicted, counted = getattr(each.predicted, of, None), getattr(each.counted, of)
+            add_comparison(table, f"{name}, a token", predicted, counted, "{:.1f}".format)
 
 
 def add_comparison(

@@ -49,8 +49,8 @@ def make_layer_strip(stage: Stage, offload: Offload) -> LayerStrip:
         streams[slab.layer] = all(entry.backend(Phase.DECODE).streams for entry in slab.entries)
         size = stage.layers[slab.layer].nbytes or 1
         off_gpu = sum(entry.unit.nbytes for entry in slab.entries)
-        if (slots := placement.expert_slots.get(slab.layer)) is not None:
-            off_gpu -= slots.num_slots * slots.expert_bytes
+        if (cache := placement.weight_caches.get(slab.layer)) is not None:
+            off_gpu -= cache.weight_bytes
         shares[slab.layer] -= off_gpu / size
     return LayerStrip(tuple(shares), tuple(streams))
 

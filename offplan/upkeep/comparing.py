@@ -161,12 +161,8 @@ def _places(placement: Placement, store: str) -> dict[tuple[int, str], tuple[int
         # all parts of a parameter, its codes and its scales, have one name and one place
         num_bytes = places.get(key, (0,))[0] + entry.unit.nbytes
         ways = f"{entry.prefill.name}, {entry.decode.name}"
-        if entry.keeps_experts:
-            slots = placement.expert_slots[entry.unit.layer]
-            ways += f", {slots.num_kept} experts kept"
-            if slots.host_share:
-                ways += f", {slots.host_share:.0%} of those missed by the cores"
-                ways += ", one split" * slots.splits
+        if entry.is_cached:
+            ways += placement.weight_caches[entry.unit.layer].describe()
         if entry.num_pieces > 1:
             ways += f", in {entry.num_pieces} parts"
             if (at_once := placement.chunks_at_once.get(entry.unit.layer)) is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from offplan.capabilities.cached_experts import DEFAULT_CACHED_EXPERTS
 from offplan.plan import load_plan
 from tests.cli import CLI, ROOT
 
@@ -247,3 +248,8 @@ def test_a_profile_of_fewer_choices_than_tokens_make_is_refused(
     path.write_text(json.dumps(data), "utf-8")
     code, _, err = cli(*ask(path))
     assert (code, "a token chooses" in err) == (2, True), err
+
+
+def test_the_option_says_its_default(cli: CLI) -> None:
+    told = " ".join(cli("plan", "--help").out.split())
+    assert f"were used last on the GPU. [default: {DEFAULT_CACHED_EXPERTS}]" in told

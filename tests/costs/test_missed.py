@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.divided import DividedSlots
-from offplan.costs.kept_experts import find_experts, spread
-from offplan.expert_slots import ExpertSlots
+from offplan.capabilities.cached_experts import ExpertSlots
+from offplan.costs.cached_experts import find_experts, spread
 from offplan.plan import ModelRef
 from offplan.routing.profile import make_routing
 from tests.costs.builders import moe_model

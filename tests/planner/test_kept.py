@@ -13,15 +13,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from offplan.capabilities.cached_experts import ExpertSlots
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
+from offplan.costs.cached_experts import DIVIDING_S
 from offplan.costs.compute import ModelCompute
-from offplan.costs.missed import DIVIDING_S
 from offplan.costs.pass_times import pass_times
 from offplan.costs.predict import price_request
 from offplan.costs.work import decode_shape
 from offplan.errors import InputError, PlanError
-from offplan.expert_slots import find_inner
 from offplan.held.held import hold
 from offplan.library.asking import ask as plan_ask
 from offplan.library.asking import pose
@@ -37,6 +37,7 @@ from offplan.planner.patterns import list_patterns
 from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space
+from offplan.routed_experts import count_inner
 from offplan.routing.profile import RoutingProfile, make_routing
 from tests.cli import ROOT
 from tests.costs.builders import (
@@ -167,9 +168,9 @@ def test_the_search_prices_them_as_the_schedule_does(
         )
     except PlanError:  # the second rule takes nothing
         assume(False)
-    kept = {layer: slots.num_slots for layer, slots in placement.expert_slots.items()}
+    kept = {layer: slots.num_slots for layer, slots in placement.caches_of(ExpertSlots).items()}
     assert [kept.get(layer, 0) for layer in range(len(experts))] == experts
-    assert placement.expert_slots_bytes <= spare
+    assert sum(placement.cached_bytes.values()) <= spare
     request = placement, space.stage, space.machine, chosen.prefill, space.decode
     prompt_ps, step_ps = run_request(*request)
     found = searcher.prices.price(numbers, candidate.setting, candidate.prefetch_step, own)
@@ -260,7 +261,7 @@ def test_experts_whose_rows_are_inputs_are_not_the_cores(tmp_path: Path) -> None
     assert experts
     assert not any(rule.decode.is_by_cores for rule in experts)
     stage = hold(model)
-    assert find_inner(stage, [unit for unit in stage.units[0] if unit.is_expert]) == 2880
+    assert count_inner(stage, [unit for unit in stage.units[0] if unit.is_expert]) == 2880
 
 
 @pytest.mark.parametrize("shared_behind", [False, True])
@@ -291,7 +292,7 @@ def test_a_step_waits_for_the_longest_of_three(shared_behind: bool) -> None:
         placement = place(stage, Offload(prefill_chunk=600, rules=(rule,)))
         step = ModelCompute(stage, machine).price(decode_shape(question.workload))
         times = pass_times(placement, stage, machine, step)
-        expert_bytes = placement.expert_slots[0].expert_bytes
+        expert_bytes = placement.caches_of(ExpertSlots)[0].expert_bytes
         found_s = PER_TOKEN * batch * expert_bytes / 2 / 1e9 + shared_behind * shared_s
         found_s = min(found_s, step.layer_ps[0] / 1e12)
         waits = {"link": 0.0, "cores": 0.0, "longest": 0.0}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PhimoeConfig
 
+from offplan.capabilities.cached_experts import ExpertSlots
 from offplan.capabilities.packing import Packing
 from offplan.errors import PlanError
 from offplan.plan import Offload, Rule
@@ -99,7 +100,7 @@ def test_counts_are_those_of_a_list_of_the_trace(
                 check_slots(session, orders)
             step_bytes += sum(copied)
         counts = count_experts(session)
-        slots = session.loaded.placement.expert_slots
+        slots = session.loaded.placement.caches_of(ExpertSlots)
         assert list(counts) == list(orders)
         for row, (index, found) in enumerate(counts.items()):
             assert found.hits == total[row, 0, slots[index].num_slots]
@@ -212,7 +213,7 @@ def test_more_pairs_than_kernels_sort(folder: Path) -> None:
 def test_memory_holds_the_slots(folder: Path) -> None:
     with open_session(saved("deepseek_v2", folder), offload(keeping(2, every=1))) as session:
         memory, placement = cached_of(session)._memory, session.loaded.placement
-        assert sum(m.nbytes for m in memory.values()) == placement.expert_slots_bytes
+        assert sum(m.nbytes for m in memory.values()) == sum(placement.cached_bytes.values())
         for index, layer in cached_of(session).layers.items():
             views = [layer.table.memory, *layer.slots.values()]
             begin = memory[index].data_ptr()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from offplan.capabilities.cached_experts import ExpertSlots
 from offplan.capabilities.packing import Packing
 from offplan.routing.use_order import UseOrder
 from tests.runtime.cached import (
@@ -89,7 +90,7 @@ def test_counts_are_those_of_a_list_of_the_trace(folder: Path, num: int) -> None
                 check_slots(session, orders)
         counts = count_experts(session)
     for row, (index, found) in enumerate(counts.items()):
-        slots = session.loaded.placement.expert_slots[index]
+        slots = session.loaded.placement.caches_of(ExpertSlots)[index]
         assert found.hits == total[row, 0, num]
         assert found.hits + found.misses == total[row, 1, 0]
         assert found.copied_bytes == found.copied * slots.expert_bytes

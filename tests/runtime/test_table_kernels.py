@@ -9,9 +9,10 @@ import torch
 from torch.nn.functional import silu
 from torch.utils._pytree import tree_leaves
 
-from offplan.expert_slots import ExpertSlots, table_bytes
+from offplan.capabilities.cached_experts import ExpertSlots, table_bytes
 from offplan.forms.form import Form, Kind
 from offplan.forms.host_kernels import CHUNK_COLUMNS
+from offplan.runtime.cached_experts.executor import list_shares
 from offplan.runtime.cached_experts.expert_table import (
     NOBODY,
     NUM_MISSED,
@@ -21,7 +22,6 @@ from offplan.runtime.cached_experts.expert_table import (
     Runs,
     Table,
     copy_missed,
-    list_shares,
     use,
 )
 from offplan.runtime.forms import tasks

@@ -62,13 +62,13 @@ def pile_layers(stage: Stage, placement: Placement) -> list[Mapping[str, int]]:
         for entry in slabs[layer.index].entries if layer.index in slabs else ():
             pile[_WAYS[entry.prefill.streams, entry.decode.streams]] += entry.unit.nbytes
         resident = layer.nbytes - pile.total()
-        if (slots := placement.expert_slots.get(layer.index)) is not None:
+        if (cache := placement.weight_caches.get(layer.index)) is not None:
             way = next(
                 _WAYS[entry.prefill.streams, entry.decode.streams]
                 for entry in slabs[layer.index].entries
-                if entry.keeps_experts
+                if entry.is_cached
             )
-            pile["work"] = slots.num_slots * slots.expert_bytes
+            pile["work"] = cache.weight_bytes
             pile[way] -= pile["work"]
         piles.append({"gpu": resident, **pile})
     of_rows = placement.table_bytes

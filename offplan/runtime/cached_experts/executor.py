@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
+from offplan.capabilities.cached_experts import ExpertsFound, ExpertSlots
 from offplan.checkpoint.model import Model
 from offplan.errors import PlanError
-from offplan.expert_slots import ExpertsFound, ExpertSlots
 from offplan.forms.form import Part
 from offplan.forms.host_kernels import CHUNK_COLUMNS
 from offplan.kernel_sizes import MAX_PAIRS
@@ -29,7 +29,6 @@ from offplan.runtime.cached_experts.expert_table import (
     Runs,
     Table,
     copy_missed,
-    list_shares,
     use,
 )
 from offplan.runtime.cached_experts.experts import (
@@ -117,12 +116,12 @@ class CachedExperts(CapabilityExecutor):
     def __init__(self, prepared: Prepared) -> None:
         """Find the parameters of the experts of each layer that keeps some."""
         model, placement = prepared.stage.model, prepared.placement
-        self._module, self._of = prepared.module, placement.expert_slots
-        self._found = prepared.find_experts("cached_experts", lambda entry: entry.keeps_experts)
+        self._module, self._of = prepared.module, placement.caches_of(ExpertSlots)
+        self._found = prepared.find_experts("cached_experts", lambda entry: entry.is_cached)
         for layer, (experts, _) in self._found.items():
             if prepared.device.type == "cuda":
                 _check_kernels(model, experts, layer)
-        self.device_bytes = placement.expert_slots_bytes
+        self.device_bytes = sum(of.nbytes for of in self._of.values())
         self._memory: dict[int, torch.Tensor] = {}
         """Bytes of slots and table, by layer index."""
         self._num_chosen = model.experts.num_experts_per_token if model.experts else 0
@@ -137,7 +136,7 @@ class CachedExperts(CapabilityExecutor):
     @classmethod
     def find(cls, prepared: Prepared) -> Self | None:
         """Return an executor if a rule keeps experts; raises CheckpointError, too."""
-        return cls(prepared) if prepared.placement.expert_slots else None
+        return cls(prepared) if prepared.placement.caches_of(ExpertSlots) else None
 
     def allocate(self, device: torch.device) -> None:
         """Allocate the slots."""
@@ -283,6 +282,15 @@ class CachedExperts(CapabilityExecutor):
             index: _count(self.layers[index].of, of)
             for index, of in zip(self.layers, counts, strict=True)
         }
+
+
+def list_shares(slots: ExpertSlots) -> torch.Tensor:
+    """List what the host's cores multiply of each number of missed experts, int32 of [experts + 1].
+
+    Whole experts in 16 bits, and above them the chunks of one more.
+    """
+    divided = [slots.divide(number) for number in range(slots.num_experts + 1)]
+    return torch.tensor([of.experts + (of.chunks << 16) for of in divided], dtype=torch.int32)
 
 
 def _count(slots: ExpertSlots, counts: Sequence[int]) -> ExpertCounts:

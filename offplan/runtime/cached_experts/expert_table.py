@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from offplan.expert_slots import COUNTERS, LISTS, ExpertSlots
 from offplan.forms.host_kernels import CHUNK_COLUMNS
+from offplan.kernel_sizes import TABLE_COUNTERS, TABLE_LISTS
 
 NOTED_TOKENS = 64
 """Tokens of a prompt, the last ones of each sequence, that count as if they had been steps."""
@@ -22,7 +22,7 @@ experts multiplied, those multiplied in part, and the chunks of inner columns of
 NUM_MISSED, SPLIT_EXPERT, NUM_CHUNKS = 16, 17, 18
 """Numbers of 4 bytes: experts to be copied, the expert that the cores multiply in part, and its
 chunks of inner columns, 0 for none."""
-ORDER, SLOTS, MISSED, MISSED_SLOTS, FREED = range(LISTS)
+ORDER, SLOTS, MISSED, MISSED_SLOTS, FREED = range(TABLE_LISTS)
 """Lists of a number for each expert. They are experts by their last use, the latest first, and the
 slots that these have, or NOBODY. Then come experts to be copied, their slots, and room for a
 kernel."""
@@ -32,7 +32,7 @@ class Table(NamedTuple):
     """Views of a layer's table, int32 on the device."""
 
     memory: torch.Tensor
-    """All of it, [LISTS x experts + COUNTERS]."""
+    """All of it, [TABLE_LISTS x experts + TABLE_COUNTERS]."""
     num_slots: int
     num_experts: int
     shares: torch.Tensor | None = None
@@ -50,7 +50,7 @@ class Table(NamedTuple):
 
     def list_of(self, which: int) -> torch.Tensor:
         """A list, int32 of [experts]."""
-        begin = COUNTERS + which * self.num_experts
+        begin = TABLE_COUNTERS + which * self.num_experts
         return self.memory[begin : begin + self.num_experts]
 
     def empty(self) -> None:
@@ -68,15 +68,6 @@ class Runs(NamedTuple):
     """Runs of an expert; 0 if the part does not lie so, and is copied whole."""
     chunk_bytes: int = 0
     """Bytes of CHUNK_COLUMNS inner columns in each run."""
-
-
-def list_shares(slots: ExpertSlots) -> torch.Tensor:
-    """List what the host's cores multiply of each number of missed experts, int32 of [experts + 1].
-
-    Whole experts in 16 bits, and above them the chunks of one more.
-    """
-    divided = [slots.divide(number) for number in range(slots.num_experts + 1)]
-    return torch.tensor([of.experts + (of.chunks << 16) for of in divided], dtype=torch.int32)
 
 
 class Used(NamedTuple):

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from offplan.expert_slots import COUNTERS
 from offplan.forms.host_kernels import CHUNK_COLUMNS
+from offplan.kernel_sizes import TABLE_COUNTERS
 from offplan.runtime.cached_experts import expert_table
 from offplan.runtime.cached_experts.expert_table import Runs, Table
 from offplan.runtime.forms import tasks
@@ -29,7 +29,7 @@ COPY_PROGRAMS = 256
 Source: estimated; a link of 64 GB/s whose reads take 2 us needs 128 KiB.
 """
 
-_COUNTERS = tl.constexpr(COUNTERS)
+_COUNTERS = tl.constexpr(TABLE_COUNTERS)
 _BY_CORES = tl.constexpr(expert_table.BY_CORES)
 _SPLIT = tl.constexpr(expert_table.SPLIT)
 _SPLIT_CHUNKS = tl.constexpr(expert_table.SPLIT_CHUNKS)

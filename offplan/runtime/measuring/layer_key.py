@@ -20,8 +20,8 @@ _OF_WHOLE_PLANS = (
 )
 """Files of the runtime that no layer's time depends on."""
 _BESIDE = (
-    *("forms", "held", "backends.py", "expert_slots.py", "kernel_sizes.py"),
-    *("placement.py", "schedule.py"),
+    *("capabilities", "forms", "held", "backends.py", "kernel_sizes.py"),
+    *("placement.py", "routed_experts.py", "schedule.py"),
 )
 """Files beside the runtime's that it computes by."""
 
