@@ -115,6 +115,8 @@ class Backend:
     """Stores that it can read."""
     phases: tuple[PhaseName, ...] = ("prefill", "decode")
     """Phases that it can serve."""
+    capability: str | None = None
+    """The capability that executes it, by its executor's name; None if every runtime has it."""
     is_by_cores: bool = False
     """True if the host's cores compute the products, of which activations alone cross the link."""
     is_usual: bool = True
@@ -178,6 +180,7 @@ Backend.HOST = Backend(
     rate=lambda machine: machine.cores_rate,
     link_bytes=lambda use: use.nbytes * use.touched,
     phases=("decode",),
+    capability="host_cores",
     is_by_cores=True,
     is_usual=False,
 )

@@ -1,5 +1,6 @@
 """Every plan's decision; capabilities add keys of their own in subclasses."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 from offplan.capabilities.rule import Count
@@ -20,3 +21,8 @@ class OffloadBase(Record):
     like."""
     store: Store = "host"
     """The place of what the rules take: pinned host memory, or that of a second GPU."""
+
+    def list_capabilities(self) -> Iterator[str]:
+        """Yield the capabilities that execute it, by the names of their executors."""
+        if self.store != "host":
+            yield self.store

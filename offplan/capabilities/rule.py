@@ -175,7 +175,10 @@ class RuleBase(Pattern):
 
     @property
     def experts_key(self) -> str | None:
-        """Key for which it takes layers' routed experts alone, all of them; None if it need not."""
+        """Key for which it takes layers' routed experts alone, all of them; None if it need not.
+
+        It is the name of the capability whose executor reads them.
+        """
         return None
 
     def why_not_divide(self, num_experts: int, whose: str) -> str | None:
@@ -204,6 +207,11 @@ class RuleBase(Pattern):
     def why_not_batch(self, experts: Experts | None, batch: int) -> str | None:
         """Say why it does not serve steps of so many sequences; None if it does."""
         return None
+
+    def list_capabilities(self) -> Iterator[str]:
+        """Yield the capabilities that execute it, by the names of their executors."""
+        named = self.prefill.capability, self.decode.capability, self.experts_key
+        yield from (name for name in named if name is not None)
 
     @property
     def trades_request(self) -> bool:

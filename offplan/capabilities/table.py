@@ -54,6 +54,12 @@ class Offload(PackingOffload):
     rules: tuple[Rule, ...] = ()
     """First match wins; empty when everything fits."""
 
+    def list_capabilities(self) -> Iterator[str]:
+        """Yield the capabilities that execute it and its rules."""
+        yield from super().list_capabilities()
+        for rule in self.rules:
+            yield from rule.list_capabilities()
+
     @model_validator(mode="after")
     def _reads_its_store(self) -> Self:
         for number, rule in enumerate(self.rules, 1):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from offplan.checkpoint.model import Model
+from offplan.errors import PlanError
 from offplan.held.held import hold
 from offplan.held.stage import Stage
 from offplan.hostmem.limits import check_host_room
@@ -82,10 +83,17 @@ def fit(
     """Build a model without weights, and find where a decision places each parameter.
 
     ``stage`` is held as the decision says. Nothing is asked of this machine, nor of
-    ``device``, which is to run it. Raises PlanError for a decision that does not fit the model or
-    that ``run`` refuses. Raises CheckpointError for a model that cannot run, and for files whose
-    headers do not fit it.
+    ``device``, which is to run it. Raises PlanError for a decision that does not fit the model,
+    that ``run`` refuses, or that needs a capability which ``executors`` lacks. Raises
+    CheckpointError for a model that cannot run, and for files whose headers do not fit it.
     """
+    needed = [*offload.list_capabilities(), *["stock"] * stage.is_stock]
+    for name in needed:
+        if name not in executors:
+            raise PlanError(
+                f"the plan needs {name}, which this runtime does not execute: it has executors of "
+                f"{', '.join(executors) or 'no capability'}; make a plan without {name}"
+            )
     passes = next((each for each in executors.values() if each.runs(stage)), None)
     assert passes is None or issubclass(passes, PassesExecutor)
     model = stage.model
