@@ -16,6 +16,8 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from offplan.choices import Store
+from offplan.forms.form import Form
+from offplan.forms.host_kernels import why_no_kernel
 
 PhaseName = Literal["prefill", "decode"]
 
@@ -115,6 +117,9 @@ class Backend:
     """Stores that it can read."""
     phases: tuple[PhaseName, ...] = ("prefill", "decode")
     """Phases that it can serve."""
+    why_no_kernel: Callable[[Form, str, int], str | None] | None = None
+    """Say why it does not multiply a form in a model of a type, by rows of so many weights; None if
+    it does. It is None itself where the GPU's own kernels multiply what they read."""
     capability: str | None = None
     """The capability that executes it, by its executor's name; None if every runtime has it."""
     is_by_cores: bool = False
@@ -180,6 +185,7 @@ Backend.HOST = Backend(
     rate=lambda machine: machine.cores_rate,
     link_bytes=lambda use: use.nbytes * use.touched,
     phases=("decode",),
+    why_no_kernel=why_no_kernel,
     capability="host_cores",
     is_by_cores=True,
     is_usual=False,

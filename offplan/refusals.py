@@ -15,7 +15,6 @@ from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.roles import Role, role_of
 from offplan.errors import PlanError
 from offplan.forms.form import RAW, Part
-from offplan.forms.host_kernels import why_no_kernel
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit
 from offplan.placement import Placement
@@ -53,9 +52,10 @@ def _list_refusals(
         if (why := rule.why_not_on_gpu(stage.model, stage.dtype, cached)) is not None:
             yield f"a rule has {why}"
     for slab in placement.slabs:
-        given = [entry.unit for entry in slab.entries if entry.decode is Backend.HOST]
-        if given and (why := why_not_by_cores(stage, stage.units[slab.layer], given)):
-            yield f"layer {slab.layer}: `decode: host` {why}"
+        for backend in {e.decode: None for e in slab.entries if e.decode.why_no_kernel}:
+            given = [entry.unit for entry in slab.entries if entry.decode is backend]
+            if why := why_not_multiplied(backend, stage, stage.units[slab.layer], given):
+                yield f"layer {slab.layer}: `decode: {backend.name}` {why}"
 
 
 def has_kernels(
@@ -65,19 +65,23 @@ def has_kernels(
     taken: Sequence[Sequence[Unit]],
 ) -> bool:
     """Return True if a backend of decode multiplies what is ``taken`` of each layer's units."""
-    if not decode.is_by_cores:
+    if decode.why_no_kernel is None:
         return True
     has_matrices = any(u.part is Part.WEIGHT and len(u.shape) > 1 for u in chain(*taken))
     return has_matrices and not any(
-        why_not_by_cores(stage, units, given) for units, given in zip(layers, taken, strict=True)
+        why_not_multiplied(decode, stage, units, given)
+        for units, given in zip(layers, taken, strict=True)
     )
 
 
-def why_not_by_cores(stage: Stage, units: Iterable[Unit], given: Iterable[Unit]) -> str | None:
-    """Say why the host's cores cannot multiply what they are ``given`` of a layer's ``units``.
+def why_not_multiplied(
+    backend: Backend, stage: Stage, units: Iterable[Unit], given: Iterable[Unit]
+) -> str | None:
+    """Say why a backend cannot multiply what it is ``given`` of a layer's ``units``.
 
-    Returns None if they can. The products of routed experts are computed together or not at all.
+    Returns None if it can. The products of routed experts are computed together or not at all.
     """
+    assert backend.why_no_kernel is not None
     given = [unit for unit in given if _is_multiplied(unit)]
     taken = {parameter.name for unit in given for parameter in unit.parameters if unit.is_expert}
     left = [
@@ -96,7 +100,7 @@ def why_not_by_cores(stage: Stage, units: Iterable[Unit], given: Iterable[Unit])
         for parameter in unit.parameters:
             if _is_wide(parameter):
                 continue
-            why = why_no_kernel(parameter.form, stage.dtype, parameter.shape[-1])
+            why = backend.why_no_kernel(parameter.form, stage.dtype, parameter.shape[-1])
             if is_in_out(stage, unit):
                 why = "has no kernel for experts whose rows are inputs"
             if why is not None:

@@ -29,7 +29,7 @@ ARROWS = {
     "checkpoint": ["errors", "units", "progress", "kept", "kinds", "forms", "transformers_private"],
     "machine": ["records", "kinds", "progress", "kept", "hostmem", "choices"],
     "segments": [],
-    "backends": ["choices"],
+    "backends": ["choices", "forms"],
     "capabilities": ["records", "backends", "checkpoint", "segments", "kernel_sizes"],
     "plan": ["capabilities"],
     "routing": ["plan"],

@@ -123,7 +123,7 @@ def _describe_places(stage: Stage, placement: Placement) -> list[Any]:
         (
             stage.layers[slab.layer].key,
             *(entry.unit.name, entry.unit.part.value),
-            *(entry.decode.is_by_cores, entry.is_cached, entry.num_pieces > 1),
+            *(bool(entry.decode.why_no_kernel), entry.is_cached, entry.num_pieces > 1),
         )
         for slab in placement.slabs
         for entry in slab.entries
