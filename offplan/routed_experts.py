@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from offplan.capabilities.rule import LayerExperts
-from offplan.checkpoint.experts import SECOND_PROJECTIONS
+from offplan.checkpoint.experts import SECOND_PROJECTIONS, count_experts
 from offplan.checkpoint.model import Layer
 from offplan.errors import PlanError
 from offplan.forms.form import Kind, Part
@@ -38,7 +38,7 @@ def require_experts(
             "parts of an expert are kept together, so name all of them, cpu_offload_params: "
             "[experts]"
         )
-    num_experts = _count_experts(stage, units)
+    num_experts = count_experts(layer, stage.experts.num_experts if stage.experts else None)
     for unit in units:
         if unit.nbytes % num_experts:
             raise PlanError(
@@ -72,13 +72,3 @@ def is_in_out(stage: Stage, unit: Unit) -> bool:
     of = unit.parameters[0]
     is_matrix = of.is_fused and len(of.shape) == 3
     return is_matrix and of.form.is_raw and stage.architecture.routing.in_out
-
-
-def _count_experts(stage: Stage, units: Sequence[Unit]) -> int:
-    """Count the experts of a layer, of which ``units`` are stored."""
-    parameters = [parameter for unit in units for parameter in unit.parameters]
-    if not parameters[0].is_fused:
-        return min(len(parameter.tensors) for parameter in parameters)
-    rows = min(parameter.tensors[0].shape[0] for parameter in parameters)
-    stated = stage.experts.num_experts if stage.experts else rows
-    return rows if rows % stated else stated

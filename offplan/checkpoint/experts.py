@@ -20,7 +20,7 @@ def describe_experts(routing: Routing, layers: Sequence[Layer]) -> tuple[Experts
         return None, []
     notes = []
     stated = routing.num_experts
-    counts = {_count_stored(layer, stated) for layer in moe}
+    counts = {count_experts(layer, stated) for layer in moe}
     num_experts = max(counts)
     if counts != {stated or num_experts}:
         found = " and ".join(map(str, sorted(counts)))
@@ -34,12 +34,12 @@ def describe_experts(routing: Routing, layers: Sequence[Layer]) -> tuple[Experts
         )
         per_token = num_experts
     largest = max(moe, key=lambda layer: layer.expert_bytes)
-    bytes_per_expert = largest.expert_bytes // _count_stored(largest, stated)
+    bytes_per_expert = largest.expert_bytes // count_experts(largest, stated)
     return Experts(num_experts, per_token, bytes_per_expert), notes
 
 
-def _count_stored(layer: Layer, stated: int | None) -> int:
-    """Return how many experts a layer's tensors hold."""
+def count_experts(layer: Layer, stated: int | None) -> int:
+    """Count the experts that a layer's tensors hold, as many as are ``stated`` if that may be."""
     routed = [parameter for parameter in layer.parameters if parameter.is_expert]
     if not routed[0].is_fused:
         return min(len(parameter.tensors) for parameter in routed)

@@ -1,9 +1,9 @@
 """The floor: what no plan for this budget can beat."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from offplan.backends import BACKENDS
+from offplan.backends import BACKENDS, Backend
 from offplan.costs.timeline import to_seconds
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
@@ -37,8 +37,7 @@ def find_floor(
     workload: Workload,
     resident_ps: tuple[int, int],
     elsewhere_ps: tuple[int, int] = (0, 0),
-    *,
-    with_cores: bool = False,
+    beside: Iterable[Backend] = (),
 ) -> Floor:
     """Find the floor of a budget.
 
@@ -48,7 +47,7 @@ def find_floor(
     embeddings, of which it reads rows, then routed experts. Of these it reads as many as uniform
     routing has, or as caches of the best sizes miss in a profile. ``resident_ps`` are the fastest
     prompt and decode step with everything resident; ``elsewhere_ps`` the same of a pipeline's other
-    stages, which come on top. ``with_cores`` has the host's cores read in decode, beside the link.
+    stages, which come on top. Backends of ``beside`` read in decode as well as the link.
     """
     rate = max(backend.rate(machine).value for backend in BACKENDS.values() if backend.is_usual)
     tokens = workload.batch * workload.prompt_tokens, workload.batch
@@ -58,7 +57,7 @@ def find_floor(
     )
     others_s = [to_seconds(each) for each in elsewhere_ps]
     prefill_s = max(to_seconds(resident_ps[0]), prefill_bytes / rate) + others_s[0]
-    in_all = rate + (machine.cores_rate.value if with_cores else 0.0)
+    in_all = rate + sum(backend.rate(machine).value for backend in beside)
     decode_s = max(to_seconds(resident_ps[1]), decode_bytes / in_all) + others_s[1]
     return Floor(
         missing_bytes=min(missing for _, missing in ways),

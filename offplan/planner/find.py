@@ -96,8 +96,8 @@ def find_floor_of(searcher: Searcher, budget: Budget) -> Floor:
     fastest = min(map(_fastest_ps, prompts)), _fastest_ps([space.decode for space in spaces])
     others = (0, 0) if searcher.stages is None else searcher.stages.fastest_ps
     asked = space.question
-    with_cores = asked.goal.host_cores
-    return find_floor(ways, space.machine, asked.workload, fastest, others, with_cores=with_cores)
+    beside = asked.goal.more_backends
+    return find_floor(ways, space.machine, asked.workload, fastest, others, beside)
 
 
 def _fastest_ps(ways: Sequence[PassCompute]) -> int:
