@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Literal, Protocol
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from offplan.choices import Store
 from offplan.forms.form import Form
 from offplan.forms.host_kernels import why_no_kernel
+from offplan.stores import STORES, StoreName
 
 PhaseName = Literal["prefill", "decode"]
 
@@ -113,7 +113,7 @@ class Backend:
     chunk for themselves."""
     gpu_bytes: Callable[[int], int] | None = None
     """Return how many of a unit's bytes stay on the GPU all the same; None if none do."""
-    stores: tuple[Store, ...] = ("host",)
+    stores: tuple[StoreName, ...] = ("host",)
     """Stores that it can read."""
     phases: tuple[PhaseName, ...] = ("prefill", "decode")
     """Phases that it can serve."""
@@ -163,7 +163,7 @@ Backend.PREFETCH = Backend(
     rate=lambda machine: machine.h2d,
     link_bytes=lambda use: use.nbytes,
     streams=True,
-    stores=("host", "peer"),
+    stores=tuple(STORES),
 )
 Backend.UVA = Backend(
     "uva",

@@ -2,8 +2,6 @@
 
 from typing import Literal
 
-Store = Literal["host", "peer"]
-"""Store of what is offloaded: pinned host memory, or that of a second GPU."""
 ObjectiveName = Literal["latency", "throughput"]
 """Aim of a plan: the time of one request, or tokens a second."""
 PartsChoice = Literal["off", "auto"]

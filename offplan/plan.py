@@ -30,6 +30,7 @@ from offplan.records import (
     load_yaml,
     read_text,
 )
+from offplan.stores import HOST, STORES, Store
 from offplan.units import format_budget, format_bytes
 
 PLAN_VERSION: Literal[1] = 1
@@ -178,6 +179,10 @@ class Prediction(Record):
     peer_memory_bytes: Bytes = Field(default=0, alias="peer_memory")
     """Bytes of the slabs on the second GPU, where it is the store."""
 
+    def bytes_in(self, store: Store) -> int:
+        """Bytes of weights in a store."""
+        return int(getattr(self, store.bytes_key))
+
 
 class Plan(Record):
     """A plan file."""
@@ -205,10 +210,12 @@ class Plan(Record):
     @property
     def stored_bytes(self) -> int:
         """Bytes of weights in the store, which the budget's ``host_memory`` limits."""
-        predicted = self.prediction
-        if self.offload.store == "peer":
-            return predicted.peer_memory_bytes
-        return predicted.host_memory_bytes
+        return self.prediction.bytes_in(STORES[self.offload.store])
+
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        """The stores that weights may lie in: the host's memory, which takes embeddings, first."""
+        return tuple(dict.fromkeys((HOST, STORES[self.offload.store])))
 
     def describe_excess(self) -> str | None:
         """Say by which term the prediction exceeds the budget; None where it keeps it."""

@@ -16,7 +16,6 @@ from offplan.capabilities.rule import Count, LayerExperts, RuleBase, WeightCache
 from offplan.checkpoint.experts import SECOND_PROJECTIONS
 from offplan.checkpoint.model import Experts, Layer, Model
 from offplan.checkpoint.model_types import EXPERTS_IN_OUT
-from offplan.choices import Store
 from offplan.errors import PlanError
 from offplan.forms.form import RAW
 from offplan.forms.host_kernels import CHUNK_COLUMNS
@@ -27,6 +26,7 @@ from offplan.kernel_sizes import (
     TABLE_COUNTERS,
     TABLE_LISTS,
 )
+from offplan.stores import StoreName
 
 DEFAULT_CACHED_EXPERTS: Literal["off", "auto"] = "auto"
 """Default of ``cached_experts``: plans may cache experts one by one.
@@ -314,7 +314,7 @@ class CachedExpertsRule(RuleBase):
         if self.cached_experts is not None:
             yield f"keeps {self.cached_experts} experts of a layer on the GPU (cached_experts)"
 
-    def why_not_store(self, store: Store) -> str | None:
+    def why_not_store(self, store: StoreName) -> str | None:
         """Say that experts which are missed are read out of host memory."""
         if self.cached_experts is not None and store != "host":
             return (

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from offplan.choices import ObjectiveName, Store
+from offplan.choices import ObjectiveName
 from offplan.records import ExactSeconds, Record
+from offplan.stores import StoreName
 from offplan.units import format_seconds
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class Asked(NamedTuple):
     model: "Model"
     batch: int
     """Sequences of a step; 1 where the plan chooses how many."""
-    store: Store
+    store: StoreName
 
 
 class GoalBase(Record):

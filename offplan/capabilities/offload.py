@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import Literal
 
 from offplan.capabilities.rule import Count
-from offplan.choices import Store
 from offplan.records import Record
+from offplan.stores import StoreName
 
 
 class OffloadBase(Record):
@@ -19,7 +19,7 @@ class OffloadBase(Record):
     """``host``: tables that passes read by row stay in pinned host memory, and are read in place.
     They are an input embedding that no head is tied to, Gemma's embedding for each layer, and the
     like."""
-    store: Store = "host"
+    store: StoreName = "host"
     """The place of what the rules take: pinned host memory, or that of a second GPU."""
 
     def list_capabilities(self) -> Iterator[str]:

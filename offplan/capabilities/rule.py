@@ -13,9 +13,9 @@ from typing_extensions import Self
 
 from offplan.backends import BACKENDS, Backend
 from offplan.checkpoint.model import Experts, Layer, Model
-from offplan.choices import Store
 from offplan.records import ExactBytes, Record
 from offplan.segments import match_segments
+from offplan.stores import STORES, StoreName
 
 MOST = 2**24
 """Beyond any workload and any model: sequences, or tokens of one; slots of a ring, or layers."""
@@ -230,13 +230,14 @@ class RuleBase(Pattern):
         """Yield what no engine's flags can say of it: verb, object and key."""
         yield from ()
 
-    def why_not_store(self, store: Store) -> str | None:
+    def why_not_store(self, store: StoreName) -> str | None:
         """Say why the rule cannot take from a store; None if it can."""
         for backend in (self.prefill, self.decode):
             if store not in backend.stores:
                 known = " or ".join(b.name for b in BACKENDS.values() if store in b.stores)
                 return (
-                    f"is {backend.words.noun} ({backend.name}), which reads no second GPU's "
-                    f"memory: with `store: {store}`, prefill and decode are {known}"
+                    f"is {backend.words.noun} ({backend.name}), which reads no "
+                    f"{STORES[store].title}'s memory: "
+                    f"with `store: {store}`, prefill and decode are {known}"
                 )
         return None

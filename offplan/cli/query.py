@@ -20,6 +20,7 @@ from offplan.cli.output import (
 from offplan.cli.printable import printable
 from offplan.errors import InputError
 from offplan.lean import import_less
+from offplan.stores import StoreName
 from offplan.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -56,9 +57,9 @@ class Query:
         int | None, _size(help="Memory of the store the weights may take. [default: what it has]")
     ] = None
     store: Annotated[
-        choices.Store,
+        StoreName,
         typer.Option(
-            **options.choice(choices.Store),
+            **options.choice(StoreName),
             help="Offload to host memory, or to a second GPU's memory.",
         ),
     ] = "host"

@@ -10,6 +10,7 @@ from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Placement
 from offplan.plan import Budget, Offload, Workload
+from offplan.stores import HOST, STORES
 
 MARGIN = 0.003
 """Share of the GPU budget left free, for what is allocated in other sizes than asked.
@@ -90,12 +91,9 @@ def list_gpu_memory(
 
 
 def list_stores(placement: Placement, offload: Offload, num_gpus: int) -> Iterator[Term]:
-    """List the memory that all GPUs of a stage take of the host, and of a second GPU if any."""
+    """List the memory that all GPUs of a stage take of the host, and of another store if any."""
     each = " x GPUs" if num_gpus > 1 else ""
     slabs = {f"slabs, each tensor on a boundary{each}": num_gpus * placement.slab_bytes}
-    on_peer = slabs if offload.store == "peer" else {}
-    on_host = {} if on_peer else slabs
-    tables = {f"embeddings on the host{each}": num_gpus * placement.table_bytes}
-    yield sum_up("host_memory", {**on_host, **tables})
-    if on_peer:
-        yield sum_up("peer_memory", on_peer)
+    taken: dict[str, dict[str, int]] = {HOST.memory: {}, STORES[offload.store].memory: slabs}
+    taken[HOST.memory] |= {f"embeddings on the host{each}": num_gpus * placement.table_bytes}
+    yield from (sum_up(memory, parts) for memory, parts in taken.items())

@@ -14,6 +14,7 @@ from offplan.held.pass_rules import PassRules
 from offplan.held.stage import Stage
 from offplan.placement import Placement
 from offplan.plan import Offload, Plan, Rule
+from offplan.stores import STORES
 from offplan.units import format_bytes
 
 BACKENDS = (Backend.PREFETCH, Backend.UVA)
@@ -182,10 +183,10 @@ def require_stored_weights(offload: Offload, engine: Engine) -> None:
     It is also raised for a backend that no engine has, for experts kept one by one, and for parts.
     """
     title = engine.title
-    if offload.store == "peer" and offload.rules:
+    if not (store := STORES[offload.store]).is_host and offload.rules:
         raise ExportError(
-            f"{title} offloads to host memory; the plan has a second GPU's memory as its "
-            "store, whose faster link would be lost: plan again with `store: host`"
+            f"{title} offloads to host memory; the plan has a {store.title}'s memory as "
+            "its store, whose faster link would be lost: plan again with `store: host`"
         )
     for number, rule in enumerate(offload.rules, 1):
         for what in rule.list_unsaid():

@@ -6,7 +6,6 @@ from typing import Any
 
 from offplan.capabilities.goal import Asked
 from offplan.checkpoint.model import Model
-from offplan.choices import Store
 from offplan.engines.runner import find_runner, lower
 from offplan.errors import ExportError, InputError
 from offplan.files import StrPath
@@ -18,6 +17,7 @@ from offplan.plan import Budget, Goal, Plan, Workload, take_plan
 from offplan.planner.question import Question
 from offplan.progress import Progress
 from offplan.routing.profile import RoutingProfile, check_routing, load_routing
+from offplan.stores import StoreName
 
 
 def ask(
@@ -27,7 +27,7 @@ def ask(
     *,
     gpu_memory: int | None = None,
     host_memory: int | None = None,
-    store: Store = "host",
+    store: StoreName = "host",
     routing: str | None = None,
     **goal: Any,
 ) -> Question:
@@ -122,7 +122,7 @@ def pose(
     workload: Workload,
     budget: Budget,
     goal: Goal | None = None,
-    store: Store = "host",
+    store: StoreName = "host",
     profile: str | None = None,
     *,
     routing_file: str | None = None,

@@ -5,6 +5,7 @@ from offplan.errors import PlanError
 from offplan.held.held import hold
 from offplan.placement import place
 from offplan.plan import GPUMemoryPrediction, Plan
+from offplan.stores import HOST, STORES
 
 
 def count_held(plan: Plan, model: Model) -> Plan:
@@ -27,11 +28,12 @@ def count_held(plan: Plan, model: Model) -> Plan:
         "activations": recorded.activation_bytes,
         "overhead": recorded.overhead_bytes,
     }
-    on_peer = placement.slab_bytes if plan.offload.store == "peer" else 0
+    stored = dict.fromkeys((each.bytes_key for each in STORES.values()), 0)
+    stored[STORES[plan.offload.store].bytes_key] = placement.slab_bytes
+    stored[HOST.bytes_key] += placement.table_bytes
     counted = {
         "gpu_memory": GPUMemoryPrediction(**terms, total=sum(terms.values())),
-        "host_memory_bytes": placement.offloaded_bytes - on_peer,
-        "peer_memory_bytes": on_peer,
+        **stored,
     }
     return plan.model_copy(update={"prediction": plan.prediction.model_copy(update=counted)})
 

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from offplan.checkpoint.model import Model
-from offplan.choices import DeviceName, Store
+from offplan.choices import DeviceName
 from offplan.engines.runner import find_runner
 from offplan.errors import CheckpointError, OffplanError
 from offplan.files import StrPath
@@ -24,6 +24,7 @@ from offplan.machine.name import parse_name
 from offplan.machine.profile import LayerTime, MachineProfile, load_profile
 from offplan.plan import Goal, Workload
 from offplan.progress import Stages, silent
+from offplan.stores import STORES, StoreName
 
 MOST_TIMED = 8192
 """Tokens of the largest chunk whose layers are timed; a larger one's times are scaled from it."""
@@ -220,7 +221,7 @@ def find_machine(
     model: Model,
     workload: Workload,
     *,
-    store: Store = "host",
+    store: StoreName = "host",
     goal: Goal | None = None,
     on_stage: Stages = silent,
 ) -> Machine | None:
@@ -235,7 +236,7 @@ def find_machine(
     if not has_gpu():
         return None
     goal = goal or Goal()
-    others = store == "peer" or goal.ranks.tensor > 1
+    others = STORES[store].num_gpus > 1 or goal.ranks.tensor > 1
     measure = partial(measure_here, with_others=others, on_stage=on_stage)
     try:
         return measure(model, workload, **{**dict(goal), "host_threads": None})

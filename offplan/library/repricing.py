@@ -14,18 +14,18 @@ from offplan.library.planned import find_planned_routing, open_planned_machine
 from offplan.machine.profile import MachineProfile, load_profile
 from offplan.placement import place
 from offplan.plan import Plan, Prediction, Workload
+from offplan.stores import STORES
 
 STAND_IN = "h200-pcie5"
 """A shipped profile, for figures that are the same on every machine."""
 _MACHINE_FREE = (
     *(f"gpu_memory.{term}" for term in ("resident", "ring", "kv_cache", "activations")),
-    "host_memory",
-    "peer_memory",
+    *(each.memory for each in STORES.values()),
 )
 """Terms that follow from model, workload and decision alone."""
 _HEADLINES = (
     "gpu_memory.total",
-    *("host_memory", "peer_memory"),
+    *(each.memory for each in STORES.values()),
     *("prefill.step", "prefill.link_bytes", "decode.step", "decode.link_bytes"),
 )
 """Terms that say the most about an edit."""

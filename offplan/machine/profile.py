@@ -2,15 +2,15 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar, get_args
+from typing import Annotated, Any, Generic, Protocol, TypeVar, get_args
 
-from pydantic import Field, GetJsonSchemaHandler, model_validator
+from pydantic import Field, GetJsonSchemaHandler, PrivateAttr, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 from typing_extensions import TypeAliasType
 
-from offplan.choices import Store
 from offplan.errors import ProfileError
 from offplan.machine.assumed import change_figures, complete_figures
 from offplan.machine.curve import MAX_FACTOR, Curve, Rereads
@@ -27,6 +27,7 @@ from offplan.records import (
     load_yaml,
     read_text,
 )
+from offplan.stores import STORES, StoreName
 
 PROFILE_VERSION = 1
 MOST_FILE_BYTES = 2**20
@@ -141,9 +142,7 @@ class DeviceRate(Record):
 class MachineProfile(Record):
     """One GPU, its link to host memory, and what a pass costs besides the weights."""
 
-    store: ClassVar[Store] = "host"
-    """The store that ``h2d`` and ``copy_latency`` are the link to, and ``host_memory`` the size
-    of."""
+    _store: StoreName = PrivateAttr(default="host")
 
     profile: int = Field(PROFILE_VERSION, ge=PROFILE_VERSION, le=PROFILE_VERSION)
     name: str
@@ -215,6 +214,12 @@ class MachineProfile(Record):
     """Measured on this machine; a roofline estimates what is not here."""
 
     @property
+    def store(self) -> StoreName:
+        """The store that ``h2d`` and ``copy_latency`` are the link to, and ``host_memory`` the size
+        of."""
+        return self._store
+
+    @property
     def basis(self) -> Basis:
         """The weakest basis among the figures of the link."""
         return max(self.h2d.basis, self.uva.basis, key=get_args(Basis).index)
@@ -264,30 +269,32 @@ class MachineProfile(Record):
         """True if the CPU stands in for a GPU, as in the profile ``cpu``."""
         return self.name == "CPU"
 
-    def with_store(self, store: Store) -> "MachineProfile":
-        """Return the profile with the link to this store as its link; a peer is such a GPU as this.
+    def with_store(self, store: StoreName) -> "MachineProfile":
+        """Return the profile with the link to this store as its link; a GPU is such a one as this.
 
+        Kernels cannot read another GPU's memory in place. ``host_memory`` is what it has room for.
         Raises ProfileError if that link is not known.
         """
-        if store == "host":
+        if (link := STORES[store].link) is None:
             return self
-        if self.peer is None:
+        if (rate := getattr(self, link.rate)) is None:
             raise ProfileError(
-                f"the profile of {self.name} has no `peer`, the rate of copies from a second GPU: "
-                "measure it where there are two (offplan measure -o machine.yaml, then "
-                "`machine=machine.yaml`), or plan with `store=host`"
+                f"the profile of {self.name} has no `{link.rate}`, {link.meaning} (offplan measure "
+                "-o machine.yaml, then `machine=machine.yaml`), or plan with `store=host`"
             )
         # a context is made there too; libraries and graphs are not, which leaves some room
         room = max(0, self.gpu_memory.value - self.gpu_overhead.value)
         changes = {
-            "link": "peer GPU",
-            "h2d": self.peer,
-            "copy_latency": self.peer_latency or self.copy_latency,
+            "link": link.name,
+            "h2d": rate,
+            "copy_latency": getattr(self, link.latency) or self.copy_latency,
             "host_memory": self.gpu_memory.model_copy(update={"value": room}),
         }
-        return PeerStoreProfile.model_validate({**self._figures, **changes})
+        linked = self._change(changes)
+        linked._store = store
+        return linked
 
-    def with_link(self, store: Store, use: Use) -> "MachineProfile":
+    def with_link(self, store: StoreName, use: Use) -> "MachineProfile":
         """Return the profile with the link that each GPU has to a plan's store, and its overhead.
 
         Raises ProfileError if the link to the store is not known.
@@ -316,7 +323,7 @@ class MachineProfile(Record):
                         "basis": "estimated",
                         "source": f"{num_threads} of {known.value} threads of: {figure.source}",
                     }
-        return type(self).model_validate({**self._figures, **changes})
+        return self._change(changes)
 
     def with_gpus(self, use: Use) -> "MachineProfile":
         """Return the profile as each of several GPUs has it: its overhead and its link.
@@ -338,7 +345,7 @@ class MachineProfile(Record):
             for name in ("h2d", "uva"):
                 figure = getattr(self, name)
                 changes[name] = figure.model_copy(update={"value": share * figure.value})
-        return type(self).model_validate({**self._figures, **changes})
+        return self._change(changes)
 
     @property
     def concurrent_rates(self) -> dict[int, list[float]]:
@@ -349,10 +356,12 @@ class MachineProfile(Record):
             found.setdefault(each.num_gpus or len(rates), []).append(each.rate)
         return found
 
-    @property
-    def _figures(self) -> dict[str, Any]:
-        """Its fields, without what is kept of them once it was asked for."""
-        return {name: getattr(self, name) for name in type(self).model_fields}
+    def _change(self, changes: Mapping[str, Any]) -> "MachineProfile":
+        """Return it with other figures, without what is kept of them once it was asked for."""
+        figures = {name: getattr(self, name) for name in MachineProfile.model_fields}
+        changed = MachineProfile.model_validate({**figures, **changes})
+        changed._store = self._store
+        return changed
 
     def copy_seconds(self, num_bytes: int) -> float:
         """Time of one DMA of ``num_bytes`` to the device."""
@@ -389,15 +398,6 @@ ASSUMED_TRIP = Figure[ShortTime].model_validate(
     }
 )
 """Seconds that offplan assumes of a hand-over to the cores where a profile has none."""
-
-
-class PeerStoreProfile(MachineProfile):
-    """A machine whose store is a second GPU's memory, which kernels cannot read in place.
-
-    ``host_memory`` is what that GPU has room for.
-    """
-
-    store: ClassVar[Store] = "peer"
 
 
 def load_profile(name: str | MachineName) -> MachineProfile:

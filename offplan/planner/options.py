@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 
 from offplan.backends import Backend
-from offplan.choices import Store
 from offplan.plan import Rule
 from offplan.planner import cached_experts, parts
 from offplan.planner.classes import segment_classes
 from offplan.planner.option import Option, Steps, Ways
 from offplan.planner.space import Space
+from offplan.stores import StoreName
 
 OPTIONS: tuple[Callable[..., Iterable[Option]], ...] = (
     cached_experts.list_options,
@@ -23,7 +23,7 @@ STEPS: tuple[Callable[[Rule], Steps], ...] = (cached_experts.list_steps, parts.l
 """Given a rule: the steps of its own numbers, and the keys that each changes."""
 
 
-def backend_pairs(backends: Iterable[Backend], store: Store) -> Ways:
+def backend_pairs(backends: Iterable[Backend], store: StoreName) -> Ways:
     """List the backends that a rule may have in prefill and in decode.
 
     Decode by the ring with a prompt that reads in place is not tried. A prompt never has fewer rows

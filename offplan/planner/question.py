@@ -8,7 +8,6 @@ from offplan.backends import Backend
 from offplan.capabilities.goal import Asked
 from offplan.capabilities.table import Recoding
 from offplan.checkpoint.model import Model
-from offplan.choices import Store
 from offplan.costs.predict import predict
 from offplan.errors import InputError
 from offplan.held.held import find_largest, find_recoding, recode_stages
@@ -26,6 +25,7 @@ from offplan.plan import (
     RoutingRef,
     Workload,
 )
+from offplan.stores import STORES, StoreName
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Question:
     budget: Budget
     """Memory that a plan may take: no more than the machine has."""
     goal: Goal = field(default_factory=Goal)
-    store: Store = "host"
+    store: StoreName = "host"
     """Store of what is offloaded: host memory, or that of a second GPU."""
     profile: str | None = None
     """The name by which the machine's profile is found again; None if it was measured."""
@@ -58,10 +58,11 @@ class Question:
 
     def __post_init__(self) -> None:
         engine = self.goal.engine
-        if engine is not None and self.store != "host":
+        store = STORES[self.store]
+        if engine is not None and not store.is_host:
             raise InputError(
-                f"`engine={engine}` and `store={self.store}`: no engine's flags reach a second "
-                "GPU's memory; leave one of them out"
+                f"`engine={engine}` and `store={self.store}`: no engine's flags reach a "
+                f"{store.title}'s memory; leave one of them out"
             )
         routing = self.stage.routing
         if routing is not None and self.goal.objective == "latency":

@@ -26,6 +26,7 @@ from offplan.report.model import render_model
 from offplan.report.shares import describe_shares
 from offplan.report.strip import MemoryBar, make_layer_strip, memory_parts
 from offplan.report.wording import name_options
+from offplan.stores import STORES
 from offplan.units import format_budget, format_bytes, format_frequency, format_rate, format_seconds
 
 _SOME_FOLDER = "DIR"
@@ -171,7 +172,7 @@ def describe_plainly(plan: Plan, stages: Sequence[Stage]) -> str:
         recoded.append(_describe_recoding_plainly(offload.recoding, stages))
     if not offload.rules and offload.embeddings == "device":
         return "The plan: " + "; ".join(["everything stays on the GPU", *recoded]) + "."
-    where = "in host memory" if offload.store == "host" else "on the second GPU"
+    where = STORES[offload.store].where
     sentences = [_describe_rule_plainly(rule, stages, where) for rule in offload.rules]
     if offload.embeddings == "host":
         tables = {table.name: table for stage in stages for table in stage.tables}

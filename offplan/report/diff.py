@@ -1,6 +1,7 @@
 """Differences of two plans: tables for people, Markdown for a pull request, JSON for scripts."""
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from rich.console import RenderableType
@@ -9,6 +10,7 @@ from rich.text import Text
 from offplan.plan import Plan
 from offplan.report.model import name_indices
 from offplan.report.table import make_table
+from offplan.stores import STORES
 from offplan.units import format_bytes, format_seconds
 from offplan.upkeep.comparing import Difference, Move
 
@@ -106,8 +108,10 @@ def _figure_rows(before: Plan, after: Plan) -> Iterator[Sequence[str]]:
     yield of("over the link, a token", format_bytes, lambda p: p.prediction.decode.link_bytes)
     yield of("GPU memory", format_bytes, lambda p: p.prediction.gpu_memory.total_bytes)
     yield of("host memory", format_bytes, lambda p: p.prediction.host_memory_bytes)
-    if before.prediction.peer_memory_bytes or after.prediction.peer_memory_bytes:
-        yield of("second GPU", format_bytes, lambda p: p.prediction.peer_memory_bytes)
+    for store in STORES.values():
+        stored = attrgetter(f"prediction.{store.bytes_key}")
+        if not store.is_host and (stored(before) or stored(after)):
+            yield of(store.title, format_bytes, stored)
 
 
 def _escape(text: str) -> str:

@@ -11,6 +11,7 @@ from offplan.planner.frontier import Point
 from offplan.planner.throughput import tokens_per_s
 from offplan.report.bar import ShareBar
 from offplan.report.table import make_table
+from offplan.stores import STORES
 from offplan.units import format_bytes, format_frequency, format_seconds
 
 MOST_COLUMNS = 96
@@ -25,10 +26,10 @@ def render_frontier(points: Sequence[Point]) -> RenderableType:
 
 
 def _render_table(points: Sequence[Point]) -> Table:
-    with_peer = points[0].plan.offload.store == "peer"
+    stores = points[0].plan.stores
     table = make_table(
         f"Frontier ({_basis(points)})",
-        *("GPU memory", "host", *["second GPU"] * with_peer),
+        *("GPU memory", *(store.title for store in stores)),
         *("first token", "a token", "tokens/s", "1 GiB more saves"),
     )
     for point in points:
@@ -36,8 +37,7 @@ def _render_table(points: Sequence[Point]) -> Table:
         saved = point.saved_per_gib_s
         table.add_row(
             format_bytes(point.plan.budget.gpu_memory),
-            format_bytes(prediction.host_memory_bytes),
-            *[format_bytes(prediction.peer_memory_bytes)] * with_peer,
+            *(format_bytes(prediction.bytes_in(store)) for store in stores),
             format_seconds(prediction.prefill.step_s),
             format_seconds(prediction.decode.step_s),
             format_frequency(tokens_per_s(point.plan)),
@@ -72,8 +72,7 @@ def frontier_payload(points: Sequence[Point]) -> list[dict[str, Any]]:
         {
             "gpu_memory": point.plan.budget.gpu_memory,
             "basis": point.plan.prediction.basis,
-            "host_memory_bytes": point.plan.prediction.host_memory_bytes,
-            "peer_memory_bytes": point.plan.prediction.peer_memory_bytes,
+            **{s.bytes_key: point.plan.prediction.bytes_in(s) for s in STORES.values()},
             "objective_s": point.plan.prediction.objective_s,
             "prefill_s": point.plan.prediction.prefill.step_s,
             "decode_s": point.plan.prediction.decode.step_s,

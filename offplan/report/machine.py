@@ -9,6 +9,9 @@ from offplan import units
 from offplan.machine.curve import Rereads
 from offplan.machine.profile import Figure, MachineProfile
 from offplan.report.table import make_table
+from offplan.stores import STORES
+
+_LINKS = [each.link for each in STORES.values() if each.link is not None]
 
 
 def machine_payload(machine: MachineProfile) -> dict[str, Any]:
@@ -65,7 +68,7 @@ def _figures(machine: MachineProfile) -> list[tuple[str, Figure[Any] | None, Cal
         ("read in place beside copies", machine.uva_beside_copies, units.format_rate),
         ("re-reads in place", machine.uva_rereads, _show_last_reread),
         ("host to device, GPUs at once", machine.h2d_concurrent, lambda _: _show_slowest(machine)),
-        ("peer GPU to this one, DMA", machine.peer, units.format_rate),
+        *((link.title, getattr(machine, link.rate), units.format_rate) for link in _LINKS),
         ("host memory", machine.host_memory, units.format_bytes),
         ("pinning host memory", machine.pinning, units.format_rate),
         ("weights, by the host's cores", machine.cores, units.format_rate),

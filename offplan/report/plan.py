@@ -13,6 +13,7 @@ from offplan.planner.find import PlanResult
 from offplan.report.strip import memory_parts
 from offplan.report.table import make_table
 from offplan.report.why import explain_plan
+from offplan.stores import STORES
 from offplan.units import (
     format_budget,
     format_bytes,
@@ -53,8 +54,8 @@ def describe_question(plan: Plan) -> list[str]:
         f"{machine.name}, {machine.link}: {format_rate(machine.h2d)} ({machine.basis})",
         "batch {batch}, {prompt_tokens} prompt tokens, {output_tokens} output tokens, context "
         "{context}".format(**plan.workload.model_dump()),
-        f"{format_budget(budget.gpu_memory)} of GPU memory, {STORES[plan.offload.store]} memory "
-        f"{limit}",
+        f"{format_budget(budget.gpu_memory)} of GPU memory, "
+        f"{STORES[plan.offload.store].title} memory {limit}",
         *goal.describe(),
         *([f"experts are chosen again as {plan.routing.file} has it"] if plan.routing else []),
         what[goal.objective]
@@ -87,14 +88,10 @@ def describe_gap(result: PlanResult) -> str:
     )
 
 
-STORES = {"host": "host", "peer": "second GPU"}
-"""The words for a plan's store."""
-
-
 def describe_offload(plan: Plan) -> list[str]:
     """Say the decision in words, a line for each rule."""
     offload = plan.offload
-    lines = [_describe_rule(rule, STORES[offload.store]) for rule in offload.rules]
+    lines = [_describe_rule(rule, STORES[offload.store].title) for rule in offload.rules]
     if offload.embeddings == "host":
         lines.append("on the host: embeddings, read by row")
     if not lines:
@@ -127,9 +124,8 @@ def _render_memory(plan: Plan) -> Table:
         table.add_row(name, format_bytes(num_bytes))
     budget = format_budget(plan.budget.gpu_memory)
     table.add_row(f"GPU, of {budget}", format_bytes(memory.total_bytes))
-    table.add_row("host", format_bytes(plan.prediction.host_memory_bytes))
-    if plan.offload.store == "peer":
-        table.add_row(STORES["peer"], format_bytes(plan.prediction.peer_memory_bytes))
+    for store in plan.stores:
+        table.add_row(store.title, format_bytes(plan.prediction.bytes_in(store)))
     return table
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from offplan.plan import Prediction, Rule
 from offplan.planner.find import PlanResult
 from offplan.planner.throughput import tokens_per_s
+from offplan.stores import STORES
 from offplan.units import format_budget, format_bytes, format_frequency, format_seconds
 
 
@@ -71,7 +72,7 @@ def _explain_offload(result: PlanResult) -> Iterator[str]:
 
 def _describe_places(prediction: Prediction) -> str:
     """Say how many bytes of weights lie where, off the GPU."""
-    places = (("host", prediction.host_memory_bytes), ("peer", prediction.peer_memory_bytes))
+    places = ((store.name, prediction.bytes_in(store)) for store in STORES.values())
     return " and ".join(f"{format_bytes(size)} on the {name}" for name, size in places if size)
 
 

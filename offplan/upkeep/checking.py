@@ -22,6 +22,7 @@ from offplan.machine.profile import MachineProfile
 from offplan.plan import Plan, RoutingRef, take_plan
 from offplan.progress import Stages, silent
 from offplan.routing.profile import check_routing, load_routing
+from offplan.stores import STORES
 from offplan.units import format_bytes, format_rate
 from offplan.upkeep.figures import list_contradictions
 from offplan.upkeep.finding import Finding, Verdict
@@ -231,9 +232,10 @@ def _check_here(plan: Plan, profile: MachineProfile | None, here: LocalGPU) -> I
         remedy = ": offplan plan --gpu-memory asks for a plan that takes less"
     text = f"{format_bytes(needed)} are needed; {have}"
     yield _find("GPU memory", text, holds=needed <= room, otherwise="infeasible", remedy=remedy)
-    if plan.offload.store == "peer":
-        text = f"{here.num_gpus} GPUs are visible; the store is a second one"
-        yield _find("second GPU", text, holds=here.num_gpus > 1, otherwise="infeasible")
+    if (store := STORES[plan.offload.store]).num_gpus > 1:
+        text = f"{here.num_gpus} GPUs are visible; the store is a {store.title}'s memory"
+        holds = here.num_gpus >= store.num_gpus
+        yield _find(store.title, text, holds=holds, otherwise="infeasible")
     if needed := plan.prediction.host_memory_bytes:
         yield from _check_host_memory(needed)
     node = None if profile is None or profile.numa_node is None else profile.numa_node.value
@@ -269,11 +271,9 @@ def _check_host_memory(needed: int) -> Iterator[Finding]:
 
 def _check_link(plan: Plan, on_stage: Stages) -> Iterator[Finding]:
     """Measure the link, and hold its rates against the plan's."""
-    store = plan.offload.store
-    here = measure_here(
-        with_others=store == "peer" or plan.goal.num_copying > 1, on_stage=on_stage
-    ).profile
-    machine = here.with_link(store, plan.goal)
+    others = STORES[plan.offload.store].num_gpus > 1 or plan.goal.num_copying > 1
+    here = measure_here(with_others=others, on_stage=on_stage).profile
+    machine = here.with_link(plan.offload.store, plan.goal)
     rates = (("h2d", plan.machine.h2d, machine.h2d), ("uva", plan.machine.uva, machine.uva))
     for name, planned, measured in rates:
         ratio = measured.value / planned

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from offplan.costs.memory import MARGIN
 from offplan.plan import PRINTED_TO, PhasePrediction, Plan
+from offplan.stores import HOST, STORES
 from offplan.units import format_bytes, format_seconds
 
 
@@ -81,18 +82,14 @@ def _of_phase(phase: PhasePrediction, plan: Plan) -> Iterator[str]:
 
 def _of_decision(plan: Plan) -> Iterator[str]:
     offload, predicted = plan.offload, plan.prediction
-    on_peer = offload.store == "peer"
     streams = any(any(rule.streams) for rule in offload.rules)
     takes = bool(offload.rules)
-    expected = (
-        ("gpu_memory.ring", predicted.gpu_memory.ring_bytes, streams),
-        (
-            "host_memory",
-            predicted.host_memory_bytes,
-            offload.embeddings == "host" or (takes and not on_peer),
-        ),
-        ("peer_memory", predicted.peer_memory_bytes, takes and on_peer),
-    )
+    used = {STORES[offload.store]} if takes else set()
+    if offload.embeddings == "host":
+        used.add(HOST)
+    expected = [("gpu_memory.ring", predicted.gpu_memory.ring_bytes, streams)]
+    for store in STORES.values():
+        expected.append((store.memory, predicted.bytes_in(store), store in used))
     for name, num_bytes, is_taken in expected:
         if is_taken != (num_bytes > 0):
             some = "some" if is_taken else "none"

@@ -1,8 +1,9 @@
-"""The picture of what fills the memory of the GPU, the host and a second GPU."""
+"""The picture of what fills the memory of the GPU and of each store."""
 
 from offplan.plan import Plan
 from offplan.report.pictures.canvas import LINE, Canvas
 from offplan.report.strip import memory_parts
+from offplan.stores import STORES
 from offplan.units import format_budget, format_bytes
 
 _LONGEST = 0.9
@@ -25,16 +26,12 @@ def draw_memory(plan: Plan) -> Canvas:
         before += size
     canvas.bar(parts)
     canvas.legend(names, columns=2)
-    limits = (budget.host_memory, None)
-    host, peer = reversed(limits) if plan.offload.store == "peer" else limits
-    for name, size, limit in (
-        ("Host, page-locked", prediction.host_memory_bytes, host),
-        ("Second GPU", prediction.peer_memory_bytes, peer),
-    ):
-        if size:
+    for store in STORES.values():
+        limit = budget.host_memory if store.name == plan.offload.store else None
+        if size := prediction.bytes_in(store):
             canvas.space()
             of = ", no limit known" if limit is None else f" of {format_budget(limit)}"
-            canvas.text(f"{name}: {format_bytes(size)}{of}")
+            canvas.text(f"{store.label}: {format_bytes(size)}{of}")
             if limit is not None:
                 canvas.bar([("host", 0, size / max(limit, size, 1), format_bytes(size))])
                 continue
