@@ -13,7 +13,7 @@ from offplan.capabilities.offload import OffloadBase
 from offplan.capabilities.rule import Count, Pattern
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
-from offplan.errors import InputError
+from offplan.errors import InputError, UnpackableError
 from offplan.segments import match_segments
 
 OUTPUT_HEAD = "output_head"
@@ -96,6 +96,8 @@ class Packing(Pattern):
         "packed weights take 0.76 of their bytes, on the link and in memory, without loss"
     )
     """The reason that a plan gives."""
+    misfit: ClassVar = UnpackableError
+    """The error of weights that turn out not to be recoded so."""
 
     group_size: Count
     num_in_group: Count

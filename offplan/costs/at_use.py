@@ -9,9 +9,9 @@ from typing import NamedTuple
 from offplan.backends import Backend
 from offplan.checkpoint.model_types import SHARED_BEHIND
 from offplan.checkpoint.roles import Role, role_of
-from offplan.costs.compute import PassCompute
 from offplan.costs.cores import CoresUse, find_use
 from offplan.costs.link import UnitUse
+from offplan.costs.pass_compute import PassCompute
 from offplan.costs.timeline import to_ps
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit

@@ -20,8 +20,8 @@ from offplan.backends import Backend
 from offplan.capabilities.cached_experts import Division, ExpertsFound, ExpertSlots
 from offplan.checkpoint.model import Experts
 from offplan.costs.at_use import AtUse, CachedTimes
-from offplan.costs.compute import PassCompute
 from offplan.costs.cores import CoresUse
+from offplan.costs.pass_compute import PassCompute
 from offplan.costs.term import Input
 from offplan.costs.timeline import PassTimes, to_ps, to_seconds
 from offplan.costs.work import PassShape

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from offplan.costs import cached_experts, cores, parts
+from offplan.checkpoint.parameter import Parameter
+from offplan.costs import cached_experts, cores, packing, parts
 from offplan.costs.at_use import CachedTimes
 from offplan.costs.term import Input
 from offplan.costs.timeline import PieceTimes
+from offplan.costs.work import LayerWork, PassShape
 
 PIECE_TIMES: tuple[Callable[..., Mapping[int, PieceTimes]], ...] = (parts.piece_times,)
 """Given a placement and a pass's compute: the times of layers that stream in pieces, by index."""
@@ -26,6 +28,11 @@ WAITS: tuple[Callable[..., Iterable[Input]], ...] = (
 MISSES: tuple[Callable[..., tuple[str, tuple[Input, ...]]], ...] = (cached_experts.list_misses,)
 """Given placement, stage, batch and a step's times: words and inputs of the bytes over the link for
 what steps miss in caches."""
+
+RECODED_LAYER_BYTES: Callable[[LayerWork, PassShape], float] = packing.layer_bytes
+"""Bytes of GPU memory that are as long on their way as recoding makes a layer's pass."""
+RECODED_HEAD_BYTES: Callable[[Parameter, PassShape], int] = packing.head_bytes
+"""Bytes that a pass takes as long to read of a recoded head, none of whose values it makes."""
 
 
 class Counts(NamedTuple):

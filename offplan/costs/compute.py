@@ -1,17 +1,17 @@
 """Seconds of compute with everything resident: measured where a profile has it, else a roofline."""
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from math import log
 
 from offplan.costs.calls import count_calls
+from offplan.costs.capabilities import RECODED_HEAD_BYTES, RECODED_LAYER_BYTES
+from offplan.costs.pass_compute import PassCompute
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import (
     LayerWork,
     PassShape,
-    head_bytes,
     head_expands,
     layer_work,
     moved_bytes,
@@ -52,32 +52,6 @@ class ComputeTime:
     seconds: float
     measured: bool
     """True if it was measured at exactly this shape; otherwise it is estimated."""
-
-
-@dataclass(frozen=True)
-class PassCompute:
-    """Compute of one pass over the layers with everything resident: a decode step, or a prompt."""
-
-    shapes: tuple[PassShape, ...]
-    """Shapes of its chunks, which go through each layer one after another; a decode step is one."""
-    layer_ps: tuple[int, ...]
-    """Picoseconds of each layer, all chunks and calls, in the order of execution."""
-    outside_ps: int
-    """Picoseconds of embedding, norm and head, which only the prompt's last token reaches."""
-    measured: bool
-    """True if all of it was measured."""
-    routed_ps: tuple[int, ...]
-    """Part of each layer's picoseconds that is its routed experts' products."""
-
-    @cached_property
-    def chunks(self) -> Mapping[int, int]:
-        """How many of its chunks have how many tokens, over all sequences."""
-        return Counter(shape.num_tokens for shape in self.shapes)
-
-    @cached_property
-    def resident_ps(self) -> int:
-        """Picoseconds of the whole pass."""
-        return sum(self.layer_ps) + self.outside_ps
 
 
 @dataclass(frozen=True)
@@ -139,7 +113,7 @@ def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> Co
     """
     if work.stored is not None and work.key not in machine.timed_layers:
         plain = layer_time(machine, work.stored, shape)
-        longer = work.recoding_bytes(shape) / machine.hbm.value
+        longer = RECODED_LAYER_BYTES(work, shape) / machine.hbm.value
         return ComputeTime(plain.seconds + longer, measured=False)
 
     def estimate(at: PassShape) -> float:
@@ -179,8 +153,10 @@ def outside_time(machine: MachineProfile, stage: Stage, shape: PassShape) -> Com
             return 0.0
         # an embedding row in, a hidden state out
         rows = 2 * at.num_tokens * min(head.shape) * element_bytes
-        made = head.num_weights if head_expands(head, at, element_bytes) else 0
-        stored = head_bytes(head, at, element_bytes)
+        makes = head_expands(head, at, element_bytes)
+        made = head.num_weights if makes else 0
+        recodes = head.is_recoded and not makes
+        stored = RECODED_HEAD_BYTES(head, at) if recodes else head.nbytes
         reading = (stored + rows + 2 * element_bytes * made) / machine.hbm.value
         flops = 2 * head.num_weights * at.batch
         return max(reading, flops / (machine.matmul.value * MATMUL_EFFICIENCY))

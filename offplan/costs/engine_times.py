@@ -30,7 +30,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from offplan.costs.compute import PassCompute
+from offplan.costs.pass_compute import PassCompute
 from offplan.costs.pass_times import pass_times
 from offplan.costs.timeline import PassTimes, PhaseTimes, add_up, to_ps
 from offplan.held.pass_rules import PassRules

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
+from offplan.checkpoint.parameter import Parameter
+from offplan.costs.work import LayerWork, PassShape
 from offplan.kernel_sizes import PACKED_ROWS
 
 PACKED_SLOWDOWNS = ((1, 1.04), (4, 1.05), (16, 1.11), (32, 1.23), (64, 1.60), (128, 2.73))
@@ -39,17 +41,25 @@ def packed_slowdown(
     return slowest * num_inputs / most
 
 
-def extra_bytes(
-    num_tokens: int, of_expert: float, dense_bytes: int, expert_bytes: float, expanded_bytes: int
-) -> float:
-    """Bytes to and from GPU memory that are as long on their way as packing makes a pass.
+def layer_bytes(work: LayerWork, shape: PassShape) -> float:
+    """Bytes to and from GPU memory that are as long on their way as packing makes a layer's pass.
 
-    An expert is sent ``of_expert`` tokens on average. ``dense_bytes`` are those of the layer's
-    weights as they are stored, ``expert_bytes`` of the routed experts that are read. Products of
-    few tokens take PACKED_SLOWDOWNS times as long as their values. For many tokens, dense weights
-    are read packed and their values written before they are multiplied: ``expanded_bytes``.
+    Products of few tokens take PACKED_SLOWDOWNS times as long as their values. For many tokens,
+    dense weights are read packed and their values written before they are multiplied.
     """
-    longer = (packed_slowdown(of_expert, PACKED_EXPERT_SLOWDOWNS) - 1) * expert_bytes
+    plain, of_all = work.stored, work.experts
+    assert plain is not None, "the layer is packed"
+    num_tokens, of_expert = shape.num_tokens, 0.0
+    if of_all is not None:
+        of_expert = num_tokens * of_all.num_experts_per_token / of_all.num_in_all
+    experts = plain.weight_bytes(shape) - plain.dense_bytes
+    longer = (packed_slowdown(of_expert, PACKED_EXPERT_SLOWDOWNS) - 1) * experts
     if num_tokens <= PACKED_ROWS:
-        return longer + (packed_slowdown(num_tokens) - 1) * dense_bytes
-    return longer + EXPANSION_SLOWDOWN * expanded_bytes
+        return longer + (packed_slowdown(num_tokens) - 1) * plain.dense_bytes
+    expanded = work.dense_bytes + work.element_bytes * work.expanded_elements
+    return longer + EXPANSION_SLOWDOWN * expanded
+
+
+def head_bytes(head: Parameter, shape: PassShape) -> int:
+    """Bytes that a pass takes as long to read of a packed head whose values it does not make."""
+    return round(packed_slowdown(shape.batch) * head.as_stored.nbytes)

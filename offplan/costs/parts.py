@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from offplan.checkpoint.roles import Role, role_of
 from offplan.costs.activations import activation_bytes, pair_bytes, phase_bytes, waiting_bytes
-from offplan.costs.compute import PassCompute
+from offplan.costs.pass_compute import PassCompute
 from offplan.costs.term import Input
 from offplan.costs.timeline import PassTimes, PieceTimes, to_ps, to_seconds
 from offplan.costs.work import prefill_shapes

@@ -7,8 +7,8 @@ from offplan.backends import Backend
 from offplan.costs.at_use import AtUse, read_ps
 from offplan.costs.calls import count_calls
 from offplan.costs.capabilities import CACHED_TIMES, PIECE_TIMES
-from offplan.costs.compute import PassCompute
 from offplan.costs.link import copy_ps, rows_bytes, uva_slowdown
+from offplan.costs.pass_compute import PassCompute
 from offplan.costs.timeline import PassTimes, to_ps
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile

@@ -5,7 +5,8 @@ from fractions import Fraction
 
 from offplan.backends import Backend
 from offplan.costs.capabilities import MISSES, WAITS
-from offplan.costs.compute import MATMUL_EFFICIENCY, PassCompute
+from offplan.costs.compute import MATMUL_EFFICIENCY
+from offplan.costs.pass_compute import PassCompute
 from offplan.costs.term import Input, Term, list_figures, list_sizes, show_figure
 from offplan.costs.timeline import PhaseTimes, to_seconds
 from offplan.held.stage import Stage

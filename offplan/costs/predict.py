@@ -6,9 +6,10 @@ from fractions import Fraction
 from typing import Any
 
 from offplan.costs.calls import list_calls
-from offplan.costs.compute import ModelCompute, PassCompute
+from offplan.costs.compute import ModelCompute
 from offplan.costs.engine_times import add_up_engine, engine_pass_times
 from offplan.costs.memory import list_gpu_memory, list_stores
+from offplan.costs.pass_compute import PassCompute
 from offplan.costs.pass_times import pass_times
 from offplan.costs.phase_terms import list_phase
 from offplan.costs.steady import price_plan

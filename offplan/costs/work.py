@@ -9,7 +9,6 @@ from offplan.checkpoint.model import Experts, KVCache, Layer
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.windows import Mixer
 from offplan.costs.calls import count_calls
-from offplan.costs.packing import extra_bytes, packed_slowdown
 from offplan.forms.form import Kind
 from offplan.held.stage import Stage
 from offplan.kernel_sizes import CODES_ROWS, MIN_ROWS, are_gathered
@@ -184,18 +183,6 @@ class LayerWork:
         rows = max(pairs, MIN_ROWS * self.experts.touched(shape.num_tokens))
         return 2 * self.slow_expert_elements * rows / self.experts.num_experts
 
-    def recoding_bytes(self, shape: PassShape) -> float:
-        """Bytes to and from GPU memory that are as long on their way as recoding makes a pass."""
-        if self.stored is None:
-            return 0.0
-        plain, of_all = self.stored, self.experts
-        of_expert = 0.0
-        if of_all is not None:
-            of_expert = shape.num_tokens * of_all.num_experts_per_token / of_all.num_in_all
-        experts = plain.weight_bytes(shape) - plain.dense_bytes
-        expanded = self.dense_bytes + self.element_bytes * self.expanded_elements
-        return extra_bytes(shape.num_tokens, of_expert, plain.dense_bytes, experts, expanded)
-
     def flops(self, shape: PassShape) -> float:
         """Operations of a pass: two for each weight and token, and causal attention."""
         products = self.token_elements * shape.num_tokens
@@ -316,16 +303,6 @@ def expands(parameter: Parameter, shape: PassShape, element_bytes: int) -> bool:
 def head_expands(head: Parameter, shape: PassShape, element_bytes: int) -> bool:
     """Return True if a pass has the head made of its codes: it meets last tokens alone."""
     return not head.form.is_raw and makes_values(shape.batch, element_bytes)
-
-
-def head_bytes(head: Parameter, shape: PassShape, element_bytes: int) -> int:
-    """Bytes that a pass takes as long to read of the head as it is held; values made are beside.
-
-    A recoded head is read at the speed of its values, but for PACKED_SLOWDOWNS.
-    """
-    if not head.is_recoded or head_expands(head, shape, element_bytes):
-        return head.nbytes
-    return round(packed_slowdown(shape.batch) * head.as_stored.nbytes)
 
 
 def makes_values(num_rows: int, element_bytes: int) -> bool:

@@ -6,11 +6,14 @@ from dataclasses import replace
 from offplan.capabilities.packing import Unpacked
 from offplan.capabilities.table import Recoding
 from offplan.checkpoint.model import KVCache, Layer, Model
-from offplan.held.packing import pack_everything, pack_stage, packable
+from offplan.held.packing import exclude_from_packing, pack_everything, pack_stage, packable
 from offplan.held.runner import OWN_RUNTIME, STOCK_RUNTIME, Runner
 from offplan.held.stage import Stage
 from offplan.held.stock import StockPasses, find_passes
 from offplan.plan import Goal, Workload
+
+exclude_weights = exclude_from_packing
+"""Returns a recoding that leaves some more weights as they are stored; None if all are, then."""
 
 
 def find_largest(stages: Sequence[Stage], workload: Workload) -> Stage:

@@ -5,10 +5,9 @@ from typing import TypeVar
 
 import torch
 
+from offplan.capabilities.table import Recoding
 from offplan.checkpoint.model import Model
-from offplan.errors import UnpackableError
-from offplan.held.held import hold
-from offplan.held.packing import exclude_from_packing
+from offplan.held.held import exclude_weights, hold
 from offplan.library.held_memory import count_held
 from offplan.packing_sample import take_sample
 from offplan.placement import place
@@ -30,9 +29,9 @@ def leave_as_stored(plan: Plan, model: Model, names: Sequence[str]) -> Plan | No
     PlanError for rules that do not fit.
     """
     before = plan.offload
-    if before.packing is None:
+    if before.recoding is None:
         return None
-    after = before.recoded_by(exclude_from_packing(model, before.packing, names))
+    after = before.recoded_by(exclude_weights(model, before.recoding, names))
     placed = (place(hold(model, each.recoding), each) for each in (before, after))
     # slabs hold what they held: whatever is left unpacked is resident
     if len({placement.slabs for placement in placed}) > 1:
@@ -48,7 +47,7 @@ def settle_sampled(plan: Plan, model: Model, settle: Settle) -> Plan:
     It is the plan itself where all will, or nothing is at hand to be sampled, or nothing can be
     settled before loading. Raises what ``settle`` and ``take_sample`` raise.
     """
-    names = take_sample(model, plan.offload.recoding).unpackable
+    names = take_sample(model, plan.offload.recoding).misfits
     return (settle(plan, model, names) if names else None) or plan
 
 
@@ -68,7 +67,7 @@ def load_settled(
     while True:
         try:
             return plan, load(plan)
-        except UnpackableError as error:
+        except Recoding.misfit as error:
             settled = settle(plan, model, error.names)
             if settled is None:
                 raise

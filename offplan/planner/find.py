@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from offplan.costs.compute import PassCompute
 from offplan.costs.floor import Floor, find_floor
+from offplan.costs.pass_compute import PassCompute
 from offplan.costs.timeline import PS_PER_S
 from offplan.plan import Budget, Plan
 from offplan.planner.aims import NEVER, Soonest

@@ -31,9 +31,10 @@ from offplan.checkpoint.tables import Table
 from offplan.costs.activations import activation_bytes
 from offplan.costs.at_use import AtUse, read_ps
 from offplan.costs.calls import count_calls
-from offplan.costs.compute import ModelCompute, PassCompute
+from offplan.costs.compute import ModelCompute
 from offplan.costs.link import rows_bytes, uva_slowdown
 from offplan.costs.memory import kv_cache_bytes, overhead_bytes
+from offplan.costs.pass_compute import PassCompute
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.held.held import recode_stages

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from fractions import Fraction
 
-from offplan.costs.compute import PassCompute
 from offplan.costs.engine_times import build_engine_pass, engine_pass_times
+from offplan.costs.pass_compute import PassCompute
 from offplan.costs.pass_times import pass_times
 from offplan.costs.timeline import PassTimes, Time, price_decode, price_prefill, run_step
 from offplan.held.stage import Stage

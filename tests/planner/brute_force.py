@@ -10,8 +10,9 @@ from itertools import combinations, product
 from typing import Literal
 
 from offplan.costs.activations import activation_bytes
-from offplan.costs.compute import ModelCompute, PassCompute
+from offplan.costs.compute import ModelCompute
 from offplan.costs.memory import kv_cache_bytes, overhead_bytes
+from offplan.costs.pass_compute import PassCompute
 from offplan.costs.timeline import to_seconds
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.errors import PlanError

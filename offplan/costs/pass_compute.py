@@ -1,0 +1,34 @@
+"""Compute of a pass, priced layer by layer."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from offplan.costs.work import PassShape
+
+
+@dataclass(frozen=True)
+class PassCompute:
+    """Compute of one pass over the layers with everything resident: a decode step, or a prompt."""
+
+    shapes: tuple[PassShape, ...]
+    """Shapes of its chunks, which go through each layer one after another; a decode step is one."""
+    layer_ps: tuple[int, ...]
+    """Picoseconds of each layer, all chunks and calls, in the order of execution."""
+    outside_ps: int
+    """Picoseconds of embedding, norm and head, which only the prompt's last token reaches."""
+    measured: bool
+    """True if all of it was measured."""
+    routed_ps: tuple[int, ...]
+    """Part of each layer's picoseconds that is its routed experts' products."""
+
+    @cached_property
+    def chunks(self) -> Mapping[int, int]:
+        """How many of its chunks have how many tokens, over all sequences."""
+        return Counter(shape.num_tokens for shape in self.shapes)
+
+    @cached_property
+    def resident_ps(self) -> int:
+        """Picoseconds of the whole pass."""
+        return sum(self.layer_ps) + self.outside_ps
