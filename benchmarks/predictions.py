@@ -21,7 +21,7 @@ from benchmarks.decode_and_prefill import LITE, QWEN
 from benchmarks.run_plan import describe_machine
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.held.held import hold, hold_stock
+from offplan.held.held import hold, hold_counted
 from offplan.held.packing import pack_everything
 from offplan.library.asking import pose
 from offplan.machine.measure import measure_machine
@@ -30,7 +30,7 @@ from offplan.plan import Budget, Goal, Offload, Workload, dump_plan
 from offplan.planner.make import make_plan
 from offplan.planner.space import prefill_chunks
 from offplan.runtime.measuring.layer_times import measure_layer_times, measure_model_reads
-from offplan.runtime.measuring.stock_times import measure_stock_times
+from offplan.runtime.measuring.pass_times import measure_pass_times
 
 MODELS = {QWEN: "Qwen3-8B", LITE: "DeepSeek-V2-Lite"} | {
     f"benchmarks/models/{name.lower().replace(' ', '-')}/config.json": name
@@ -157,7 +157,7 @@ def find_budget(case: Case, model: Model, machine: MachineProfile) -> Budget:
     if case.share is None:
         assert case.gpu_gib is not None
         return Budget(gpu_memory=round(case.gpu_gib * 2**30))
-    total, loaded = machine.gpu_memory.value, hold(model, stock=case.goal.stock).loaded_bytes
+    total, loaded = machine.gpu_memory.value, hold(model, way=case.goal.way).loaded_bytes
     for _ in range(2):  # the margin is a share of the budget: the second round has it right
         question = pose(model, machine, case.workload, Budget(gpu_memory=total), case.goal)
         plan = make_plan(question).plan
@@ -175,7 +175,7 @@ def run(case: Case, model: Model, machine: MachineProfile, folder: Path) -> dict
     predicted, measured = benched["predicted"], benched["measured"]
     floor = asdict(planned.floor)
     touched = None
-    if model.experts is not None and case.batch > 1 and not case.goal.stock:
+    if model.experts is not None and case.batch > 1 and case.goal.way.is_own:
         counted = count_touched(case, planned.plan.offload)
         touched = {"predicted": model.experts.touched(case.batch), "counted": counted}
     return {
@@ -209,8 +209,8 @@ def time_layers(
 ) -> MachineProfile:
     """Add to this machine's profile how long the model's layers take on it at a workload."""
     chunks = prefill_chunks(workload.prompt_tokens, workload.batch)
-    if goal.stock:
-        times = measure_stock_times(hold_stock(model), workload, chunks[:1])
+    if not goal.way.is_own:
+        times = measure_pass_times(hold_counted(model, goal.way), workload, chunks[:1])
         return here.model_copy(update={"layer_times": times})
     stage = hold(model)
     times = measure_layer_times(stage, workload, chunks)

@@ -42,10 +42,10 @@ def _list_refusals(
 ) -> Iterator[str]:
     for one, key, needs in APART:
         is_asked = any(getattr(rule, key) is not None for rule in offload.rules)
-        if one == "stock" and stage.is_stock and is_asked:
+        if one == stage.way.name and is_asked:
             yield (
-                f"a rule has {key}, and transformers' own passes are to run the model: {needs} own "
-                "passes, so make a plan with `stock=True`"
+                f"a rule has {key}, and {stage.way.whose} passes are to run the model: {needs} own "
+                f"passes, so make a plan with `{one}=True`"
             )
     cached = [layer for layer in stage.layers if layer.index in placement.weight_caches]
     for rule in offload.rules if on_gpu else ():

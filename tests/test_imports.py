@@ -166,10 +166,9 @@ def test_arrows(room: str) -> None:
 
 
 MEASURING = {
-    "runtime.stock": {"runtime.measuring", "library.runnable"},  # accelerate, too, runs it
     "runtime.host_cores": {"runtime.measuring"},
 }
-"""Rooms beside the table that import a capability's: they measure it, or count what it takes."""
+"""Rooms beside the table that import a capability's: they measure it."""
 
 
 @pytest.mark.parametrize("capability", ARROWS["runtime.executors"])
@@ -191,6 +190,7 @@ def test_the_table_alone_imports_a_capability(capability: str) -> None:
         ("costs.parts", {"costs/capabilities.py", "planner/parts.py"}),
         ("costs.packing", {"costs/capabilities.py"}),
         ("planner.parts", {"planner/options.py"}),
+        ("held.stock", {"held/runtimes.py", "runtime/stock/passes.py"}),
         ("planner.cached_experts", {"planner/options.py"}),
     ],
 )

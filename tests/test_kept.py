@@ -12,12 +12,14 @@ import pytest
 from huggingface_hub import constants
 
 from offplan import kept
+from offplan.capabilities.stock import STOCK
 from offplan.checkpoint import header_cache
 from offplan.checkpoint.built_cache import BUILT, built_key
 from offplan.checkpoint.header_cache import ShardStart
 from offplan.checkpoint.quantise import Use
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.held import stock
+from offplan.held.counted import CountedPasses
 from offplan.kept import KeptAnswers, installed_versions
 from offplan.library import alternatives, runnable
 from offplan.machine.layer_cache import LAYER_TIMES
@@ -51,7 +53,7 @@ def times(seconds: float) -> tuple[LayerTime, ...]:
     return (decode, decode.model_copy(update={"phase": "prefill", "tokens": 8}))
 
 
-def passes(called: list[int]) -> stock.StockPasses | str:
+def passes(called: list[int]) -> CountedPasses | str:
     """What transformers' own passes of a model take, as it comes out of JSON."""
     calls = {"prefill": called, "decode": called}
     sizes = {"prompt_bytes": [1.0, 2.0, 0.5], "step_bytes": [3.0, 4.0], "caches": [[8, None, 0]]}
@@ -74,7 +76,7 @@ KINDS = [
     Kind(header_cache._HEADERS, (SHARD, {**SHARD, "shard": "other"}), (start(3), start(300))),
     Kind(LAYER_TIMES, (TIMED, {**TIMED, "torch": "3"}), (times(0.1 + 0.2), times(1e-5))),
     Kind(stock._PASSES, (ASKED, {**ASKED, "held": ["x"]}), (passes([0, 1]), "it fails")),
-    Kind(runnable._NEEDS_STOCK, (ASKED, {**ASKED, "held": ["x"]}), ("runs", "runs")),
+    Kind(runnable._NEEDED, (ASKED, {**ASKED, "held": ["x"]}), (STOCK, STOCK)),
     Kind(runnable._RUNNABLE, (ASKED, {**ASKED, "held": ["x"]}), ("runs", "runs")),
     Kind(runnable._OBSTACLES, (ASKED, {**ASKED, "held": ["x"]}), ("no class", "no kernel")),
 ]

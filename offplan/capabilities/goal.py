@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
+from offplan.capabilities.way import OWN, Way
 from offplan.choices import ObjectiveName
 from offplan.records import ExactSeconds, Record
 from offplan.stores import StoreName
@@ -56,6 +57,16 @@ class GoalBase(Record):
         """The targets as the command line says them; empty where there are none."""
         named = (("--max-ttft", self.max_ttft_s), ("--max-tpot", self.max_tpot_s))
         return " and ".join(f"{name} {format_seconds(s)}" for name, s in named if s is not None)
+
+    @property
+    def way(self) -> Way:
+        """The passes that run the model where offplan's own runtime does."""
+        return OWN
+
+    @property
+    def is_own(self) -> bool:
+        """True if no engine and no other passes than offplan's own run the plan."""
+        return self.engine is None and self.way.is_own
 
     def list_unsaid(self) -> Iterator[tuple[str, str]]:
         """Yield each key that is asked for and that no engine's flags can say, and why."""

@@ -3,6 +3,11 @@
 from collections.abc import Iterator
 
 from offplan.capabilities.goal import GoalBase
+from offplan.capabilities.way import Way
+
+STOCK = Way("stock", "transformers' own", num_scratch=2)
+"""Transformers' own passes. Its code that reads a weight in another way than nn.Linear is given
+the weight's values in memory of their own."""
 
 
 class StockGoal(GoalBase):
@@ -10,6 +15,11 @@ class StockGoal(GoalBase):
 
     stock: bool = False
     """True has transformers' own passes run the model, not offplan's."""
+
+    @property
+    def way(self) -> Way:
+        """These passes, where they are asked for."""
+        return STOCK if self.stock else super().way
 
     def list_unsaid(self) -> Iterator[tuple[str, str]]:
         """Yield these passes, where they are asked for."""

@@ -74,9 +74,9 @@ class Goal(RanksGoal, HostCoresGoal, PartsGoal, CachedExpertsGoal, PackingGoal, 
     def list_refusals(self, asked: Asked) -> Iterator[str]:
         """Yield why no plan can answer, each with the key in backquotes."""
         for one, other, why in APART:
-            if one == "stock" and self.stock and (value := getattr(self, other)) != "off":
+            if one == self.way.name and (value := getattr(self, other)) != "off":
                 yield (
-                    f"`{other}={value}`: transformers' own passes are to run {asked.model.source}, "
+                    f"`{other}={value}`: {self.way.whose} passes are to run {asked.model.source}, "
                     f"and {why}: leave `{other}` out"
                 )
         yield from super().list_refusals(asked)

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from dataclasses import asdict
 
 from offplan.cli.output import STANDARD, print_result, waiting
 from offplan.cli.query import Query
@@ -13,10 +14,8 @@ from offplan.errors import InfeasibleError, InputError
 def analyze(query: Query) -> None:
     """Say whether a model fits a machine, how fast it runs there, and by which plan."""
     from offplan.cli.planning import save_plan
-    from offplan.held.held import hold
-    from offplan.library.analysis import Analysis, analyze_question
-    from offplan.library.machines import why_unmeasured
-    from offplan.library.runnable import needs_stock, why_not_run
+    from offplan.library.analysis import analyze_model, analyze_question
+    from offplan.plan import Goal
     from offplan.report.analysis import render_analysis
     from offplan.report.answer import render_answer
     from offplan.report.payload import analyze_payload
@@ -31,9 +30,7 @@ def analyze(query: Query) -> None:
         return
     with waiting("planning"):
         if question is None:
-            stage = hold(model, stock=query.goal.stock or needs_stock(model, 1))
-            why_not = why_not_run(stage) if model.gguf is None else model.gguf.remedy
-            analysis = Analysis(stage, why_not, unmeasured=why_unmeasured())
+            analysis = analyze_model(model, Goal.from_arguments(**asdict(query.goal)))
         else:
             analysis = analyze_question(question)
     result = analysis.result

@@ -1,16 +1,19 @@
 """``offplan bench``: measure a plan against its prediction, its bound and other ways to run it."""
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from offplan.cli import options
 from offplan.cli.output import ProgressBar, check_stdout, print_note, print_result, waiting
+from offplan.cli.takes import flattens
 
 if TYPE_CHECKING:  # it imports torch
     from offplan.runtime.session import Session
 
 
+@flattens
 def bench(
     plan: options.Plan,
     vs: Annotated[
@@ -25,7 +28,7 @@ def bench(
     repeats: Annotated[int, typer.Option(min=1, help="Requests timed.")] = 5,
     record_routing: options.RecordRouting = None,
     force: options.Force = False,
-    stock: options.Stock = False,
+    goal: options.RunGoal = options.AS_PLANNED,
     trust_remote_code: options.TrustRemoteCode = False,
     dummy_weights: options.DummyWeights = False,
     device: options.Device = None,
@@ -38,7 +41,8 @@ def bench(
     # before torch is imported, which takes seconds: the mistakes that need none
     check_stdout()
     check_file(record_routing, force=force)
-    loaded, found = open_plan_to_run(plan, model, stock=stock, trust_remote_code=trust_remote_code)
+    asked = plan, model, asdict(goal)
+    loaded, found = open_plan_to_run(*asked, trust_remote_code=trust_remote_code)
 
     with waiting("starting torch"):
         from offplan.cli.threads import settle_threads

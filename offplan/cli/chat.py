@@ -87,7 +87,7 @@ def chat(
     from offplan.cli.planning import open_plan_to_run
 
     assert plan is not None, "one of the two is there"
-    found = open_plan_to_run(plan, model, stock=False, trust_remote_code=trust_remote_code)
+    found = open_plan_to_run(plan, model, trust_remote_code=trust_remote_code)
     with _open_local(*found, max_new_tokens, drawing, dummy_weights, device) as speaker:
         _Conversation(speaker, said).run()
 

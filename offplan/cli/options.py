@@ -223,6 +223,16 @@ ALL_TIMED = TimedOptions()
 
 
 @dataclass(frozen=True)
+class RunGoal:
+    """The options of a goal that a plan is run with, though it was made without."""
+
+    stock: Stock = False
+
+
+AS_PLANNED = RunGoal()
+
+
+@dataclass(frozen=True)
 class OtherGoal:
     """The options of a goal that a plan is made again with."""
 

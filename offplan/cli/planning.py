@@ -1,7 +1,9 @@
 """Plans and values that commands read from options, and the notes on them."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -53,20 +55,24 @@ def open_plan(
 
 
 def open_plan_to_run(
-    path: Path, model: str | None, *, stock: bool, trust_remote_code: bool = False
+    path: Path,
+    model: str | None,
+    goal: Mapping[str, Any] | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> tuple[Plan, Model]:
     """Do what ``open_plan`` does, with the prediction that offplan's own runtime has.
 
-    ``stock`` asks for transformers' own passes, ``trust_remote_code`` lets code of the checkpoint
-    run.
+    ``goal`` are fields of ``Goal`` that take the place of the plan's, where they are true.
+    ``trust_remote_code`` lets code of the checkpoint run.
 
     Raises PlanError for a plan of several GPUs.
     """
     plan, found = open_plan(path, model, trust_remote_code=trust_remote_code)
     plan.require_one_gpu()
-    own = price_as_run(plan, found, stock=stock)
-    if own.goal.stock and not plan.goal.stock:
-        print_note(f"{path} is for other passes: predicted and run by transformers' own")
+    own = price_as_run(plan, found, goal)
+    if own.goal.way != plan.goal.way:
+        print_note(f"{path} is for other passes: predicted and run by {own.goal.way.whose}")
     elif own is not plan:
         print_note(f"{path} is for {plan.goal.engine}: predicted and run by offplan's own runtime")
     return own, found

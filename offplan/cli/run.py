@@ -1,6 +1,7 @@
 """``offplan run``: load by a plan, generate, compare with what was predicted."""
 
 import sys
+from dataclasses import asdict
 
 from offplan.cli.output import (
     ProgressBar,
@@ -27,9 +28,8 @@ def run(given: RunOptions) -> None:
     given.check()
     check_file(given.record_routing, force=given.force)
     lines = given.read_lines()
-    plan, model = open_plan_to_run(
-        given.plan, given.model, stock=given.stock, trust_remote_code=given.trust_remote_code
-    )
+    asked = given.plan, given.model, asdict(given.goal)
+    plan, model = open_plan_to_run(*asked, trust_remote_code=given.trust_remote_code)
     if given.host_threads is not None:
         if not plan.has_cores:
             raise InputError(
@@ -38,7 +38,7 @@ def run(given: RunOptions) -> None:
             )
         check_threads(given.host_threads)
     if given.record_routing is not None:
-        require_routing(model, stock=plan.goal.stock)
+        require_routing(model, way=plan.goal.way)
 
     with waiting("starting torch"):
         from offplan.cli.generating import generate_request

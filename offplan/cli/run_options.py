@@ -72,7 +72,7 @@ class RunOptions:
         typer.Option(parser=options.read_text, metavar="TEXT", help="End a text before this one."),
     ] = None
     record_routing: options.RecordRouting = None
-    stock: options.Stock = False
+    goal: options.RunGoal = options.AS_PLANNED
     trust_remote_code: options.TrustRemoteCode = False
     dummy_weights: options.DummyWeights = False
     host_threads: options.HostThreads = None

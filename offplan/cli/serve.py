@@ -111,9 +111,7 @@ def serve(
     with serving, serving.hearing_signals():
         at = f"http://{f'[{host}]' if ':' in host else host}:{serving.port}"
         _note(f"listening at {at}, which answers 503 until the model is loaded")
-        loaded, found = open_plan_to_run(
-            plan, model, stock=False, trust_remote_code=trust_remote_code
-        )
+        loaded, found = open_plan_to_run(plan, model, trust_remote_code=trust_remote_code)
         with waiting("starting torch"):
             from offplan.library.sessions import load_session
             from offplan.library.settling import replan_without

@@ -190,8 +190,8 @@ def activation_parts(
 def scratch_bytes(stage: Stage) -> int:
     """Bytes of the memory that dense layers make the values of their codes in, for many tokens.
 
-    It holds those of the largest weight, as the runner fuses weights. Code of transformers that
-    reads a weight in another way than nn.Linear is given its values in memory of their own.
+    It holds those of the largest weight, as the runner fuses weights, once or as often as the
+    passes that run the model need them.
     Source: ``runtime.forms.stored.share_scratch``.
     """
     if stage.dtype not in KERNEL_TYPES:
@@ -199,7 +199,7 @@ def scratch_bytes(stage: Stage) -> int:
     coded = (p for layer in stage.layers for p in layer.parameters if not p.form.is_raw)
     most = max((p.num_weights for p in coded if not p.is_expert), default=0)
     most = max(most, stage.layout.fused_weights)
-    return most * stage.element_bytes * (2 if stage.is_stock else 1)
+    return most * stage.element_bytes * stage.way.num_scratch
 
 
 def coded_experts_bytes(stage: Stage) -> int:

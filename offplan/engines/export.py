@@ -84,9 +84,9 @@ def export_plan(
         file = plan if file is None else file
         plan = load_plan(plan)
     chosen, version = find_engine(engine)
-    if plan.goal.stock:
+    if not (way := plan.goal.way).is_own:
         raise ExportError(
-            "the plan is for transformers' own passes (stock: true), which no engine runs: plan "
+            f"the plan is for {way.whose} passes ({way.name}: true), which no engine runs: plan "
             f"with `engine={engine}`"
         )
     if plan.model.dtype not in DTYPES:

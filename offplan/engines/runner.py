@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from offplan.capabilities.table import Recoding
+from offplan.capabilities.way import OWN, Way
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tables import Table
@@ -25,10 +26,11 @@ from offplan.engines.ranks import Divider
 from offplan.engines.registry import find_engine
 from offplan.engines.taken import StageTaken, choose_packed
 from offplan.errors import ExportError
-from offplan.held.held import hold_stock, hold_whole, recode_stages
+from offplan.held.held import hold_counted, hold_whole, recode_stages
 from offplan.held.layout import Layout
 from offplan.held.pass_rules import PassRules
-from offplan.held.runner import OWN_RUNTIME, STOCK_RUNTIME, Runner
+from offplan.held.runner import Runner
+from offplan.held.runtimes import RUNTIMES
 from offplan.held.stage import Stage
 from offplan.placement import place
 from offplan.plan import Goal, Offload, Plan, Rule
@@ -150,23 +152,21 @@ class EngineRunner:
         return notes
 
 
-def find_runner(engine: str | None, *, stock: bool = False) -> Runner:
+def find_runner(engine: str | None, way: Way = OWN) -> Runner:
     """Find the runner that a goal names; raises ExportError for one that there is not."""
-    if engine is None:
-        return STOCK_RUNTIME if stock else OWN_RUNTIME
-    return EngineRunner(engine, *find_engine(engine))
+    return RUNTIMES[way] if engine is None else EngineRunner(engine, *find_engine(engine))
 
 
 def lower(model: Model, goal: Goal, recoding: Recoding | None = None) -> tuple[Stage, ...]:
     """Lower a model to what the ranks hold that a goal names: one of each stage of a pipeline.
 
     Raises ExportError for a model that the engine cannot divide so, or of which that is not known.
-    Raises CheckpointError for one that transformers' own passes cannot be counted of.
+    Raises CheckpointError for one of which other passes than offplan's own cannot be counted.
     """
-    runner = find_runner(goal.engine, stock=goal.stock)
-    if goal.stock:
-        stages = [hold_stock(model)]
-    elif goal.engine is None or goal.num_gpus == 1:
+    runner = find_runner(goal.engine, goal.way)
+    if goal.engine is None:
+        stages = [hold_counted(model, goal.way)]
+    elif goal.num_gpus == 1:
         stages = [hold_whole(model, runner)]
     else:
         stages = [*map(Divider(model, runner, goal.ranks).stage, range(goal.ranks.pipeline))]

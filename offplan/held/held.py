@@ -5,11 +5,13 @@ from dataclasses import replace
 
 from offplan.capabilities.packing import Unpacked
 from offplan.capabilities.table import Recoding
+from offplan.capabilities.way import OWN, Way
 from offplan.checkpoint.model import KVCache, Layer, Model
+from offplan.held.counted import CountedPasses
 from offplan.held.packing import exclude_from_packing, pack_everything, pack_stage, packable
-from offplan.held.runner import OWN_RUNTIME, STOCK_RUNTIME, Runner
+from offplan.held.runner import Runner
+from offplan.held.runtimes import RUNTIMES
 from offplan.held.stage import Stage
-from offplan.held.stock import StockPasses, find_passes
 from offplan.plan import Goal, Workload
 
 exclude_weights = exclude_from_packing
@@ -42,22 +44,24 @@ def find_recoding(
     return pack_everything(last or stage, unpacked, runner, batch)
 
 
-def hold(model: Model, recoding: Recoding | None = None, *, stock: bool = False) -> Stage:
+def hold(model: Model, recoding: Recoding | None = None, way: Way = OWN) -> Stage:
     """Lower a model to what offplan's own runtime holds of it; raises PlanError for the recoding.
 
-    ``stock`` is for transformers' own passes.
+    ``way`` are the passes that run it. What others than offplan's own take is not counted.
     """
-    runner = STOCK_RUNTIME if stock else OWN_RUNTIME
-    return pack_stage(hold_whole(model, runner), recoding, runner)
+    runner = RUNTIMES[way]
+    return pack_stage(hold_whole(model, runner, way), recoding, runner)
 
 
-def hold_stock(model: Model, passes: StockPasses | None = None) -> Stage:
-    """Lower a model to what offplan's runtime holds of it for transformers' own passes.
+def hold_counted(model: Model, way: Way, passes: CountedPasses | None = None) -> Stage:
+    """Lower a model to what offplan's runtime holds of it, with what other passes take.
 
-    ``passes`` are what these take where that is known. Raises CheckpointError if it cannot be
+    ``passes`` are what they take where that is known. Raises CheckpointError if it cannot be
     counted.
     """
-    stage, passes = hold_whole(model, STOCK_RUNTIME), passes or find_passes(model)
+    stage, passes = hold_whole(model, RUNTIMES[way], way), passes or RUNTIMES[way].count(model)
+    if passes is None:
+        return stage
     caches = [KVCache(of_token, window, state) for of_token, window, state in passes.caches]
     layers = [
         replace(layer, kv_cache=cache) for layer, cache in zip(stage.layers, caches, strict=True)
@@ -65,7 +69,7 @@ def hold_stock(model: Model, passes: StockPasses | None = None) -> Stage:
     return replace(stage, layers=tuple(layers), passes=passes).pin({*passes.pinned})
 
 
-def hold_whole(model: Model, runner: Runner) -> Stage:
+def hold_whole(model: Model, runner: Runner, way: Way = OWN) -> Stage:
     """Lower a model to what one GPU holds where a runner loads it.
 
     Engines load its towers, and of latent attention's ``kv_b_proj`` they keep a copy beside it, as
@@ -81,7 +85,7 @@ def hold_whole(model: Model, runner: Runner) -> Stage:
         architecture=model.architecture,
         experts=model.experts,
         pass_rules=runner.pass_rules,
-        is_stock=runner is STOCK_RUNTIME,
+        way=way,
         derived_bytes=0 if is_own else absorbed_bytes(model, model.layers),
     )
     return stage.with_layout(runner.lay_out(stage))

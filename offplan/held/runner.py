@@ -1,6 +1,6 @@
 """The protocol of whatever runs a plan: offplan's own runtime, or an engine."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,10 +8,14 @@ from offplan.backends import BACKENDS, Backend
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tables import Table
+from offplan.held.counted import CountedPasses
 from offplan.held.layout import AS_STORED, Layout
 from offplan.held.pass_rules import PassRules
 from offplan.held.stage import Stage
 from offplan.plan import Offload, Plan
+
+Counter = Callable[[Model], CountedPasses | str]
+"""Counts what the passes of a model take, or returns why it cannot."""
 
 
 class Demand(Protocol):
@@ -82,13 +86,24 @@ class _NoDemand:
 
 
 class OwnRuntime:
-    """offplan's own runtime, which runs every plan as it is priced."""
+    """offplan's own runtime, which runs every plan as it is priced.
+
+    A subclass runs other passes than offplan's own. ``runtimes`` has the table.
+    """
 
     name = None
     pass_rules = None
     takes_one_rule = False
     holds_packed = True
     max_bytes_unit = 1
+
+    def count(self, model: Model, here: Counter | None = None) -> CountedPasses | None:
+        """Return what the passes of a model take; None where formulas say it.
+
+        ``here`` counts in this process; left out, a process of its own does. Raises CheckpointError
+        where that cannot be counted.
+        """
+        return None
 
     def places_tables(self, tables: Sequence[Table]) -> bool:
         """Place any."""
@@ -119,19 +134,4 @@ class OwnRuntime:
         return []
 
 
-class StockRuntime(OwnRuntime):
-    """offplan's own runtime where it runs transformers' own passes: it moves weights, no more."""
-
-    holds_packed = False
-
-    def note_memory(self, plan: Plan, stages: Sequence[Stage]) -> list[str]:
-        """Say by which passes the model runs, and what is not priced of them."""
-        notes = ["transformers' own passes run this model, uncaptured; offplan moves its weights"]
-        passes = stages[0].passes
-        if passes is not None and (calls := passes.describe_calls()) is not None:
-            notes.append(calls)
-        return notes
-
-
-OWN_RUNTIME: Runner = OwnRuntime()
-STOCK_RUNTIME: Runner = StockRuntime()
+OWN_RUNTIME = OwnRuntime()

@@ -8,15 +8,16 @@ from functools import cached_property
 from typing import Any
 
 from offplan.capabilities.table import Recoding
+from offplan.capabilities.way import OWN, Way
 from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.group import resize
 from offplan.checkpoint.model import Experts, Layer, Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tables import Table
 from offplan.checkpoint.tensors import DTYPE_BITS
+from offplan.held.counted import CountedPasses
 from offplan.held.layout import AS_STORED, Layout
 from offplan.held.pass_rules import PassRules
-from offplan.held.stock import StockPasses
 from offplan.held.unit import Unit, group_units
 from offplan.plan import Workload
 from offplan.routing.profile import BatchReuse, RoutingProfile
@@ -38,8 +39,8 @@ class Stage:
     """The routed experts of this GPU."""
     pass_rules: PassRules | None = field(default=None, compare=False)
     """How an engine runs a pass of it; None if offplan's own runtime does."""
-    is_stock: bool = field(default=False, compare=False)
-    """True if transformers' own passes run it."""
+    way: Way = field(default=OWN, compare=False)
+    """The passes that offplan's own runtime runs it by."""
     layout: Layout = field(default=AS_STORED, compare=False)
     """How what runs it lays out its weights."""
     label: str = ""
@@ -59,8 +60,8 @@ class Stage:
     routing: RoutingProfile | None = field(default=None, compare=False)
     """How soon experts are chosen again; None assumes that tokens choose all
     equally often."""
-    passes: StockPasses | None = field(default=None, compare=False)
-    """What transformers' own passes take, where they run and that was asked for."""
+    passes: CountedPasses | None = field(default=None, compare=False)
+    """What other passes than offplan's own take, where they run and that was asked for."""
 
     def pin(self, names: Set[str]) -> "Stage":
         """Return the same where no rule takes the parameters of these stored tensors."""
@@ -139,7 +140,7 @@ class Stage:
         """Bytes of the static cache: batch x context tokens of each layer's keys and values.
 
         Layers with a window keep the whole context as well: the runtime gives all one shape. What
-        transformers' own caches keep was counted.
+        caches of other passes keep was counted.
         """
         if self.passes is not None:
             caches = (layer.kv_cache for layer in self.layers)
@@ -159,9 +160,9 @@ class Stage:
     def time_key(self, key: str) -> str:
         """Return the name of the times of a layer, or of what lies outside, in a profile.
 
-        Transformers' own passes take other times, and so have names of their own.
+        Other passes than offplan's own take other times, and so have names of their own.
         """
-        return f"stock-{key}" if self.is_stock else key
+        return key if self.way.is_own else f"{self.way.name}-{key}"
 
     @cached_property
     def tables(self) -> tuple[Table, ...]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from offplan.checkpoint.requantise import requantise
 from offplan.engines.runner import lower
 from offplan.errors import InfeasibleError, PlanError
-from offplan.held.held import hold_stock
+from offplan.held.held import hold_counted
 from offplan.kept import KeptAnswers, installed_versions
 from offplan.plan import Plan
 from offplan.planner.make import make_plan
@@ -70,7 +70,7 @@ def _plan_each(question: Question) -> Iterator[Alternative]:
         if passes is None:
             stages = lower(model, goal)
         else:  # its own differ little, and take long to count
-            stages = (hold_stock(model, replace(passes, pinned=())),)
+            stages = (hold_counted(model, goal.way, replace(passes, pinned=())),)
         try:
             plan = make_plan(replace(question, stages=stages, goal=goal)).plan
         except (InfeasibleError, PlanError):

@@ -8,12 +8,13 @@ from offplan.errors import InfeasibleError, PlanError
 from offplan.held.held import hold
 from offplan.held.stage import Stage
 from offplan.library.alternatives import Alternative, find_alternatives
-from offplan.library.runnable import why_not_run
+from offplan.library.machines import why_unmeasured
+from offplan.library.runnable import suit, why_not_run
 from offplan.library.shares import StageShare, list_shares
 from offplan.machine.name import why_no_run
 from offplan.machine.profile import MachineProfile
 from offplan.packing_sample import Sample, take_sample
-from offplan.plan import Plan
+from offplan.plan import Goal, Plan
 from offplan.planner.find import PlanResult
 from offplan.planner.make import make_plan
 from offplan.planner.question import Question
@@ -64,12 +65,20 @@ class Analysis:
         return tuple(list_shares(self.question.stages, self.question.planned_machine, plan))
 
 
+def analyze_model(model: Model, goal: Goal) -> Analysis:
+    """Look at a model alone, where there is no machine to plan for."""
+    way = suit(goal.model_copy(update={"engine": None}), model, 1).way
+    stage = hold(model, way=way)
+    why_not = why_not_run(stage) if model.gguf is None else model.gguf.remedy
+    return Analysis(stage, why_not, unmeasured=why_unmeasured())
+
+
 def analyze_question(question: Question) -> Analysis:
     """Plan for a question; that no plan fits is a finding like another."""
     try:
         return analyze_result(question, make_plan(question))
     except InfeasibleError as error:
-        stage = hold(question.model, stock=question.goal.stock)
+        stage = hold(question.model, way=question.goal.way)
         why_not = why_no_run(question.machine.name) or why_not_run(stage, question.workload.context)
         if question.model.gguf is not None:
             why_not = question.model.gguf.remedy
@@ -105,6 +114,6 @@ def why_not_plan(model: Model, plan: Plan, *, edited: bool = False) -> str | Non
         plan.require_one_gpu()
     except PlanError as error:
         return str(error)
-    stage = hold(model, plan.offload.recoding, stock=plan.goal.stock)
+    stage = hold(model, plan.offload.recoding, plan.goal.way)
     asked = plan.offload if edited or plan.has_cores else None
     return why_not_run(stage, plan.workload.context, asked, not plan.machine.is_cpu)

@@ -11,7 +11,7 @@ from offplan.errors import ExportError, InputError
 from offplan.files import StrPath
 from offplan.library.machines import Machine
 from offplan.library.planned import open_planned_model, open_planned_profile, read_planned_model
-from offplan.library.runnable import needs_stock
+from offplan.library.runnable import suit
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Goal, Plan, Workload, take_plan
 from offplan.planner.question import Question
@@ -50,9 +50,8 @@ def ask(
     workload = workload or Workload()
     free = machine.free_gpu_bytes if gpu_memory is None else gpu_memory
     budget = Budget.from_arguments(gpu_memory=free, host_memory=host_memory)
-    wanted = Goal.from_arguments(**goal)
-    by_others = wanted.engine is not None or wanted.stock or needs_stock(model, workload.context)
-    chosen = wanted.choose(Asked(model, workload.batch, store), by_others=by_others)
+    wanted = suit(Goal.from_arguments(**goal), model, workload.context)
+    chosen = wanted.choose(Asked(model, workload.batch, store), by_others=not wanted.is_own)
     wanted = wanted.model_copy(update=chosen)
     asked = workload, budget, wanted, store, machine.profile_name
     return pose(model, machine.profile, *asked, routing_file=routing)
@@ -134,11 +133,9 @@ def pose(
     for a context that the engine does not serve, and for a routing profile that is not of the
     model. Raises what Question raises.
     """
-    goal = goal or Goal()
-    if goal.engine is None and not goal.stock and needs_stock(model, workload.context):
-        goal = goal.model_copy(update={"stock": True})
+    goal = suit(goal or Goal(), model, workload.context)
     try:
-        runner = find_runner(goal.engine, stock=goal.stock)
+        runner = find_runner(goal.engine, goal.way)
         runner.require_served(model, workload.context)
         stages = lower(model, goal)
     except ExportError as error:

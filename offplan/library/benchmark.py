@@ -85,7 +85,7 @@ def bench_plan(
     found = open_planned_model(plan, model, on_stage("reading headers"))
     plan = price_again(plan, found)
     if record is not None:
-        require_routing(found, stock=plan.goal.stock)
+        require_routing(found, way=plan.goal.way)
     workload = plan.workload
     room = workload.context - workload.prompt_tokens - NUM_WARMUP_STEPS
     num_steps = num_steps or max(1, min(DEFAULT_STEPS, room))
@@ -98,8 +98,7 @@ def bench_plan(
     _check_ways(others)
     chosen = find_device(device)
     if not dummy_weights:
-        context, stock = workload.context, plan.goal.stock
-        check_before_fetching(found, plan.offload, context, chosen, stock=stock)
+        check_before_fetching(found, plan.offload, workload.context, chosen, plan.goal.way)
         if tell is not None:
             plan = settle_sampled(plan, found, replan_without(tell))
     setup = Bench(
@@ -112,7 +111,7 @@ def bench_plan(
         num_steps=num_steps,
         num_repeats=num_repeats,
         used_before=bytes_in_use(chosen),
-        stock=plan.goal.stock,
+        way=plan.goal.way,
         host_threads=plan.goal.host_threads,
         record=record,
     )

@@ -12,19 +12,19 @@ def count_held(plan: Plan, model: Model) -> Plan:
     """Return a plan that predicts the bytes which offplan's own runtime holds by its decision.
 
     Weights, ring, store and KV cache are counted. Activations, overhead and all times are those
-    that the plan records, and so is transformers' own cache. ``model`` is the plan's. Raises
+    that the plan records, and so is the cache of other passes. ``model`` is the plan's. Raises
     PlanError for a decision that does not fit the model.
     """
-    stage = hold(model, plan.offload.recoding, stock=plan.goal.stock)
+    stage = hold(model, plan.offload.recoding, plan.goal.way)
     placement = place(stage, plan.offload)
     recorded = plan.prediction.gpu_memory
     terms = {
         "resident": placement.resident_bytes + sum(placement.cached_bytes.values()),
         "ring": placement.ring_bytes,
-        # what transformers' own caches keep takes seconds to count
-        "kv_cache": recorded.kv_cache_bytes
-        if plan.goal.stock
-        else stage.cache_bytes(plan.workload),
+        # what caches of other passes keep takes seconds to count
+        "kv_cache": stage.cache_bytes(plan.workload)
+        if plan.goal.way.is_own
+        else recorded.kv_cache_bytes,
         "activations": recorded.activation_bytes,
         "overhead": recorded.overhead_bytes,
     }

@@ -14,12 +14,12 @@ from offplan.choices import DeviceName
 from offplan.engines.runner import find_runner
 from offplan.errors import CheckpointError, OffplanError
 from offplan.files import StrPath
-from offplan.held.held import find_recoding, hold, hold_stock
+from offplan.held.held import find_recoding, hold, hold_counted
 from offplan.held.stage import Stage
 from offplan.hostcores.build import check_platform
 from offplan.hostcores.coordinator import choose_cores
 from offplan.hostmem.cgroups import core_quota
-from offplan.library.runnable import why_not_run
+from offplan.library.runnable import find_way
 from offplan.machine.name import parse_name
 from offplan.machine.profile import LayerTime, MachineProfile, load_profile
 from offplan.plan import Goal, Workload
@@ -83,8 +83,8 @@ def measure_here(
     Without a ``model`` only the machine is measured: link, memory, matrix products. With one, each
     kind of its layers is timed too, on random weights at the shapes of ``workload`` (the default
     one if left out). ``goal`` are fields of ``Goal``: layers are also timed recoded, if it lets
-    plans hold them so. Layers are timed in transformers' own passes with ``stock``, and where
-    offplan's cannot run the model. How often products read weights in place is measured, too.
+    plans hold them so. Layers are timed in the passes that the goal names, or in those that run the
+    model. How often products read weights in place is measured, too.
     Times of layers are kept on disk, and found there where nothing that they depend on has changed,
     unless all is to be measured ``afresh``.
     ``with_others`` also uses the host's other GPUs: the link while several copy at once, and a
@@ -120,7 +120,7 @@ def measure_here(
     skipped: tuple[str, ...] = ()
     if with_cores:
         # their figures are taken of layers that are built for offplan's own passes
-        own = None if held and held[0].is_stock else model
+        own = None if held and not held[0].way.is_own else model
         profile, skipped = _add_cores(profile, own, device, host_threads, on_stage)
     return Machine(profile, profile.gpu_memory.value - used, skipped=skipped)
 
@@ -130,12 +130,9 @@ def _hold_timed(model: Model, workload: Workload, goal: Goal) -> list[Stage]:
 
     Raises CheckpointError for a model that cannot run on texts of the workload's context.
     """
-    obstacle = None if goal.stock else why_not_run(hold(model), workload.context)
-    if goal.stock or obstacle is not None:
-        of_stock = why_not_run(hold(model, stock=True), workload.context)
-        if of_stock is not None:
-            raise CheckpointError(obstacle or of_stock)
-        return [hold_stock(model)]
+    way = find_way(model, goal, workload.context)
+    if not way.is_own:
+        return [hold_counted(model, way)]
     stored = hold(model)
     recoding = find_recoding(stored, goal.for_other_weights(), find_runner(goal.engine))
     return [stored] if recoding is None else [stored, hold(model, recoding)]
@@ -155,12 +152,12 @@ def _add_model(
     from offplan.planner.space import prefill_chunks
     from offplan.runtime.measuring.layer_key import layer_times_key
     from offplan.runtime.measuring.layer_times import measure_layer_times, measure_model_reads
-    from offplan.runtime.measuring.stock_times import measure_stock_times
+    from offplan.runtime.measuring.pass_times import measure_pass_times
 
     chunks = prefill_chunks(min(workload.prompt_tokens, MOST_TIMED), workload.batch)
-    is_stock = held[0].is_stock
-    chunks = chunks[:1] if is_stock else chunks  # plans have these passes read prompts whole
-    measure = measure_stock_times if is_stock else measure_layer_times
+    is_own = held[0].way.is_own
+    chunks = chunks if is_own else chunks[:1]  # plans have other passes read prompts whole
+    measure = measure_layer_times if is_own else measure_pass_times
     progress = on_stage("measuring the layers")
     if device == "cpu":  # which has other work, too: its times are not kept
         times = measure(held[0], workload, chunks, progress, device=device)
@@ -176,7 +173,7 @@ def _add_model(
         for time in [time for time in found if time.layer not in known]:
             known.setdefault(time.layer, []).append(time)
     times = tuple(chain(*known.values()))
-    if is_stock:
+    if not is_own:
         return profile.model_copy(update={"layer_times": times})
     rate, progress = profile.uva.value, on_stage("measuring reads in place")
     reads = measure_model_reads(held[0], workload, chunks, rate, progress)

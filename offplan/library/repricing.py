@@ -46,22 +46,22 @@ def price_again(plan: Plan, model: Model) -> Plan:
     return priced
 
 
-def price_as_run(plan: Plan, model: Model, *, stock: bool = False) -> Plan:
+def price_as_run(plan: Plan, model: Model, goal: Mapping[str, Any] | None = None) -> Plan:
     """Return a plan as offplan's own runtime runs it, which is what can be measured here.
 
-    A plan made for an engine loses that engine. With ``stock``, transformers' passes run a plan
-    made for offplan's own. Both get the prediction that the decision then has. A plan for an engine
-    comes back as it is if the profile that it was made from is gone. With ``stock``, it then loses
-    the engine and keeps the prediction.
+    A plan made for an engine loses that engine. ``goal`` are fields of ``Goal`` that take the place
+    of the plan's, where they are true. The plan gets the prediction that the decision then has. A
+    plan for an engine comes back as it is if the profile that it was made from is gone. With fields
+    in ``goal``, it then loses the engine and keeps the prediction.
     """
-    stock = stock or plan.goal.stock
-    if plan.goal.engine is None and stock == plan.goal.stock:
+    changes = {key: value for key, value in (goal or {}).items() if value}
+    own = plan.goal.model_copy(update={"engine": None, **changes})
+    if own == plan.goal:
         return plan
     machine = find_planned_machine(plan)
-    own = plan.goal.model_copy(update={"engine": None, "stock": stock})
     moved = plan.model_copy(update={"goal": own})
     if machine is None:
-        return moved if stock else plan
+        return moved if changes else plan
     return price_on(moved, model, machine)
 
 

@@ -10,15 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offplan.capabilities.way import OWN, Way
 from offplan.checkpoint.model import Model
 from offplan.errors import CheckpointError, OffplanError, PlanError
 from offplan.held.held import hold
+from offplan.held.runner import Counter
+from offplan.held.runtimes import RUNTIMES
 from offplan.held.stage import Stage
-from offplan.held.stock import StockPasses, find_passes
 from offplan.kept import KeptAnswers, installed_packages, installed_versions
 from offplan.lean import import_less, imports_less
 from offplan.placement import Placement, place
-from offplan.plan import Offload
+from offplan.plan import Goal, Offload
 from offplan.refusals import require_runnable
 from offplan.runtime.refusal import is_long, refuse_long_texts
 
@@ -55,7 +57,12 @@ def _decode_obstacle(content: bytes) -> str:
 
 _RUNNABLE = KeptAnswers("runnable", len(_RUNS), str.encode, _decode)
 _OBSTACLES = KeptAnswers("obstacles", _MOST_BYTES, _encode_obstacle, _decode_obstacle)
-_NEEDS_STOCK = KeptAnswers("needs_stock", len(_RUNS), str.encode, _decode)
+_NEEDED = KeptAnswers(
+    "needed_passes",
+    _MOST_BYTES,
+    lambda way: way.name.encode(),
+    lambda name: {each.name.encode(): each for each in RUNTIMES}[name],
+)
 
 
 def why_not_run(
@@ -72,9 +79,8 @@ def why_not_run(
     all that it depends on: an obstacle also under the packages that are installed.
     """
     model = stage.model
-    is_stock = stage.is_stock
     try:
-        if not is_stock:
+        if stage.way.is_own:
             refuse_long_texts(model, context)
     except CheckpointError as error:
         return str(error)
@@ -87,7 +93,7 @@ def why_not_run(
     # of anything else a GPU's answer is a CPU's
     on_gpu = on_gpu and (stage.dtype == "float32" or bool(placement.weight_caches))
     key = {
-        "stock": is_stock,
+        "way": stage.way.name,
         "model": [model.source, model.key],
         # a plan may have some of it packed
         "held": [stage.outside_key, *(layer.key for layer in stage.layers)],
@@ -131,36 +137,55 @@ def _describe_places(stage: Stage, placement: Placement) -> list[Any]:
     return [bool(placement.host_tables), *map(list, sorted(ways))]
 
 
-def needs_stock(model: Model, context: int) -> bool:
-    """Return True if transformers' own passes alone can run a model on texts of so many tokens.
+def suit(goal: Goal, model: Model, context: int) -> Goal:
+    """Return a goal with the passes that run a model on texts of so many tokens.
 
-    That they can is kept on disk.
+    Its own goal comes back but where other passes than offplan's own alone can run the model, and
+    what they take can be counted. That they can is kept on disk.
     """
+    if not goal.is_own:
+        return goal
     key = {
         "model": [model.source, model.key],
         "is_long": is_long(model, context),
         **installed_versions(),
     }
-    if _NEEDS_STOCK.find(key) is not None:
-        return True
-    if why_not_run(hold(model), context) is None:
-        return False
-    if why_not_run(hold(model, stock=True), context) is not None:
-        return False
-    try:
-        # a process that plans alone does it itself, if it has imported torch
-        counts_here = imports_less() and "torch" in sys.modules
-        find_passes(model, _count_passes if counts_here else None)
-    except CheckpointError:  # they fail on a config that their class does not take as it is written
-        return False
-    _NEEDS_STOCK.keep(key, _RUNS)
-    return True
+    needed = _NEEDED.find(key)
+    if needed is None:
+        try:
+            needed = find_way(model, goal, context)
+            if needed.is_own:
+                return goal
+            # a process that plans alone does it itself, if it has imported torch
+            counts_here = imports_less() and "torch" in sys.modules
+            RUNTIMES[needed].count(model, _find_counter(needed) if counts_here else None)
+        except CheckpointError:  # they fail on a config that their class does not take as it is
+            return goal
+        _NEEDED.keep(key, needed)
+    return goal.model_copy(update={needed.name: True})
 
 
-def _count_passes(model: Model) -> StockPasses | str:
-    from offplan.runtime.stock.passes import try_to_count
+def _find_counter(way: Way) -> Counter | None:
+    from offplan.runtime.executors import EXECUTORS
+    from offplan.runtime.loading.capability import find_passes
 
-    return try_to_count(model)
+    passes = find_passes(EXECUTORS, way)
+    return None if passes is None else passes.count_model
+
+
+def find_way(model: Model, goal: Goal, context: int) -> Way:
+    """Find the passes that run a model on texts of so many tokens: a goal's, or any.
+
+    Raises CheckpointError, which says why offplan's own or the goal's do not, where none do.
+    """
+    ways = [*RUNTIMES] if goal.way.is_own else [goal.way]
+    obstacles = []
+    for way in ways:
+        why = why_not_run(hold(model, way=way), context)
+        if why is None:
+            return way
+        obstacles.append(why)
+    raise CheckpointError(obstacles[0])
 
 
 def _offload_nothing(stage: Stage) -> Offload:
@@ -175,7 +200,7 @@ def find_obstacle(stage: Stage, offload: Offload | None = None, on_gpu: bool = F
 
     asked, device = offload or _offload_nothing(stage), "cuda" if on_gpu else "cpu"
     try:
-        if not asked.rules and not stage.is_stock:  # rules take layers by their number
+        if not asked.rules and stage.way.is_own:  # rules take layers by their number
             with suppress(CheckpointError):  # its words may count all layers
                 fit(shorten(stage), asked, EXECUTORS, device)
                 return None
@@ -186,7 +211,7 @@ def find_obstacle(stage: Stage, offload: Offload | None = None, on_gpu: bool = F
 
 
 def check_before_fetching(
-    model: Model, offload: Offload, context: int, device: "torch.device", *, stock: bool = False
+    model: Model, offload: Offload, context: int, device: "torch.device", way: Way = OWN
 ) -> None:
     """Raise what a session would, where weights may be on the Hub still: what needs none to tell.
 
@@ -200,17 +225,17 @@ def check_before_fetching(
     from offplan.runtime.loading.prepared import prepare
     from offplan.runtime.model.layers import require_triton
 
-    if not stock:
+    if way.is_own:
         refuse_long_texts(model, context)
         if device.type == "cuda":
             require_triton()
-    prepare(model, offload, device, EXECUTORS, stock=stock)
+    prepare(model, offload, device, EXECUTORS, way=way)
 
 
 def _ask_process(stage: Stage, offload: Offload, on_gpu: bool) -> str | None:
     command = [sys.executable, "-c", "from offplan.library.runnable import answer; answer()"]
     # without what was worked out of its config, which may hold functions that cannot be pickled
-    asked = pickle.dumps((replace(stage.model), stage.is_stock, offload, on_gpu))
+    asked = pickle.dumps((replace(stage.model), stage.way, offload, on_gpu))
     done = subprocess.run(
         command, input=asked, capture_output=True, timeout=_PATIENCE_S, check=True
     )
@@ -222,7 +247,7 @@ def answer() -> None:
     """Read a model of our own making from stdin, and print what keeps ``run`` from executing it."""
     gc.disable()  # a process of one question: there is no garbage worth the time
     import_less()
-    model, stock, offload, on_gpu = pickle.load(sys.stdin.buffer)
-    stage = hold(model, offload.recoding, stock=stock)
+    model, way, offload, on_gpu = pickle.load(sys.stdin.buffer)
+    stage = hold(model, offload.recoding, way)
     print(json.dumps(find_obstacle(stage, offload, on_gpu)))
     gc.freeze()

@@ -68,9 +68,8 @@ def load_session(
     plan's if left out, are Session's.
     """
     if not dummy_weights:
-        check_before_fetching(
-            model, plan.offload, plan.workload.context, device, stock=plan.goal.stock
-        )
+        asked = plan.offload, plan.workload.context, device, plan.goal.way
+        check_before_fetching(model, *asked)
         if settle is not None:
             plan = settle_sampled(plan, model, settle)
 
@@ -82,7 +81,7 @@ def load_session(
             device=device,
             folder=None if dummy_weights else find_weights(model, on_stage("fetching weights")),
             record_routing=record_routing,
-            stock=plan.goal.stock,
+            way=plan.goal.way,
             host_threads=host_threads or plan.goal.host_threads,
             on_progress=on_stage("loading"),
         )

@@ -83,7 +83,7 @@ class Question:
         routing = self.stage.routing
         return {
             "model": self.model.key,
-            "runner": [self.runner.name, self.stage.is_stock],
+            "runner": [self.runner.name, self.stage.way.name],
             "stages": [*stages, self.stage.number],
             "routing": None if routing is None else routing.fingerprint,
             "machine": self.machine.fingerprint,

@@ -68,7 +68,7 @@ def describe_advice(analysis: Analysis, plan: Plan) -> list[str]:
 
 def reads_experts(plan: Plan, stage: Stage) -> bool:
     """Return True if decode steps of offplan's own runtime read some experts over the link."""
-    if plan.goal.engine is not None or plan.goal.stock:
+    if not plan.goal.is_own:
         return False
     experts = [(n.index, p.name) for n in stage.layers for p in n.parameters if p.is_expert]
     return any(

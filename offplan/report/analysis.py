@@ -2,6 +2,7 @@
 
 from rich.console import RenderableType
 
+from offplan.capabilities.way import Way
 from offplan.checkpoint.model import Model
 from offplan.library.analysis import Analysis
 from offplan.report.machine import render_machine
@@ -12,15 +13,12 @@ from offplan.report.wording import name_options
 from offplan.units import format_bytes
 
 
-def describe_running(model: Model, why_not: str | None, *, stock: bool = False) -> str:
-    """Say in a line whether ``run`` can execute a model, or the text part of it, and in which way.
-
-    ``stock`` is transformers' own passes.
-    """
+def describe_running(model: Model, why_not: str | None, way: Way) -> str:
+    """Say in a line whether ``run`` can execute a model, or the text part of it, and which way."""
     if why_not is not None:
         return f"Plans only: {name_options(why_not)}"
-    if stock:
-        return "`offplan run` can execute this model, by transformers' own passes."
+    if not way.is_own:
+        return f"`offplan run` can execute this model, by {way.whose} passes."
     if not model.towers:
         return "`offplan run` can execute this model."
     left = format_bytes(model.tower_bytes)

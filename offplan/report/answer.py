@@ -85,12 +85,12 @@ def _describe_running(analysis: Analysis, plan: Plan | None = None) -> list[str]
 
     Of a GGUF file ``describe_file`` says it.
     """
-    model, stock = analysis.model, analysis.stage.is_stock
+    model = analysis.model
     if plan is not None and plan.goal.engine is not None and analysis.why_not_run is None:
         return []
     if model.gguf is not None:
         return []
-    return [describe_running(model, analysis.why_not_run, stock=stock)]
+    return [describe_running(model, analysis.why_not_run, analysis.stage.way)]
 
 
 def describe_file(model: Model) -> list[str]:

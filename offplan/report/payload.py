@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
+from offplan.capabilities.way import Way
 from offplan.checkpoint.model import Model
 from offplan.costs.capabilities import COUNTS
 from offplan.errors import InfeasibleError
@@ -42,7 +43,7 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
     return {
         **model_payload(analysis.model),
         "ranks": dump([*analysis.shares]),
-        **running_payload(analysis.why_not_run, stock=analysis.stage.is_stock),
+        **running_payload(analysis.why_not_run, analysis.stage.way),
         "machine": None if machine is None else machine_payload(machine),
         "plan": None if plan is None else plan.model_dump(mode="json"),
         **analysis.sample._asdict(),
@@ -55,18 +56,16 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
 
 def plan_payload(plan: Plan, why_not_run: str | None) -> dict[str, Any]:
     """Return what ``plan --json`` and ``replan --json`` print: the file's keys, and ``run``."""
-    way = running_payload(why_not_run, stock=plan.goal.stock)
-    return {**plan.model_dump(mode="json"), **way}
+    return {**plan.model_dump(mode="json"), **running_payload(why_not_run, plan.goal.way)}
 
 
-def running_payload(why_not: str | None, *, stock: bool) -> dict[str, Any]:
+def running_payload(why_not: str | None, way: Way) -> dict[str, Any]:
     """Return its key ``run``: whether ``run`` can execute the model, why not, and by whose passes.
 
-    ``way`` is ``own``, or ``stock`` for transformers' own passes.
+    Its ``way`` is ``own`` for offplan's own passes.
     """
-    way = "stock" if stock else "own"
     told = why_not and name_options(why_not)
-    return {"run": {"can_execute": why_not is None, "why_not": told, "way": way}}
+    return {"run": {"can_execute": why_not is None, "why_not": told, "way": way.name}}
 
 
 def model_payload(model: Model) -> dict[str, Any]:
@@ -129,7 +128,7 @@ def run_payload(plan: Plan, result: RunResult, texts: Sequence["Text"]) -> dict[
     memory = {"total_bytes": result.gpu_bytes}
     return {
         **dump(result, include={"device", "batch", "prompt_tokens"}),
-        "way": "stock" if plan.goal.stock else "own",
+        "way": plan.goal.way.name,
         "output_tokens": max((text.num_made for text in texts), default=len(measured.step_s) + 1),
         "text": texts[0].made if texts else None,
         "texts": [text_payload(text) for text in texts],
@@ -150,7 +149,7 @@ def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
     """Return what ``bench --json`` prints; ``vs`` has other ways, or why one was not measured."""
     return {
         **dump(result, exclude={"plan", "host_bytes", "others", "counts", "ran"}),
-        "way": "stock" if plan.goal.stock else "own",
+        "way": plan.goal.way.name,
         "plan": Ran.of(plan).model_dump(mode="json"),
         "runtime": {"predicted": plan.goal.engine or OWN_RUNTIME, "measured": OWN_RUNTIME},
         "predicted": {

@@ -61,7 +61,7 @@ def describe_question(plan: Plan) -> list[str]:
         what[goal.objective]
         + (f" with {goal.targets}" if goal.targets else "")
         + (f", as {goal.engine} can run it" if goal.engine else "")
-        + (", by transformers' own passes" if goal.stock else "")
+        + ("" if goal.way.is_own else f", by {goal.way.whose} passes")
         + (f" on {goal.gpus}" if goal.num_gpus > 1 else ""),
     ]
 

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from offplan.capabilities.way import OWN, Way
 from offplan.checkpoint.model import Model
 from offplan.errors import InputError
 from offplan.files import StrPath
@@ -192,14 +193,14 @@ class RoutingProfile(Record):
         )
 
 
-def require_routing(model: Model, argument: str = "record_routing", *, stock: bool = False) -> None:
+def require_routing(model: Model, argument: str = "record_routing", way: Way = OWN) -> None:
     """Raise InputError, which names an argument, for a model without routed experts.
 
-    Raise it too where transformers' own passes run the model (``stock``).
+    Raise it too where other passes than offplan's own run the model.
     """
-    if stock:
+    if not way.is_own:
         raise InputError(
-            f"`{argument}` is about offplan's own passes, and transformers' own run this model: "
+            f"`{argument}` is about offplan's own passes, and {way.whose} run this model: "
             "leave it out"
         )
     if model.experts is None:

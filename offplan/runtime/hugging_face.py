@@ -68,7 +68,7 @@ class OffplanForCausalLM(ModelWithOwnCache):
         self._held: dict[int, tuple[int, list[int]]] = {}
         """The row of each sequence that is being generated, and the tokens that it holds."""
         self._read_together: list[list[int]] = []
-        """The sequences that transformers' own passes have read, where these are run."""
+        """The sequences that other passes than offplan's own have read, where these are run."""
         self.eval()
 
     @property
@@ -212,7 +212,7 @@ class OffplanForCausalLM(ModelWithOwnCache):
 
     def _continue(self, texts: Sequence[list[int]]) -> torch.Tensor:
         """Return the logits that follow each text, [batch, vocabulary], on the host."""
-        if self._session.loaded.stage.is_stock:
+        if not self._session.loaded.stage.way.is_own:
             return self._continue_together(texts)
         if self._rows is None or self._rows.num_rows != len(texts):
             self._rows, self._held = Rows(self._session, len(texts)), {}
@@ -243,14 +243,15 @@ class OffplanForCausalLM(ModelWithOwnCache):
         return torch.stack([parts[number] for number in range(len(texts))])
 
     def _continue_together(self, texts: Sequence[list[int]]) -> torch.Tensor:
-        """Do what ``_continue`` does by transformers' own passes, whose cache has no rows.
+        """Do what ``_continue`` does by other passes than offplan's own, whose cache has no rows.
 
         Raises InputError for texts of unlike lengths.
         """
         if len({len(tokens) for tokens in texts}) > 1:
             raise InputError(
-                "found sequences of unlike lengths, and transformers' own passes generate those of "
-                "one length together: generate one at a time"
+                "found sequences of unlike lengths, and "
+                f"{self._session.loaded.stage.way.whose} passes generate those of one length "
+                "together: generate one at a time"
             )
         before, self._read_together = self._read_together, []
         if before == [tokens[:-1] for tokens in texts] and before[0]:

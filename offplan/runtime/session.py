@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from offplan.capabilities.way import OWN, Way
 from offplan.checkpoint.jsontext import describe
 from offplan.checkpoint.model import Model
 from offplan.errors import OffplanError
@@ -52,7 +53,7 @@ class Session:
         folder: Path | None = None,
         capture: bool = True,
         record_routing: bool = False,
-        stock: bool = False,
+        way: Way = OWN,
         share_layers: bool = False,
         host_threads: int | None = None,
         on_progress: Progress | None = None,
@@ -62,8 +63,9 @@ class Session:
 
         ``folder`` holds the model's files, None for random weights. ``capture`` (CUDA only)
         captures what is captured. ``record_routing`` notes which experts steps choose, under
-        ``routing``. ``stock`` runs transformers' own passes, of which nothing is captured. With
-        ``share_layers`` equal layers read the same random weights, to time them in less memory.
+        ``routing``. ``way`` are the passes that run the model: nothing of others than offplan's own
+        is captured. With ``share_layers`` equal layers read the same random weights, to time them
+        in less memory.
         ``host_threads`` are what the host's cores compute with, of a plan that has them compute;
         most physical cores if left out. ``wrap_link`` puts another link in front of the one that
         moves the bytes.
@@ -75,16 +77,15 @@ class Session:
         self.device = torch.device(device)
         prepared = prepare(
             *(model, offload, self.device, EXECUTORS),
-            stock=stock,
+            way=way,
             share_layers=share_layers,
             host_threads=host_threads,
         )
-        is_own = prepared.passes is None
-        if is_own:
+        if way.is_own:
             refuse_long_texts(model, context)
         if record_routing:
-            require_routing(model, stock=stock)
-        capture = capture and self.device.type == "cuda" and is_own
+            require_routing(model, way=way)
+        capture = capture and self.device.type == "cuda" and way.is_own
         if capture:
             require_triton()  # before minutes of loading
         self.context = context
@@ -286,7 +287,7 @@ class Session:
             except Exception as error:  # whatever a class does with its first text
                 if find_cause(error) is not None:  # the device has no memory left
                     raise
-                why = f"transformers' own passes fail ({describe(error, 200)})"
+                why = f"{self.loaded.stage.way.whose} passes fail ({describe(error, 200)})"
                 raise refuse(f"{self.loaded.model.source}: {why}") from error
 
     def _watch_routing(self) -> RoutingRecorder:

@@ -14,7 +14,7 @@ from offplan.capabilities.rule import RuleBase
 from tests.costs.builders import DENSE, make_model
 
 FOLDER = Path(table.__file__).parent
-SHARED = {"capability", "goal", "offload", "rule", "table"}
+SHARED = {"capability", "goal", "offload", "rule", "table", "way"}
 COMMON: dict[str, Any] = {"group_size": 2, "num_in_group": 1, "prefill": Backend.UVA}
 
 

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from offplan.capabilities.stock import STOCK
+from offplan.capabilities.way import OWN
 from offplan.checkpoint.model_types import TIED_BY_DEFAULT
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError
@@ -212,9 +214,9 @@ def test_size_of_a_type_that_is_quantised(tmp_path, name, scheme):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("stock", [False, True])
+@pytest.mark.parametrize("way", [OWN, STOCK])
 @pytest.mark.parametrize("name", TYPES)
-def test_whether_a_type_runs_is_told(tmp_path, name, stock):
+def test_whether_a_type_runs_is_told(tmp_path, name, way):
     config = truth(name, tiny=True).config
     if config.get("is_encoder_decoder"):
         pytest.skip("it is no decoder")
@@ -223,5 +225,5 @@ def test_whether_a_type_runs_is_told(tmp_path, name, stock):
         model = open_model(str(tmp_path / "config.json"))
     except CheckpointError as error:
         pytest.skip(f"tiny sizes contradict what its class makes of them: {error}")
-    why = find_obstacle(hold(model, stock=stock))
+    why = find_obstacle(hold(model, way=way))
     assert why is None or why.isprintable()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from offplan.capabilities.stock import STOCK
 from offplan.checkpoint.config import read_model_type
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError
@@ -105,16 +106,16 @@ def test_what_run_does_with_a_published_model(tmp_path, name):
     own = find_obstacle(hold(model))
     assert (own is None) == (way == "own"), own
     if way != "own":
-        stock = find_obstacle(hold(model, stock=True))
+        stock = find_obstacle(hold(model, way=STOCK))
         assert (stock is None) == (way == "stock"), stock
         assert reason in str(own)
 
 
-STOCK = [name for name, row in PUBLISHED.items() if row["run"].startswith("stock")]
+BY_STOCK = [name for name, row in PUBLISHED.items() if row["run"].startswith("stock")]
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", STOCK)
+@pytest.mark.parametrize("name", BY_STOCK)
 def test_what_transformers_passes_of_a_published_model_take(tmp_path, name):
     """`run` asks before it loads anything, and a model may be built that no pass runs of."""
     pytest.importorskip("torch")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import offplan.library.machines
+import offplan.library.runnable
 import offplan.machine.measure
 import offplan.runtime.memory.gpu_memory
 from offplan.checkpoint.model import Model
@@ -98,7 +99,7 @@ def test_layers_are_timed_once(machine: Machine) -> None:
 def test_what_cannot_run_is_planned_by_the_machines_figures(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offplan.library.machines, "why_not_run", lambda *_: "it cannot")
+    monkeypatch.setattr(offplan.library.runnable, "why_not_run", lambda *_: "it cannot")
     found = find_machine(None, open_model(str(TINY_MOE)), WORKLOAD)
     assert found is not None
     assert (machine.num_layer_times, found.profile.layer_times) == (0, ())

@@ -291,6 +291,7 @@ def test_code_gives_the_same_bits_with_every_second_layer_offloaded(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
+    from offplan.capabilities.stock import STOCK
     from offplan.checkpoint.open import open_model
     from offplan.runtime.session import Session
     from tests.runtime.families import PROMPT, extend, run_stock
@@ -312,7 +313,7 @@ def test_code_gives_the_same_bits_with_every_second_layer_offloaded(
         context=CONTEXT,
         device="cpu",
         folder=folder,
-        stock=True,
+        way=STOCK,
         wrap_link=LateLink,
     )
     with session, session.stream():

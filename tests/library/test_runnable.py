@@ -22,6 +22,7 @@ from offplan.held.stock import find_passes
 from offplan.hostmem import limits
 from offplan.library import runnable
 from offplan.library.runnable import check_before_fetching, find_obstacle, why_not_run
+from offplan.plan import Goal
 from offplan.runtime.loading.prepared import fit
 from offplan.runtime.refusal import refuse_config
 from tests.checkpoint.quantised import FORMATS, write_quantised
@@ -63,14 +64,16 @@ def test_passes_that_fail_are_not_planned_for(
     """Transformers' class of Step-3.7 leaves out what its published config has beside parts."""
     asked = []
 
-    def fail(model: Model, count: object) -> None:
+    def fail(model: Model, here: object) -> None:
         asked.append(model)
         raise CheckpointError("fails without weights")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(runnable, "why_not_run", lambda stage, _: None if stage.is_stock else "no")
-    monkeypatch.setattr(runnable, "find_passes", fail)
-    assert not runnable.needs_stock(open_model(str(TINY_MOE)), 64)
+    monkeypatch.setattr(
+        runnable, "why_not_run", lambda stage, _: "no" if stage.way.is_own else None
+    )
+    monkeypatch.setattr(stock, "find_passes", fail)
+    assert runnable.suit(Goal(), open_model(str(TINY_MOE)), 64) == Goal()
     assert asked
 
 

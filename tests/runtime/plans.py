@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import torch
 
+from offplan.capabilities.stock import STOCK
+from offplan.capabilities.way import OWN
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.plan import Offload, Rule
@@ -108,7 +110,7 @@ def open_session(
         device=device,
         folder=folder,
         capture=capture,
-        stock=stock,
+        way=STOCK if stock else OWN,
         wrap_link=LateLink if late_copies else lambda link: link,
     )
 

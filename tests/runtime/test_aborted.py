@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM
 
 import offplan.runtime
 from offplan.capabilities.packing import Packing
+from offplan.capabilities.stock import STOCK
+from offplan.capabilities.way import OWN
 from offplan.checkpoint.open import open_model
 from offplan.plan import Backend, Offload
 from offplan.runtime.model.caches import Swap
@@ -114,7 +116,8 @@ def watch(
         return wrapped
 
     model = open_model(str(folders[0]))
-    options: Any = {"context": CONTEXT, "device": "cpu", "folder": folders[0], "stock": stock}
+    options: Any = {"context": CONTEXT, "device": "cpu", "folder": folders[0]}
+    options["way"] = STOCK if stock else OWN
     with Session(model, decision, **options, wrap_link=wrap) as session:
         runner, moments.seen = session.runner, []
         if stock:

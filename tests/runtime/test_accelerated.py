@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from offplan.capabilities.stock import STOCK
+from offplan.capabilities.way import OWN
 from offplan.errors import InputError
 from offplan.runtime.measuring import accelerated
 from offplan.runtime.measuring.accelerated import bench_accelerate
@@ -77,7 +79,7 @@ def test_it_computes_the_same(
         return time_requests(bench, prefill, decode, *counted)
 
     monkeypatch.setattr(accelerated, "time_requests", note)
-    cost = bench_accelerate(replace(question(checkpoint), stock=family is not None))
+    cost = bench_accelerate(replace(question(checkpoint), way=STOCK if family else OWN))
     assert torch.equal(torch.cat(taken, dim=1), expected[:, PROMPT.shape[1] :])
     assert cost.decode.link_bytes is None
     assert 0 < cost.decode.step.min_s <= cost.decode.step.median_s <= cost.decode.step.max_s

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from offplan.capabilities.stock import STOCK
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, MemoryLimitError
@@ -233,7 +234,7 @@ def test_a_pass_of_transformers_that_fails_before_any_text(
 ) -> None:
     monkeypatch.setattr(StockRunner, "_begin", fail(error))
     with pytest.raises(expected, match=said):
-        load(folder, stock=True)
+        load(folder, way=STOCK)
 
 
 def fail(error: BaseException) -> Callable[..., None]:

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from offplan.capabilities.way import OWN
 from offplan.checkpoint.open import open_model
 from offplan.errors import PlanError
 from offplan.held.held import hold
+from offplan.held.runtimes import RUNTIMES
 from offplan.plan import Rule
 from offplan.runtime.executors import EXECUTORS
 from offplan.runtime.loading.prepared import fit
@@ -36,7 +38,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_plan_is_refused_whose_executor_is_missing(name: str, checkpoint: Path) -> None:
     rule = Rule.model_validate({**EXPERTS, **NEEDS[name]})
     decision = offload(rule, store="peer" if name == "peer" else "host")
-    stage = hold(open_model(str(checkpoint)), stock=name == "stock")
+    way = next((each for each in RUNTIMES if each.name == name), OWN)
+    stage = hold(open_model(str(checkpoint)), way=way)
     assert name in fit(stage, decision, EXECUTORS, "cpu").executors
     others = {each: kind for each, kind in EXECUTORS.items() if each != name}
     with pytest.raises(PlanError, match=f"needs {name}, which this runtime does not execute: it "):

@@ -13,12 +13,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from offplan.capabilities import cached_experts
+from offplan.capabilities.stock import STOCK
 from offplan.checkpoint.open import open_model
 from offplan.costs.predict import predict
 from offplan.engines.export import export_plan
 from offplan.errors import CheckpointError, ExportError, InputError
 from offplan.forms.form import Form, Kind, Part
-from offplan.held.held import hold, hold_stock
+from offplan.held.held import hold, hold_counted
 from offplan.library.asking import ask
 from offplan.library.machines import load_machine
 from offplan.library.runnable import why_not_run
@@ -110,7 +111,7 @@ def test_tokens_are_those_of_the_values(family: str, form: str, tmp_path: Path) 
 def test_codes_whose_shape_is_not_known_are_refused_before_loading(tmp_path: Path) -> None:
     require("deepseek_v4")
     stored, _ = save_stored("deepseek_v4", "nf4", tmp_path)
-    reason = why_not_run(hold(open_model(str(stored)), stock=True))
+    reason = why_not_run(hold(open_model(str(stored)), way=STOCK))
     assert reason is not None
     assert re.search(r"attn.wq_b.weight stands for \[256, 256\] in nf4", reason)
 
@@ -200,7 +201,7 @@ def test_what_is_counted_is_what_is_taken(tmp_path: Path) -> None:
 def test_tokens_that_wait_to_be_compressed_are_counted(tokens: int, tmp_path: Path) -> None:
     require("deepseek_v4")
     folder = save("deepseek_v4", tmp_path)
-    stage = hold_stock(open_model(str(folder)))
+    stage = hold_counted(open_model(str(folder)), STOCK)
     model = AutoModelForCausalLM.from_pretrained(folder).requires_grad_(False)
     text = StockGeneration(model, torch.arange(tokens)[None] % 60, 512)
     with torch.no_grad():
@@ -248,7 +249,7 @@ def test_predicted_bytes_are_those_that_cross(
     decision = offload(*rules, prefetch_step=slots, prefill_chunk=chunk)
     workload = Workload(batch=1, prompt_tokens=14, output_tokens=8, context=48)
     machine, budget = load_machine("h200-pcie5").profile, Budget(gpu_memory=2**30)
-    priced = predict([hold_stock(model)], machine, workload, budget, decision)
+    priced = predict([hold_counted(model, STOCK)], machine, workload, budget, decision)
     with open_session(tmp_path, decision, stock=True) as session:
         session.warm_up(1, 14)
         before = session.link_bytes
@@ -271,7 +272,10 @@ def test_shared_weights_lie_and_count_once(family: str, part: str, tmp_path: Pat
     model = open_model(str(save(family, tmp_path)))
     # of short prompts: it reads them token by token
     passes = _count(model, (6, 14, 30), is_fake=True)
-    stage, whole = hold_stock(model, passes), AutoModelForCausalLM.from_pretrained(tmp_path)
+    stage, whole = (
+        hold_counted(model, STOCK, passes),
+        AutoModelForCausalLM.from_pretrained(tmp_path),
+    )
     assert stage.loaded_bytes == sum(value.nbytes for value in whole.parameters())
     assert stage.passes is not None
     # Zamba has one block of shared weights, and Zamba 2 two
@@ -300,7 +304,7 @@ def test_shared_weights_that_would_lie_twice_are_refused(tmp_path: Path) -> None
     require("zamba")
     model = open_model(str(save("zamba", tmp_path)))
     skeleton = build_stock(model)
-    targets = map_tensors(skeleton, hold(model, stock=True))
+    targets = map_tensors(skeleton, hold(model, way=STOCK))
     name = next(name for name in targets if "shared_transf.feed_forward.up_proj" in name)
     assert list_shared(skeleton, targets)[name] == (1, 3, 4)
     codes = Codes(name, Form(Kind.FP8_TENSOR), Part.WEIGHT, (48, 32), torch.float8_e4m3fn)
@@ -309,7 +313,7 @@ def test_shared_weights_that_would_lie_twice_are_refused(tmp_path: Path) -> None
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     save_file(tensors | {name.replace(".1.", ".3."): tensors[name].clone()}, path)
-    reason = why_not_run(hold(open_model(str(tmp_path)), stock=True))
+    reason = why_not_run(hold(open_model(str(tmp_path)), way=STOCK))
     assert reason is not None
     assert f"is stored beside {name}, and both are one weight" in reason
 
@@ -343,7 +347,7 @@ def test_choices_of_experts_are_not_recorded(falcon: Path) -> None:
     from offplan.routing.profile import require_routing
 
     with pytest.raises(InputError, match="transformers' own"):
-        require_routing(open_model(str(falcon)), stock=True)
+        require_routing(open_model(str(falcon)), way=STOCK)
 
 
 def test_encoders_are_refused_before_loading(tmp_path: Path) -> None:
@@ -396,7 +400,7 @@ def test_a_view_of_a_slot_is_read_by_its_layers_alone() -> None:
 def test_caches_of_a_stage_are_those_that_were_counted(falcon: Path) -> None:
     model = open_model(str(falcon))
     workload = Workload(batch=2, prompt_tokens=14, output_tokens=8, context=48)
-    stage = hold_stock(model)
+    stage = hold_counted(model, STOCK)
     session = open_session(falcon, offload(), stock=True)
     with session:
         session.prefill(BATCH)
@@ -405,7 +409,7 @@ def test_caches_of_a_stage_are_those_that_were_counted(falcon: Path) -> None:
         tokens = BATCH.shape[1]
         assert text.cache_bytes * workload.context // tokens == stage.cache_bytes(workload)
     assert replace(stage, passes=None).cache_bytes(workload) > 0
-    assert hold(model, stock=True).passes is None
+    assert hold(model, way=STOCK).passes is None
 
 
 def test_what_passes_take_is_the_same_on_a_busy_machine(

@@ -7,11 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from offplan.capabilities.stock import STOCK
 from offplan.checkpoint.open import open_model
 from offplan.errors import PlanError
 from offplan.held.held import hold
 from offplan.plan import Workload
-from offplan.runtime.measuring import layer_times, stock_times
+from offplan.runtime.measuring import layer_times, pass_times
 from offplan.runtime.rows import Rows
 from offplan.runtime.session import Session
 from tests.runtime.families import (
@@ -152,7 +153,7 @@ def test_stock_passes_are_timed_with_tables_of_layers_that_are_alike(tmp_path: P
     assert len(model.tables) == 3
     assert model.layers[0].key == model.layers[2].key
     workload = Workload(prompt_tokens=8, output_tokens=4, context=64)
-    times = stock_times.measure_stock_times(hold(model, stock=True), workload, (8,), device="cpu")
+    times = pass_times.measure_pass_times(hold(model, way=STOCK), workload, (8,), device="cpu")
     assert {each.phase for each in times} == {"prefill", "decode"}
 
 

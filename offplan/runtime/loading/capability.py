@@ -14,8 +14,10 @@ from transformers import PreTrainedModel
 from typing_extensions import Self
 
 from offplan.backends import Backend
+from offplan.capabilities.way import Way
 from offplan.checkpoint.model import Model
 from offplan.errors import PlanError
+from offplan.held.runner import Counter
 from offplan.held.stage import Stage
 from offplan.placement import Phase, Placement, SlabEntry
 from offplan.plan import Offload
@@ -45,11 +47,6 @@ class CapabilityExecutor:
     """Bytes that ``allocate`` takes on the device."""
     prompt_layers: Collection[int] = ()
     """Indices of the layers that ``run_layer`` takes prompts through."""
-
-    @classmethod
-    def runs(cls, stage: Stage) -> bool:
-        """Return True if a stage is held for the executor's own passes: a ``PassesExecutor``."""
-        return False
 
     @classmethod
     def find(cls, prepared: "Prepared") -> Self | None:
@@ -111,17 +108,37 @@ class CapabilityExecutor:
 
 
 class PassesExecutor(CapabilityExecutor):
-    """Runs a model by other passes than offplan's own; nothing of them is captured."""
+    """Runs a model by other passes than offplan's own; nothing of them is captured.
 
+    Its name in the table of executors is that of their ``Way``.
+    """
+
+    way: Way
     build: Callable[[Model], PreTrainedModel]
     """Builds the model's class, every tensor on the meta device; raises CheckpointError."""
     make_runner: Callable[..., Any]
     """Makes what runs the passes, as ``ModelRunner`` is made."""
+    begin_texts: Callable[[PreTrainedModel, torch.Tensor, int], Any]
+    """Begins texts of a prompt, up to so many tokens, by a built model with all its weights at
+    hand: its ``prefill`` reads some of the prompt, its ``decode`` extends them by a token."""
+    count_model: Counter
+    """Counts what the passes of a model take, by running them without weights."""
 
     @classmethod
     def find(cls, prepared: "Prepared") -> Self | None:
         """Make an executor if the passes run the model."""
-        return cls() if cls.runs(prepared.stage) else None
+        return cls() if prepared.stage.way == cls.way else None
+
+
+def find_passes(
+    executors: Mapping[str, type[CapabilityExecutor]], way: Way
+) -> type[PassesExecutor] | None:
+    """Find the executor of a way of running a model; None for offplan's own passes."""
+    if way.is_own:
+        return None
+    found = executors[way.name]
+    assert issubclass(found, PassesExecutor), f"{way.name} runs no passes"
+    return found
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from offplan.capabilities.way import OWN, Way
 from offplan.checkpoint.model import Model
 from offplan.errors import PlanError
 from offplan.held.held import hold
@@ -18,8 +19,8 @@ from offplan.runtime.device import on_device
 from offplan.runtime.loading.alike import find_owners
 from offplan.runtime.loading.capability import (
     CapabilityExecutor,
-    PassesExecutor,
     Prepared,
+    find_passes,
 )
 from offplan.runtime.loading.checks import list_shared
 from offplan.runtime.loading.codes import hold_codes
@@ -36,21 +37,21 @@ def prepare(
     device: torch.device,
     executors: Mapping[str, type[CapabilityExecutor]],
     *,
-    stock: bool = False,
+    way: Way = OWN,
     share_layers: bool = False,
     host_threads: int | None = None,
 ) -> Prepared:
     """Build a model without weights, and find out whether ``device`` and host can take a plan's.
 
     ``executors`` has a class for each capability that the runtime executes, by its name.
-    ``stock`` builds it for transformers' own passes. With ``share_layers`` layers that are alike
-    read the weights of the first of them; the plan then offloads none but tables. ``host_threads``
-    are what the host computes with.
+    ``way`` are the passes that it is built for. With ``share_layers`` layers that are alike read
+    the weights of the first of them; the plan then offloads none but tables. ``host_threads`` are
+    what the host computes with.
 
     Raises what ``fit`` raises, and MemoryLimitError where the host's memory or a second GPU is
     lacking. Raises OffplanError where a package is, or what builds the host's kernels.
     """
-    stage = hold(model, offload.recoding, stock=stock)
+    stage = hold(model, offload.recoding, way)
     with ExitStack() as ahead:
         if offload.recoding:
             ahead.enter_context(on_device(device))
@@ -87,15 +88,13 @@ def fit(
     that ``run`` refuses, or that needs a capability which ``executors`` lacks. Raises
     CheckpointError for a model that cannot run, and for files whose headers do not fit it.
     """
-    needed = [*offload.list_capabilities(), *["stock"] * stage.is_stock]
-    for name in needed:
+    for name in (*offload.list_capabilities(), *[stage.way.name] * (not stage.way.is_own)):
         if name not in executors:
             raise PlanError(
                 f"the plan needs {name}, which this runtime does not execute: it has executors of "
                 f"{', '.join(executors) or 'no capability'}; make a plan without {name}"
             )
-    passes = next((each for each in executors.values() if each.runs(stage)), None)
-    assert passes is None or issubclass(passes, PassesExecutor)
+    passes = find_passes(executors, stage.way)
     model = stage.model
     module = build_skeleton(model) if passes is None else passes.build(model)
     targets = map_tensors(module, stage)

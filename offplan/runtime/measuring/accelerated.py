@@ -8,10 +8,13 @@ from torch import nn
 
 from offplan.errors import InputError
 from offplan.held.held import hold
+from offplan.held.runtimes import RUNTIMES
 from offplan.placement import place
 from offplan.progress import Progress, Stages, silent
 from offplan.runtime.device import on_device
+from offplan.runtime.executors import EXECUTORS
 from offplan.runtime.faults import memory_limits
+from offplan.runtime.loading.capability import find_passes
 from offplan.runtime.loading.checks import list_shared
 from offplan.runtime.loading.loader import load_weights
 from offplan.runtime.loading.mapping import map_tensors
@@ -19,8 +22,6 @@ from offplan.runtime.loading.offloaded import pin_split
 from offplan.runtime.loading.places import assign, find_places, materialise_buffers
 from offplan.runtime.loading.skeleton import build_skeleton, decoder_layers
 from offplan.runtime.measuring.bench import Bench, Measurement, PhaseCost, Spread, time_requests
-from offplan.runtime.stock.generation import StockGeneration
-from offplan.runtime.stock.skeleton import build_stock
 from offplan.transformers_private import name_cache, rescale_layers
 
 
@@ -37,18 +38,19 @@ def require_accelerate() -> Any:
 
 @memory_limits("running the model under accelerate")
 def bench_accelerate(bench: Bench, on_stage: Stages = silent) -> Measurement:
-    """Measure a stock transformers model whose offloaded modules accelerate brings in.
+    """Measure transformers' model whose offloaded modules accelerate brings in.
 
     The modules are those that hold the plan's offloaded parameters, whole decoder layers where
     all of a layer is offloaded. The first request is not timed.
 
     Raises InputError if accelerate is not installed, MemoryLimitError, and what loading raises.
     """
-    cpu_offload = require_accelerate()
-    if bench.model.architecture.index_topk is not None and not bench.stock:
+    cpu_offload, passes = require_accelerate(), find_passes(EXECUTORS, bench.way)
+    if bench.model.architecture.index_topk is not None and passes is None:
+        others = " or ".join(f"`{way.name}=True`" for way in RUNTIMES if not way.is_own)
         raise InputError(
-            f"{bench.model.source} has sparse attention, whose indexers stock transformers needs "
-            "and offplan leaves out: leave accelerate out, or plan with `stock=True`"
+            f"{bench.model.source} has sparse attention, whose indexers transformers needs and "
+            f"offplan leaves out: leave accelerate out, or plan with {others}"
         )
     with on_device(bench.device):
         module, offloaded = _load(bench, on_stage("loading"))
@@ -57,13 +59,13 @@ def bench_accelerate(bench: Bench, on_stage: Stages = silent) -> Measurement:
     prompt, cache = bench.prompt.to(bench.device), name_cache(module)
 
     def begin() -> tuple[torch.Tensor, Any]:
-        if not bench.stock:
+        if passes is None:
             return step(prompt, None)
-        text = StockGeneration(module, prompt, bench.context + 1)
+        text = passes.begin_texts(module, prompt, bench.context + 1)
         return text.prefill(0, prompt.shape[1]).argmax(-1), text
 
     def step(tokens: torch.Tensor, kept: Any) -> tuple[torch.Tensor, Any]:
-        if bench.stock:
+        if passes is not None:
             return kept.decode(tokens).argmax(-1, keepdim=True), kept
         output = module(input_ids=tokens, use_cache=True, logits_to_keep=1, **{cache: kept})
         return output.logits[:, -1].argmax(-1, keepdim=True), output[cache]
@@ -83,14 +85,16 @@ def bench_accelerate(bench: Bench, on_stage: Stages = silent) -> Measurement:
 
 
 def _load(bench: Bench, on_progress: Progress) -> tuple[Any, set[nn.Parameter]]:
-    """Load a stock model; also return its offloaded parameters: they are on the CPU."""
-    stage = hold(bench.model, stock=bench.stock)
-    module = build_stock(bench.model) if bench.stock else build_skeleton(bench.model)
-    if not bench.stock:
+    """Load transformers' model; also return its offloaded parameters: they are on the CPU."""
+    stage, passes = hold(bench.model, way=bench.way), find_passes(EXECUTORS, bench.way)
+    if passes is None:
+        module = build_skeleton(bench.model)
         module.set_attn_implementation("sdpa")
+    else:
+        module = passes.build(bench.model)
     targets = map_tensors(module, stage)
     state = module.state_dict()
-    if bench.stock:
+    if passes is not None:
         stage = pin_split(stage, targets, state, list_shared(module, targets))
     # it holds every weight as it is stored
     slabs = place(stage, bench.offload.recoded_by(None)).slabs
@@ -106,8 +110,7 @@ def _load(bench: Bench, on_progress: Progress) -> tuple[Any, set[nn.Parameter]]:
     materialise_buffers(module, bench.device, targets)
     load_weights(bench.folder, targets, parameters, on_progress)
     assign(find_places(module), parameters)
-    if bench.stock:
-        rescale_layers(module)
+    rescale_layers(module)
     return module, offloaded
 
 

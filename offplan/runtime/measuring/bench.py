@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from offplan.capabilities.way import OWN, Way
 from offplan.checkpoint.model import Model
 from offplan.placement import Phase
 from offplan.plan import Offload
@@ -93,8 +94,8 @@ class Bench:
     """Requests that are timed."""
     used_before: int
     """Bytes in use on the card before the process took any."""
-    stock: bool = False
-    """True if transformers' own passes run the model."""
+    way: Way = OWN
+    """The passes that run the model."""
     host_threads: int | None = None
     """Threads of the host's cores, of a plan that has them compute; None for Session's own."""
     record: Callable[[Session], None] | None = None

@@ -32,7 +32,7 @@ def measure_serial(bench: Bench, on_stage: Stages = silent) -> Measurement:
 
 
 def measure_accelerate(bench: Bench, on_stage: Stages = silent) -> Measurement:
-    """Run the stock model with the plan's parameters on the host, by accelerate."""
+    """Run transformers' model with the plan's parameters on the host, by accelerate."""
     return_memory(bench.device)
     measured = bench_accelerate(bench, on_stage)
     # its allocator has given nothing back yet
@@ -62,7 +62,7 @@ def _measure(
         context=bench.context,
         device=bench.device,
         folder=bench.folder,
-        stock=bench.stock,
+        way=bench.way,
         host_threads=bench.host_threads,
         record_routing=record is not None,
         on_progress=on_stage("loading"),

@@ -25,12 +25,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from offplan.capabilities.stock import STOCK
 from offplan.checkpoint.jsontext import describe
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.quiet import quietly
 from offplan.errors import CheckpointError
+from offplan.held.counted import CountedPasses
 from offplan.held.held import hold
-from offplan.held.stock import StockPasses, encode_passes
+from offplan.held.stock import encode_passes
 from offplan.runtime.loading.alike import list_kinds
 from offplan.runtime.loading.checks import list_shared
 from offplan.runtime.loading.mapping import map_tensors
@@ -120,7 +122,7 @@ def _stored_bytes(value: torch.Tensor) -> int:
     return value.untyped_storage().nbytes()
 
 
-def count_passes(model: Model) -> StockPasses:
+def count_passes(model: Model) -> CountedPasses:
     """Count what the passes of a model take; raises CheckpointError for one that cannot be run."""
     with _collecting_between_passes():
         return _count_somehow(model)
@@ -139,7 +141,7 @@ def _collecting_between_passes() -> Iterator[None]:
             gc.enable()
 
 
-def _count_somehow(model: Model) -> StockPasses:
+def _count_somehow(model: Model) -> CountedPasses:
     try:
         return _count(model, TOKENS, is_fake=True)
     except CheckpointError:
@@ -156,7 +158,7 @@ def _count_somehow(model: Model) -> StockPasses:
             ) from error
 
 
-def _count(model: Model, sizes: Sequence[int], *, is_fake: bool) -> StockPasses:
+def _count(model: Model, sizes: Sequence[int], *, is_fake: bool) -> CountedPasses:
     skeleton = build_stock(model)
     pinned, borrowed = _find_pinned(skeleton, model)
     places, state = find_places(skeleton), skeleton.state_dict()
@@ -182,7 +184,7 @@ def _count(model: Model, sizes: Sequence[int], *, is_fake: bool) -> StockPasses:
             break  # some read a prompt token by token
     first, sizes = counted[0], sizes[: len(counted)]
     kept = [num_tokens + 1 for num_tokens in sizes]  # the step's token is kept, too
-    return StockPasses(
+    return CountedPasses(
         is_estimated=not is_fake,
         calls=first.calls,
         caches=[
@@ -210,7 +212,7 @@ def _find_pinned(skeleton: Any, model: Model) -> tuple[list[str], list[int]]:
 
     Raises CheckpointError.
     """
-    stage = hold(model, stock=True)
+    stage = hold(model, way=STOCK)
     targets, state = map_tensors(skeleton, stage), skeleton.state_dict()
     shared, borrowed = list_shared(skeleton, targets), [0] * len(stage.layers)
     for name, readers in shared.items():
@@ -366,7 +368,7 @@ def answer() -> None:
     sys.stdout.buffer.write(encode_passes(try_to_count(pickle.load(sys.stdin.buffer))))
 
 
-def try_to_count(model: Model) -> StockPasses | str:
+def try_to_count(model: Model) -> CountedPasses | str:
     """Return what ``count_passes`` counts, or the reason why it cannot; libraries write nothing."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)  # torch tells of fakes that fail

@@ -1,4 +1,4 @@
-"""Measures how long this model's layers compute here in transformers' own passes."""
+"""Measures how long this model's layers compute here in other passes than offplan's own."""
 
 import statistics
 from collections import defaultdict
@@ -25,7 +25,7 @@ MOST_FILLED = 8192
 """Tokens in the cache of timed steps, at most: some models read all of them in one pass first."""
 
 
-def measure_stock_times(
+def measure_pass_times(
     stage: Stage,
     workload: Workload,
     chunks: Sequence[int],
@@ -35,9 +35,9 @@ def measure_stock_times(
 ) -> tuple[LayerTime, ...]:
     """Time a call of each kind of layer, and what lies outside the layers, in whole passes.
 
-    ``stage`` is held for transformers' own passes. Layers that are alike share random weights, all
-    on the ``device``, the current CUDA device or the CPU. A pass runs all layers as ``generate``
-    does, and a layer that is launch-bound takes as long as its launches. A prompt of as many tokens
+    ``stage`` is held for the passes. Layers that are alike share random weights, all on the
+    ``device``, the current CUDA device or the CPU. A pass runs all layers as a request's does, and
+    a layer that is launch-bound takes as long as its launches. A prompt of as many tokens
     as the first of ``chunks`` is read whole. Decode is timed with as many tokens in the cache as a
     step of the request finds on average, MOST_FILLED at most. Waits for the device.
     """
@@ -54,7 +54,11 @@ def measure_stock_times(
 
     with (
         Session(
-            stage.model, offload, context=context, device=device, stock=True, share_layers=True
+            *(stage.model, offload),
+            context=context,
+            device=device,
+            way=stage.way,
+            share_layers=True,
         ) as session,
         session.stream(),
     ):

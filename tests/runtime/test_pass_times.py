@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from offplan.capabilities.stock import STOCK
 from offplan.checkpoint.open import open_model
 from offplan.costs.predict import predict
-from offplan.held.held import hold, hold_stock
+from offplan.held.held import hold, hold_counted
 from offplan.library.asking import ask
 from offplan.library.machines import measure_here
 from offplan.machine import measure_cpu
 from offplan.machine.profile import LayerTime, dump_profile, parse_profile
 from offplan.plan import Budget, Workload
 from offplan.planner.make import make_plan
-from offplan.runtime.measuring import layer_times, stock_times
+from offplan.runtime.measuring import layer_times, pass_times
 from offplan.runtime.session import Session
 from tests.runtime.families import require, save
 from tests.runtime.plans import CONTEXT, group, offload
@@ -36,7 +37,7 @@ def counted_by_warm_processes(warm: Warm) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def in_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_cpu, "_LARGE_BYTES", 2**20)
-    for module in (layer_times, stock_times):
+    for module in (layer_times, pass_times):
         monkeypatch.setattr(module, "NUM_SAMPLES", 2)
         monkeypatch.setattr(module, "CPU_REPEATS", 2)
 
@@ -46,7 +47,7 @@ def in_short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plan_takes_the_times_that_were_measured(family: str, tmp_path: Path) -> None:
     require(family)
     model = open_model(str(save(family, tmp_path)))
-    stage = hold_stock(model)
+    stage = hold_counted(model, STOCK)
     profile = measure_here(model, WORKLOAD, device="cpu").profile
     names = {stage.time_key(key) for key in (stage.outside_key, *(x.key for x in stage.layers))}
     assert all(name.startswith("stock-") for name in names)
@@ -84,18 +85,18 @@ def test_times_are_of_one_way_alone(tmp_path: Path) -> None:
 def test_no_more_tokens_are_cached_than_are_to_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stock_times, "MOST_FILLED", 16)
-    stage = hold_stock(open_model(str(save("falcon", tmp_path))))
+    monkeypatch.setattr(pass_times, "MOST_FILLED", 16)
+    stage = hold_counted(open_model(str(save("falcon", tmp_path))), STOCK)
     workload = Workload(prompt_tokens=40, output_tokens=8, context=64)
-    times = stock_times.measure_stock_times(stage, workload, (16,), device="cpu")
+    times = pass_times.measure_pass_times(stage, workload, (16,), device="cpu")
     assert {(each.tokens, each.context) for each in times} == {(16, 16), (1, 16)}
 
 
 def test_layers_alike_share_their_weights(tmp_path: Path) -> None:
     model = open_model(str(save("falcon", tmp_path)))
-    stage = hold(model, stock=True)
+    stage = hold(model, way=STOCK)
     with Session(
-        model, offload(), context=CONTEXT, device="cpu", stock=True, share_layers=True
+        model, offload(), context=CONTEXT, device="cpu", way=STOCK, share_layers=True
     ) as session:
         layers = [layer.state_dict() for layer in session.loaded.module.transformer.h]
         outside = sum(parameter.loaded_bytes for parameter in stage.outside)
@@ -109,8 +110,8 @@ def test_layers_alike_share_their_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("family", "form"), [("qwen3", "nf4"), ("qwen3_moe", "gptq")])
 def test_stored_forms_are_timed(family: str, form: str, tmp_path: Path) -> None:
     stored, _ = save_stored(family, form, tmp_path)
-    stage = hold_stock(open_model(str(stored)))
-    times: tuple[LayerTime, ...] = stock_times.measure_stock_times(
+    stage = hold_counted(open_model(str(stored)), STOCK)
+    times: tuple[LayerTime, ...] = pass_times.measure_pass_times(
         stage, WORKLOAD, (14,), device="cpu"
     )
     assert {each.phase for each in times} == {"prefill", "decode"}
@@ -120,7 +121,7 @@ def test_stored_forms_are_timed(family: str, form: str, tmp_path: Path) -> None:
 def test_tokens_that_a_table_sends_to_experts_are_sent_to_all(tmp_path: Path) -> None:
     require("deepseek_v4")
     model = open_model(str(save("deepseek_v4", tmp_path)))
-    with Session(model, offload(), context=CONTEXT, device="cpu", stock=True) as session:
+    with Session(model, offload(), context=CONTEXT, device="cpu", way=STOCK) as session:
         tables = [v for n, v in session.loaded.module.state_dict().items() if "tid2eid" in n]
         experts = session.loaded.module.config.n_routed_experts
         assert tables
