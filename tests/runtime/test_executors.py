@@ -1,4 +1,4 @@
-"""A capability that offplan does not have: one executor in the table, and nothing else."""
+"""Capabilities that offplan does not have: an executor in the table, and a runner of passes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,11 +8,28 @@ import pytest
 import torch
 from typing_extensions import Self
 
-from offplan.errors import PlanError
+from offplan.capabilities.way import Way
+from offplan.checkpoint.open import open_model
+from offplan.errors import CheckpointError, InputError, PlanError
+from offplan.held.held import hold
+from offplan.held.runner import OwnRuntime
+from offplan.held.runtimes import RUNTIMES
+from offplan.library import runnable
 from offplan.placement import Phase
+from offplan.plan import Goal
+from offplan.report.analysis import describe_running
+from offplan.routing.profile import require_routing
 from offplan.runtime.executors import EXECUTORS
-from offplan.runtime.loading.capability import CapabilityExecutor, Prepared, Steps
+from offplan.runtime.loading.capability import (
+    CapabilityExecutor,
+    PassesExecutor,
+    Prepared,
+    Steps,
+)
+from offplan.runtime.loading.skeleton import build_skeleton
 from offplan.runtime.memory.store import WeightStore, allocate
+from offplan.runtime.passes.runner import ModelRunner
+from offplan.runtime.session import Session
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import group, offload, open_session
 
@@ -127,3 +144,52 @@ def test_it_refuses(last: type[Last], folder: Path) -> None:
         with pytest.raises(PlanError, match="3 sequences are too many"):
             session.prefill(PROMPT.expand(3, -1))
         assert session.prefill(PROMPT).isfinite().all()
+
+
+OTHERS = Way("others", "somebody's")
+
+
+class Others(PassesExecutor):
+    """Passes that are offplan's own, under another name."""
+
+    way = OTHERS
+    build = staticmethod(build_skeleton)
+
+    @staticmethod
+    def make_runner(*given: Any, context: int, chunk: int) -> ModelRunner:
+        return ModelRunner(*given, context=context, chunk=chunk, capture=False)
+
+
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> type[Others]:
+    monkeypatch.setitem(RUNTIMES, OTHERS, OwnRuntime())
+    monkeypatch.setitem(EXECUTORS, OTHERS.name, Others)
+    return Others
+
+
+def test_other_passes_run(others: type[Others], folder: Path) -> None:
+    made = []
+    model, decision = open_model(str(folder)), offload(group(2, 1))
+    for way in (OTHERS, Goal().way):
+        with Session(model, decision, context=64, device="cpu", folder=folder, way=way) as session:
+            assert isinstance(session.loaded.executors.get("others"), others) == (way == OTHERS)
+            made.append(session.prefill(PROMPT).clone())
+    assert torch.equal(*made)
+
+
+def test_other_passes_are_found_and_told_of(
+    others: type[Others], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = open_model(str(folder))
+    assert runnable.why_not_run(hold(model, way=OTHERS)) is None
+    assert "somebody's passes" in describe_running(model, None, OTHERS)
+    with pytest.raises(InputError, match="somebody's run this model"):
+        require_routing(model, way=OTHERS)
+    monkeypatch.setattr(others, "make_runner", lambda *_, **__: 1 // 0)
+    with pytest.raises(CheckpointError, match="somebody's passes fail"):
+        Session(model, offload(), context=64, device="cpu", folder=folder, way=OTHERS)
+    left = "offplan.library.runnable.why_not_run"
+    monkeypatch.setattr(left, lambda stage, _: None if stage.way == OTHERS else "it cannot")
+    assert runnable.find_way(model, Goal(), 64) == OTHERS
+    with pytest.raises(CheckpointError, match="it cannot"):
+        runnable.find_way(model, Goal(stock=True), 64)
