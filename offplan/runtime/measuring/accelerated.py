@@ -9,18 +9,15 @@ from torch import nn
 from offplan.errors import InputError
 from offplan.held.held import hold
 from offplan.held.runtimes import RUNTIMES
-from offplan.placement import place
 from offplan.progress import Progress, Stages, silent
 from offplan.runtime.device import on_device
 from offplan.runtime.executors import EXECUTORS
 from offplan.runtime.faults import memory_limits
 from offplan.runtime.loading.capability import find_passes
-from offplan.runtime.loading.checks import list_shared
 from offplan.runtime.loading.loader import load_weights
-from offplan.runtime.loading.mapping import map_tensors
-from offplan.runtime.loading.offloaded import pin_split
 from offplan.runtime.loading.places import assign, find_places, materialise_buffers
-from offplan.runtime.loading.skeleton import build_skeleton, decoder_layers
+from offplan.runtime.loading.prepared import fit
+from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.measuring.bench import Bench, Measurement, PhaseCost, Spread, time_requests
 from offplan.transformers_private import name_cache, rescale_layers
 
@@ -86,32 +83,24 @@ def bench_accelerate(bench: Bench, on_stage: Stages = silent) -> Measurement:
 
 def _load(bench: Bench, on_progress: Progress) -> tuple[Any, set[nn.Parameter]]:
     """Load transformers' model; also return its offloaded parameters: they are on the CPU."""
-    stage, passes = hold(bench.model, way=bench.way), find_passes(EXECUTORS, bench.way)
-    if passes is None:
-        module = build_skeleton(bench.model)
-        module.set_attn_implementation("sdpa")
-    else:
-        module = passes.build(bench.model)
-    targets = map_tensors(module, stage)
-    state = module.state_dict()
-    if passes is not None:
-        stage = pin_split(stage, targets, state, list_shared(module, targets))
     # it holds every weight as it is stored
-    slabs = place(stage, bench.offload.recoded_by(None)).slabs
-    on_host = {tensor for slab in slabs for entry in slab.entries for tensor in entry.unit.tensors}
-    parameters: dict[str, nn.Parameter] = {}
-    offloaded: set[nn.Parameter] = set()
-    for name, target in targets.items():
-        is_offloaded = any(piece.tensor in on_host for piece in target.pieces)
-        value = torch.empty_like(state[name], device="cpu" if is_offloaded else bench.device)
-        parameters[name] = nn.Parameter(value, requires_grad=False)
-        if is_offloaded:
-            offloaded.add(parameters[name])
-    materialise_buffers(module, bench.device, targets)
-    load_weights(bench.folder, targets, parameters, on_progress)
+    decision = bench.offload.recoded_by(None)
+    fitted = fit(hold(bench.model, way=bench.way), decision, EXECUTORS, bench.device)
+    module, on_host = fitted.module, {n for n, (layer, _) in fitted.offloaded.items() if layer >= 0}
+    if bench.way.is_own:
+        module.set_attn_implementation("sdpa")
+    parameters = {
+        name: nn.Parameter(
+            torch.empty_like(value, device="cpu" if name in on_host else bench.device),
+            requires_grad=False,
+        )
+        for name, value in fitted.wanted.items()
+    }
+    materialise_buffers(module, bench.device, fitted.targets)
+    load_weights(bench.folder, fitted.targets, parameters, on_progress)
     assign(find_places(module), parameters)
     rescale_layers(module)
-    return module, offloaded
+    return module, {parameters[name] for name in on_host}
 
 
 def _largest_modules(module: Any, offloaded: set[nn.Parameter]) -> Iterator[nn.Module]:
