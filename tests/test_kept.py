@@ -14,10 +14,11 @@ from huggingface_hub import constants
 from offplan import kept
 from offplan.capabilities.stock import STOCK
 from offplan.checkpoint import header_cache
-from offplan.checkpoint.built_cache import BUILT, built_key
+from offplan.checkpoint.assemble import assemble
 from offplan.checkpoint.header_cache import ShardStart
-from offplan.checkpoint.quantise import Use
-from offplan.checkpoint.tensors import TensorInfo
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.model_cache import SIZED, sized_key
+from offplan.checkpoint.tensors import Stored, TensorInfo
 from offplan.held import stock
 from offplan.held.counted import CountedPasses
 from offplan.kept import KeptAnswers, installed_versions
@@ -35,11 +36,30 @@ class Kind(NamedTuple):
     given: tuple[Any, Any]
 
 
-def tensors(size: int) -> list[tuple[TensorInfo, Use]]:
-    return [
-        (TensorInfo("model.layers.0.mlp.up_proj.weight", "BF16", (size, 8)), Use.PRODUCT),
-        (TensorInfo("model.norm.weight", "F32", (8,)), Use.OTHER),
-    ]
+def sized(size: int, num_experts: int = 2) -> Model:
+    """A model of one layer, sized from a config that has an infinity."""
+    sizes = {"hidden_size": 8, "num_attention_heads": 1, "num_experts_per_tok": 1}
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 1, "num_experts": num_experts}
+    experts = "model.layers.0.mlp.experts"
+    return assemble(
+        "config.json",
+        Stored(
+            config | sizes | {"time_step_limit": [0.0, float("inf")]},
+            (
+                *(
+                    TensorInfo(f"{experts}.{index}.{name}_proj.weight", dtype, shape)
+                    for index in range(num_experts)
+                    for name, dtype, shape in (
+                        ("up", "BF16", (size, 8)),
+                        # the last is another's form
+                        ("down", "F32" if index == num_experts - 1 else "BF16", (8, size)),
+                    )
+                ),
+                TensorInfo("model.layers.0.self_attn.k_proj.weight", "BF16", (8, 8)),
+                TensorInfo("model.norm.weight", "F32", (8,)),
+            ),
+        ),
+    )
 
 
 def start(size: int) -> ShardStart:
@@ -69,9 +89,9 @@ ASKED = {"model": ["org/name", "0", "1"], "held": ["x", "y"]}
 KINDS = [
     Kind(alternatives._KEPT, ({"model": "a"}, {"model": "b"}), (OTHERS, ())),
     Kind(
-        BUILT,
-        (built_key({"intermediate_size": 14336}), built_key({"intermediate_size": 7168})),
-        (tensors(14336), tensors(7168)),
+        SIZED,
+        (sized_key({"intermediate_size": 14336}, None), sized_key({"hidden_size": 8}, "float32")),
+        (sized(14336), sized(7168, num_experts=12)),
     ),
     Kind(header_cache._HEADERS, (SHARD, {**SHARD, "shard": "other"}), (start(3), start(300))),
     Kind(LAYER_TIMES, (TIMED, {**TIMED, "torch": "3"}), (times(0.1 + 0.2), times(1e-5))),
@@ -177,18 +197,14 @@ def test_a_flipped_bit_or_a_lost_end(home: Path, kind: Kind) -> None:
 FORGED = (
     *("", "{", "null", "true", "0", "NaN", '"runs', "[]", "{}", "[[]]", "[{}]", "[1]", "[[1]]"),
     *("[" * 10**5, "\ud800", '{"x": 1}', "run", "runs "),
-    '[["a", "BF16", ["x"], "other"]]',
-    '[["a", "BF16", [-1], "other"]]',
-    '[["a", "BF16", [1.0], "other"]]',
-    '[["a", "BF16", [true], "other"]]',
-    '[["a", "BF16", 1, "other"]]',
-    '[["a", "NONE", [1], "other"]]',
-    '[["a", ["BF16"], [1], "other"]]',
-    '[["a", "BF16", [1], "none"]]',
-    '[["a\\u001b", "BF16", [1], "other"]]',
-    '[[1, "BF16", [1], "other"]]',
-    '[["a", "BF16", [1]]]',
-    '[["a", "BF16", [1], "other", 1]]',
+    *(
+        SIZED.encode(sized(8)).decode().replace('["model.norm.weight","F32",[8]', forged)
+        for forged in (
+            *(f'["a","F32",[{size}]' for size in ('"x"', -1, 1.5, "true")),
+            *('["a","F32",8', '["a","NONE",[8]', '["a",["F32"],[8]', '[1,"F32",[8]'),
+            *('["a\\u001b","F32",[8]', '["a"'),
+        )
+    ),
     *(
         json.dumps([{**times(1)[0].model_dump(), **change}])
         for change in ({"seconds": -1}, {"seconds": float("nan")}, {"phase": "x"}, {"more": 1})
@@ -285,7 +301,7 @@ def test_a_plan_never_rests_on_another_models_entry(cli: CLI, home: Path, tmp_pa
         assert code == 0, err
         new = [path for path in {*home.rglob("*")} - before if path.is_file()]
         files[size] = {path.parent.name: path for path in new}
-    assert files[224].keys() == files[112].keys() == {"built", "runnable"}
+    assert files[224].keys() == files[112].keys() == {"sized", "runnable"}
     for kind, path in files[112].items():
         path.write_bytes(files[224][kind].read_bytes())
     assert cli("plan", tmp_path / "config.json", "--machine", "cpu").out == plans[112]

@@ -1,10 +1,12 @@
 """The step from what a source holds to the model that the rest of offplan sees."""
 
+import re
 from collections import Counter
 
 from offplan.checkpoint.architecture import Architecture, read_architecture
 from offplan.checkpoint.config import read_model_type
 from offplan.checkpoint.experts import describe_experts
+from offplan.checkpoint.folder import ADAPTER_ALONE
 from offplan.checkpoint.group import group_parameters, resize
 from offplan.checkpoint.kv_cache import describe_kv_caches
 from offplan.checkpoint.layers import split_layers
@@ -26,6 +28,9 @@ from offplan.checkpoint.tensors import (
 )
 from offplan.errors import CheckpointError
 
+_UNMERGED = re.compile(r"\.(lora_[AB]|base_layer)\.")
+"""Tells the tensors that peft adds to a model's own, or hides these behind."""
+
 
 def assemble(source: str, stored: Stored) -> Model:
     """Understand a checkpoint: layers, experts, cache; raises CheckpointError when it cannot be."""
@@ -34,6 +39,8 @@ def assemble(source: str, stored: Stored) -> Model:
         raise CheckpointError(
             f"{source}: found no tensors, expected a model's; fetch the checkpoint again"
         )
+    if any(_UNMERGED.search(tensor.name) for tensor in stored.tensors):
+        raise CheckpointError(f"{source}: {ADAPTER_ALONE}")
     architecture = read_architecture(stored.config)
     split = split_layers(architecture, stored.tensors)
     if architecture.num_layers is None:

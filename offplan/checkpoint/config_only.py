@@ -10,18 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offplan.checkpoint.architecture import read_architecture
-from offplan.checkpoint.built_cache import BUILT, BuiltTensors, built_key
+from offplan.checkpoint.assemble import assemble
 from offplan.checkpoint.folder import is_file, read_config, read_generation, read_index
 from offplan.checkpoint.jsontext import quote
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.model_cache import SIZED, sized_key
 from offplan.checkpoint.published import as_published
-from offplan.checkpoint.quantise import Use, quantise
+from offplan.checkpoint.quantise import BuiltTensors, Use, quantise, require_read
 from offplan.checkpoint.quiet import quietly
 from offplan.checkpoint.tensors import (
     INDEX_NAME,
     TORCH_NAMES,
     Stored,
     TensorInfo,
-    Tensors,
 )
 from offplan.errors import CheckpointError
 from offplan.progress import Progress
@@ -38,30 +39,41 @@ _LAYER_COUNT = re.compile(r"(layers?|depth|blocks|parts)$")
 parts a table (Qwen3.8)."""
 
 
-def read_config_only(path: Path, on_progress: Progress, dtype: str | None = None) -> Stored:
-    """Size the checkpoint of the model that a ``config.json`` describes, as ``size_config`` does.
+def read_config_only(path: Path, on_progress: Progress, dtype: str | None = None) -> Model:
+    """Size the model that a ``config.json`` describes, as ``size_config`` does.
 
     An index beside the file is used to check the total size.
     """
-    config = read_config(path)
-    stored = size_config(config, str(path), on_progress, dtype)
+    model = size_config(read_config(path), str(path), on_progress, dtype)
     seen = "sizes come from the config alone: no weights were seen"
-    notes = (seen, *stored.notes, *_compare_with_index(path, stored.tensors))
+    notes = (seen, *_compare_with_index(path, model), *model.notes)
     # without one, it may be among the weights
-    return replace(stored, notes=notes, generation=read_generation(path.parent) or None)
+    return replace(model, notes=notes, generation=read_generation(path.parent) or None)
 
 
 def size_config(
     config: Mapping[str, Any], where: str, on_progress: Progress, dtype: str | None = None
-) -> Stored:
-    """Build the model that a config describes and return the checkpoint it would save.
+) -> Model:
+    """Build the model that a config describes, and size the checkpoint that it would save.
 
-    ``where`` names the config in errors. ``dtype`` takes the place of the type that the config
-    states: of all that is stored in no form that its ``quantization_config`` names.
-    Never runs code from the config.
+    offplan keeps it on disk. ``where`` names the config in errors. ``dtype`` takes the place of the
+    type that the config states: of all that is stored in no form that its ``quantization_config``
+    names. Never runs code from the config.
     ``on_progress`` hears that the model is being built, if it is not kept, and that it is done.
     Raises CheckpointError when transformers does not know or cannot build the architecture.
     """
+    key = sized_key(config, dtype)
+    model = SIZED.find(key)
+    if model is None:
+        model = assemble(where, _find_stored(config, where, on_progress, dtype))
+        SIZED.keep(key, model)
+    return replace(model, source=where)
+
+
+def _find_stored(
+    config: Mapping[str, Any], where: str, on_progress: Progress, dtype: str | None
+) -> Stored:
+    """Return what the checkpoint of the model that a config describes would store."""
     architecture = read_architecture(config)
     num_experts = architecture.routing.num_experts or 0
     for what, most, found in (
@@ -72,6 +84,7 @@ def size_config(
             raise CheckpointError(
                 f"{where}: found {quote(found)} {what}, expected {most} at most; correct the file"
             )
+    require_read(architecture.quantisation, where)
     notes = []
     if dtype not in (None, architecture.dtype):
         stated = architecture.dtype or "no dtype"
@@ -84,8 +97,9 @@ def size_config(
         notes.append(f"the config names no dtype: took {taken}")
     # Parts that state a type of their own keep it; transformers reads the others' from the top.
     named = {**config, "dtype": architecture.dtype or taken}
-    built = _find_tensors(named, where, on_progress)
-    built = as_published(built, architecture, config)
+    on_progress(0, 1)
+    built = as_published(_build_tensors(named, where), architecture, config)
+    on_progress(1, 1)
     tensors = quantise(built, architecture, where)
     if architecture.quantisation is not None and architecture.quantisation.note is not None:
         notes.append(architecture.quantisation.note)
@@ -112,18 +126,6 @@ def _layer_counts(config: Mapping[str, Any]) -> Iterator[float]:
         # Above zero, which also leaves out what is no number.
         elif isinstance(value, (int, float)) and value > 0 and _LAYER_COUNT.search(key):
             yield value
-
-
-def _find_tensors(config: Mapping[str, Any], where: str, on_progress: Progress) -> BuiltTensors:
-    """Return what ``_build_tensors`` builds, which is kept on disk."""
-    key = built_key(config)
-    built = BUILT.find(key)
-    if built is None:
-        on_progress(0, 1)
-        built = _build_tensors(config, where)
-        on_progress(1, 1)
-        BUILT.keep(key, built)
-    return built
 
 
 def _build_tensors(config: Mapping[str, Any], where: str) -> BuiltTensors:
@@ -214,20 +216,20 @@ def _model_class(built: Any, where: str) -> Any:
     )
 
 
-def _compare_with_index(path: Path, tensors: Tensors) -> list[str]:
+def _compare_with_index(path: Path, model: Model) -> list[str]:
     """Return notes when an index lies beside the config and speaks of other sizes or names."""
     beside = path.parent / INDEX_NAME
     if not is_file(beside):
         return []
     index = read_index(beside)
-    total_bytes = sum(tensor.nbytes for tensor in tensors)
+    total_bytes = model.total_bytes
     notes = []
     if index.total_size is not None and index.total_size != total_bytes:
         notes.append(
             f"{INDEX_NAME} beside the config says {index.total_size} bytes, the config alone "
             f"{total_bytes}: the index has {index.total_size - total_bytes:+} bytes"
         )
-    built = {tensor.name for tensor in tensors}
+    built = {tensor.name for tensor in model.tensors}
     for names, where in (
         (index.weight_map.keys() - built, f"in {INDEX_NAME} and not in"),
         (built - index.weight_map.keys(), f"not in {INDEX_NAME} but in"),

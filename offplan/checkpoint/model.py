@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ from offplan.checkpoint.group import group_outside, resize
 from offplan.checkpoint.identity import fingerprint
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tables import INPUT_EMBEDDINGS, Table, group_rows
-from offplan.checkpoint.tensors import Tensors
+from offplan.checkpoint.tensors import TensorInfo, Tensors
 
 FLOAT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 """Bytes of an element of each type that models compute in, as torch names them."""
@@ -79,8 +79,7 @@ class Layer:
         Twelve hexadecimal digits, the same on every machine and for every source of the model.
         """
         parameters = [
-            [p.name, len(p.tensors), sorted({(t.dtype, t.shape) for t in p.tensors_read})]
-            + ([] if p.form.is_raw else [p.form])
+            [p.name, len(p.tensors), p.kinds_read] + ([] if p.form.is_raw else [p.form])
             for p in self.parameters
         ]
         cache = [self.kv_cache.bytes_per_token, self.kv_cache.window, self.kv_cache.state_bytes]
@@ -212,6 +211,14 @@ class Model:
     def total_bytes(self) -> int:
         """Bytes of all tensors as stored."""
         return sum(layer.nbytes for layer in self.layers) + sum(t.nbytes for t in self.outside)
+
+    @property
+    def tensors(self) -> Iterator[TensorInfo]:
+        """All tensors as stored, those of the layers first."""
+        for layer in self.layers:
+            for parameter in layer.parameters:
+                yield from parameter.stored
+        yield from self.outside
 
     @cached_property
     def outside_parameters(self) -> tuple[Parameter, ...]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from offplan.checkpoint.assemble import assemble
-from offplan.checkpoint.folder import ADAPTER_ALONE, read_folder
+from offplan.checkpoint.folder import read_folder
 from offplan.checkpoint.gguf.places import (
     SUFFIX,
     Found,
@@ -20,7 +20,7 @@ from offplan.checkpoint.gguf.places import (
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.own_code import fingerprint_code, names_code
-from offplan.checkpoint.tensors import CONFIG_NAME, Stored
+from offplan.checkpoint.tensors import CONFIG_NAME
 from offplan.errors import CheckpointError, HubError, OffplanError
 from offplan.files import StrPath
 from offplan.kinds import describe_kind
@@ -36,9 +36,6 @@ _PAGE = re.compile(
 """The address of a model's page on the Hub: its id and, of a branch or a file, its revision."""
 _FILE = re.compile(r".*\.(json|safetensors|bin|gguf|pth?|ya?ml)", re.IGNORECASE)
 """Names of files, which a bare word of this kind is far more likely to mean than a model."""
-
-_UNMERGED = re.compile(r"\.(lora_[AB]|base_layer)\.")
-"""Tells the tensors that peft adds to a model's own, or hides these behind."""
 
 
 def open_model(
@@ -75,14 +72,7 @@ def open_model(
                 f"{quote(text)}: found characters that cannot be printed, expected a folder, a Hub "
                 "id, a revision or a name without any; rename it"
             )
-    stored = _read(source, revision, dtype, on_progress or silent(""))
-    if any(_UNMERGED.search(tensor.name) for tensor in stored.tensors):
-        raise CheckpointError(f"{source}: {ADAPTER_ALONE}")
-    model = assemble(source, stored)
-    if stored.gguf is not None:
-        from offplan.checkpoint.gguf.read import as_stored
-
-        model = as_stored(model, stored.gguf, dtype)
+    model = _read(source, revision, dtype, on_progress or silent(""))
     if not any(layer.nbytes for layer in model.layers):
         raise CheckpointError(
             f"{source}: found layers whose tensors are all empty, expected a model's; fetch the "
@@ -95,10 +85,10 @@ def open_model(
         )
     if trust_remote_code and names_code(model.config):
         model = replace(model, code=fingerprint_code(source, model.revision))
-    return model if name is None else replace(model, source=name)
+    return replace(model, source=source if name is None else name)
 
 
-def _read(source: str, revision: str | None, dtype: str | None, on_progress: Progress) -> Stored:
+def _read(source: str, revision: str | None, dtype: str | None, on_progress: Progress) -> Model:
     path = Path(source)
     # Not of the path: pathlib takes an empty name for the working directory.
     is_folder, exists = os.path.isdir(source), os.path.exists(source)
@@ -114,7 +104,7 @@ def _read(source: str, revision: str | None, dtype: str | None, on_progress: Pro
 
         return read_gguf(gguf, on_progress, dtype)
     if is_local and is_folder:
-        return read_folder(path, on_progress)
+        return assemble(source, read_folder(path, on_progress))
     if is_local and path.suffix == ".json":
         # Imported here: it is of use only with torch at hand.
         from offplan.checkpoint.config_only import read_config_only
@@ -144,15 +134,13 @@ def _read(source: str, revision: str | None, dtype: str | None, on_progress: Pro
     )
 
 
-def _read_hub(
-    source: str, revision: str | None, on_progress: Progress, dtype: str | None
-) -> Stored:
+def _read_hub(source: str, revision: str | None, on_progress: Progress, dtype: str | None) -> Model:
     """Read a checkpoint on the Hub, or what a repository without one has in GGUF files."""
     from offplan.checkpoint.hub import read_hub
     from offplan.checkpoint.hub_errors import NoSuchFile
 
     try:
-        return read_hub(source, revision, on_progress)
+        return assemble(source, read_hub(source, revision, on_progress))
     except NoSuchFile:
         from offplan.checkpoint.gguf.hub import list_files, read_repository
 

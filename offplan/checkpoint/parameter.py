@@ -66,10 +66,14 @@ class Parameter:
         """All its tensors."""
         return self.tensors + tuple(tensor for _, tensors in self.beside for tensor in tensors)
 
-    @property
-    def tensors_read(self) -> Tensors:
-        """Those that values are made of: bitsandbytes' states differ in length alone."""
-        return tuple(t for part in self.parts if part is not Part.STATE for t in self.of(part))
+    @cached_property
+    def kinds_read(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Types and shapes of the tensors that values are made of, in order.
+
+        bitsandbytes' states are not among them, since they differ in length alone.
+        """
+        read = (self.of(part) for part in self.parts if part is not Part.STATE)
+        return sorted({(tensor.dtype, tensor.shape) for tensors in read for tensor in tensors})
 
     @property
     def shape(self) -> tuple[int, ...]:

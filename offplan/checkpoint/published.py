@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from offplan.checkpoint.architecture import Architecture, Routing
-from offplan.checkpoint.built_cache import BuiltTensors
 from offplan.checkpoint.config import read_count
-from offplan.checkpoint.quantise import Use
+from offplan.checkpoint.quantise import BuiltTensors, Use
 from offplan.checkpoint.tensors import TensorInfo, split_expert
 
 _COMPRESSED = re.compile(r"\.(compressor|indexer)\.")

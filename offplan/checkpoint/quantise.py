@@ -1,6 +1,6 @@
 """The tensors of a quantised checkpoint, from those of the model before it was quantised."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 
 from offplan.checkpoint.architecture import Architecture
@@ -31,9 +31,20 @@ class Use(Enum):
         return self in (Use.PRODUCT, Use.EXPERTS)
 
 
-def quantise(
-    built: Iterable[tuple[TensorInfo, Use]], architecture: Architecture, where: str
-) -> Tensors:
+BuiltTensors = list[tuple[TensorInfo, Use]]
+"""The tensors of an unquantised model, each with what the model does with it."""
+
+
+def require_read(quantisation: Quantisation | None, where: str) -> None:
+    """Raise CheckpointError if offplan does not read the form that a config, ``where``, states."""
+    if quantisation is not None and quantisation.find is None:
+        raise CheckpointError(
+            f"{where}: {describe_unread(quantisation)}; to plan, name the folder or the Hub id of "
+            "the checkpoint, whose headers tell its sizes"
+        )
+
+
+def quantise(built: BuiltTensors, architecture: Architecture, where: str) -> Tensors:
     """Return what is stored in place of the tensors of a model, as its config says.
 
     Raises CheckpointError where the config, read from ``where``, does not determine it.
@@ -41,11 +52,6 @@ def quantise(
     quantisation = architecture.quantisation
     if quantisation is None:
         return tuple(tensor for tensor, _ in built)
-    if quantisation.find is None:
-        raise CheckpointError(
-            f"{where}: {describe_unread(quantisation)}; to plan, name the folder or the Hub id of "
-            "the checkpoint, whose headers tell its sizes"
-        )
     stored: list[TensorInfo] = []
     num_taken = 0
     memo: Memo = {}
@@ -122,7 +128,7 @@ Source: what each makes of Granite's and Aria's, in tests/checkpoint/quantising.
 
 
 def _one_by_one(
-    built: Iterable[tuple[TensorInfo, Use]], architecture: Architecture, quantisation: Quantisation
+    built: BuiltTensors, architecture: Architecture, quantisation: Quantisation
 ) -> Iterator[tuple[TensorInfo, Use]]:
     """Yield tensors, of fused experts each expert's own: so quantisers see and store them.
 

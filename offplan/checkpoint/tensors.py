@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from offplan.checkpoint.gguf.origin import GGUF
-
 CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -86,8 +84,6 @@ class Stored:
     """Fingerprint of the generation config, as a ``Model`` has it."""
     notes: tuple[str, ...] = ()
     """Sentences on what the source could not tell."""
-    gguf: GGUF | None = None
-    """The GGUF file whose shape this is; None for a checkpoint."""
 
 
 def headers_sha256(tensors: Tensors) -> str:

@@ -24,9 +24,9 @@ from offplan.checkpoint.gguf.read import Header, import_reader, read_header, siz
 from offplan.checkpoint.header_cache import ShardStart, find_header, keep_header
 from offplan.checkpoint.hub_errors import explaining
 from offplan.checkpoint.jsontext import quote
+from offplan.checkpoint.model import Model
 from offplan.checkpoint.quiet import quietly
 from offplan.checkpoint.ranges import read_start, retry
-from offplan.checkpoint.tensors import Stored
 from offplan.errors import CheckpointError
 from offplan.progress import Progress
 
@@ -69,7 +69,7 @@ def list_files(repo: str, revision: str | None) -> Repository | None:
         return retry(ask)
 
 
-def read_named(name: HubName, on_progress: Progress, dtype: str | None = None) -> Stored:
+def read_named(name: HubName, on_progress: Progress, dtype: str | None = None) -> Model:
     """Do what ``read_repository`` does for a name that has the repository in it."""
     repository = list_files(name.repo, name.revision)
     if repository is None:
@@ -81,7 +81,7 @@ def read_named(name: HubName, on_progress: Progress, dtype: str | None = None) -
 
 def read_repository(
     repository: Repository, wanted: str | None, on_progress: Progress, dtype: str | None = None
-) -> Stored:
+) -> Model:
     """Read one GGUF model of a repository: ``wanted`` is its quantisation, or its file's name.
 
     The other arguments are those of ``read_gguf``. Raises CheckpointError and HubError.

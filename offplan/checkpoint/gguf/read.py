@@ -14,7 +14,6 @@ from offplan.checkpoint.gguf.shape import find_config, is_counted, num_layers
 from offplan.checkpoint.jsontext import describe, quote, shorten
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.requantise import requantise
-from offplan.checkpoint.tensors import Stored
 from offplan.errors import CheckpointError
 from offplan.progress import Progress
 
@@ -45,12 +44,12 @@ class Header(NamedTuple):
     """Bytes before the weights, of one file's."""
 
 
-def read_gguf(found: Found, on_progress: Progress, dtype: str | None = None) -> Stored:
-    """Read what GGUF files state and return the safetensors checkpoint of their shape, in floats.
+def read_gguf(found: Found, on_progress: Progress, dtype: str | None = None) -> Model:
+    """Read what GGUF files state and return the model of their shape, as safetensors have it.
 
-    ``dtype`` is the type that it is sized in, bfloat16 if left out; ``on_progress`` is that of
-    ``size_config``. Raises CheckpointError, which states what the file is, where there is no such
-    checkpoint.
+    ``dtype`` is the type that it is sized in. It is the form that comes nearest to the file's bits
+    if left out. ``on_progress`` is that of ``size_config``. Raises CheckpointError, which states
+    what the file is, where there is no such checkpoint.
     """
     headers = [read_header(path, str(path)) for path in found.files]
     return size_headers(headers, found, on_progress, dtype)
@@ -58,7 +57,7 @@ def read_gguf(found: Found, on_progress: Progress, dtype: str | None = None) -> 
 
 def size_headers(
     headers: Sequence[Header], found: Found, on_progress: Progress, dtype: str | None = None
-) -> Stored:
+) -> Model:
     """Do what ``read_gguf`` does for the headers of all shards, which were read."""
     header = Header(headers[0].metadata, tuple(t for each in headers for t in each.tensors))
     where, gguf = str(found.files[0]), describe_gguf(header, found.runs_with)
@@ -77,7 +76,7 @@ def size_headers(
     # what numbers and lists raise that are not what the architecture's files have
     except (ArithmeticError, LookupError, TypeError, ValueError):
         raise _refuse(where, gguf, "its metadata contradict themselves") from None
-    return replace(sized, gguf=gguf)
+    return _as_stored(sized, gguf, dtype)
 
 
 def read_header(path: Path, where: str, file_bytes: int | None = None) -> Header:
@@ -137,7 +136,7 @@ def describe_gguf(header: Header, runs_with: tuple[str, ...]) -> GGUF:
     )
 
 
-def as_stored(model: Model, gguf: GGUF, dtype: str | None) -> Model:
+def _as_stored(model: Model, gguf: GGUF, dtype: str | None) -> Model:
     """Return the model as the safetensors checkpoint that comes nearest to a file's bits.
 
     In floats where a ``dtype`` was named. Raises CheckpointError where the shape has other weights
@@ -154,9 +153,7 @@ def as_stored(model: Model, gguf: GGUF, dtype: str | None) -> Model:
     if model.architecture.quantisation is not None:
         form = model.architecture.quantisation.method
     notes = ("sizes come from a GGUF file's metadata: no safetensors were seen", *planned.notes)
-    return replace(
-        planned, notes=notes, gguf=replace(gguf, planned_in=form), revision=model.revision
-    )
+    return replace(planned, notes=notes, gguf=replace(gguf, planned_in=form))
 
 
 def import_reader(where: str) -> Any:
