@@ -27,7 +27,7 @@ from offplan.engines.registry import find_engine
 from offplan.engines.taken import StageTaken, choose_packed
 from offplan.errors import ExportError
 from offplan.held.held import hold_counted, hold_whole, recode_stages
-from offplan.held.layout import Layout
+from offplan.held.layout import Layout, grow
 from offplan.held.pass_rules import PassRules
 from offplan.held.runner import Runner
 from offplan.held.runtimes import RUNTIMES
@@ -101,7 +101,7 @@ class EngineRunner:
             most = max((sum(p.num_weights for p in fused) for fused in of_dense), default=0)
             return Layout(host_growth=host_growth, fused_weights=most)
         tensors = [t for layer in stage.layers for p in layer.parameters for t in p.stored]
-        grown = Layout(gpu_growth).gpu_bytes(tensors) - sum(tensor.nbytes for tensor in tensors)
+        grown = grow(tensors, gpu_growth) - sum(tensor.nbytes for tensor in tensors)
         kept = self.engine.demand_resident(stage, self.version).more_gpu_bytes - grown
         return Layout(gpu_growth, host_growth, grown, kept)
 

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from offplan.checkpoint.tensors import TensorInfo, sum_bytes
+from offplan.checkpoint.tensors import TensorInfo
+from offplan.held.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -24,19 +25,20 @@ class Layout:
     fused_weights: int = 0
     """Weights of the largest packed matrix that an engine fuses: their values are made at once."""
 
-    def gpu_bytes(self, tensors: Iterable[TensorInfo]) -> int:
-        """Bytes that tensors of the layers take at least on the GPU."""
-        growth = self.gpu_growth
-        if not growth:
-            return sum_bytes(tensors)
-        return int(sum(each.nbytes * growth.get(each.name, 1) for each in tensors))
+    def gpu_bytes(self, unit: Unit) -> int:
+        """Bytes that a unit of a layer takes at least on the GPU."""
+        return grow(unit.tensors, self.gpu_growth) if self.gpu_growth else unit.nbytes
 
-    def host_bytes(self, tensors: Iterable[TensorInfo], slab_bytes: int) -> int:
-        """Bytes that tensors of one layer take at least in host memory, in a slab of so many."""
-        growth = self.host_growth
-        if growth is None:
+    def host_bytes(self, units: Iterable[Unit], slab_bytes: int) -> int:
+        """Bytes that units of one layer take at least in host memory, in a slab of so many."""
+        if self.host_growth is None:
             return slab_bytes
-        return int(sum(each.nbytes * growth.get(each.name, 1) for each in tensors))
+        return grow((tensor for unit in units for tensor in unit.tensors), self.host_growth)
+
+
+def grow(tensors: Iterable[TensorInfo], growth: Mapping[str, Fraction]) -> int:
+    """Return the bytes of tensors, some of which grow so many times."""
+    return int(sum(each.nbytes * growth.get(each.name, 1) for each in tensors))
 
 
 AS_STORED = Layout()

@@ -214,10 +214,11 @@ def _is_raw_matrix(parameter: Parameter) -> bool:
 
 def _pack(parameter: Parameter) -> Parameter:
     """Return a weight held by the parts that its values are packed into."""
-    parts = {
-        part: tuple(TensorInfo(f"{t.name}:{part.value}", dtype, shape) for t in parameter.tensors)
-        for part, (dtype, shape) in parts_of(parameter.shape).items()
-    }
+    names = [tensor.name for tensor in parameter.tensors]
+    parts = {}
+    for part, (dtype, shape) in parts_of(parameter.shape).items():
+        end = f":{part.value}"
+        parts[part] = tuple(TensorInfo(name + end, dtype, shape) for name in names)
     weight = parts.pop(Part.WEIGHT)
     return replace(
         parameter,

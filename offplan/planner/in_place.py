@@ -76,8 +76,9 @@ class InPlaceRules:
             if ways[0] is ways[1] and not (option.decode.streams or option.climbs):
                 taken = space.taken(option.segment_class)
                 sizes = [unit.nbytes for kind in space.kind_of for unit in taken[kind]]
-                leaving = (off_gpu_bytes(size, *ways) for size in sizes)
-                found[number] = list(accumulate(sizes)), list(accumulate(leaving))
+                leaving = {size: off_gpu_bytes(size, *ways) for size in set(sizes)}
+                off_gpu = accumulate(leaving[size] for size in sizes)
+                found[number] = list(accumulate(sizes)), list(off_gpu)
         return found
 
     def _take(self, number: int | None, lacking: int) -> tuple[tuple[Rule, ...], int, int]:
@@ -95,7 +96,7 @@ class InPlaceRules:
         if unit > 1:  # and the engine may take no more than it is told
             max_bytes = -(-max(max_bytes, needed) // unit) * unit
             last = bisect_left(sums, min(max_bytes, sums[-1]))
-        rule = option.rule(1, 1).model_dump(exclude={"group_size", "num_in_group"})
+        rule = option.every_layer.model_dump(exclude={"group_size", "num_in_group"})
         return (Rule(**{**rule, "max_bytes": max_bytes}),), last + 1, needed - off_gpu[last]
 
     def _copied_bytes(self, option: Option) -> int:

@@ -7,6 +7,7 @@ listed once for each value that may be best.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,6 +87,11 @@ class Option:
     def fills_ring(self) -> bool:
         """True if a prompt streams layers whole, so that decode may find them in the ring."""
         return self.prefill.streams
+
+    @cached_property
+    def every_layer(self) -> Rule:
+        """The rule that takes the weights of every layer, at one rung."""
+        return self.rule(1, 1)
 
     def numbers(self, rungs: int, more: int) -> Mapping[str, Any]:
         """Return the rule's own keys, at so many rungs, of which ``more`` layers have one more."""

@@ -65,7 +65,7 @@ class StreamsParts(Option):
         units = space.taken(self.segment_class)[kind]
         if not units:
             return None
-        rule, layer = self.rule(1, 1), space.kind_of.index(kind)
+        rule, layer = self.every_layer, space.kind_of.index(kind)
         first, *_ = build_slab((unit, rule) for unit in units).pieces
         gpu_bytes, times = [], []
         for each, memory in zip(space.settings, self.memory, strict=True):
@@ -102,7 +102,7 @@ def list_options(space: Space, ways: Ways) -> Iterator[StreamsParts]:
             with suppress(PlanError):  # it does not divide the experts
                 for layer, units in zip(space.layers, space.taken(experts), strict=True):
                     if units:
-                        require_experts(stage, layer, 1, option.rule(1, 1), units)
+                        require_experts(stage, layer, 1, option.every_layer, units)
                 yield option
                 for tokens in _list_at_once(workload):
                     yield replace(option, tokens_at_once=tokens)

@@ -102,7 +102,7 @@ class Prices:
         space, at_use, layout = self.space, self.space.at_use, self.space.stage.layout
         if not chosen:
             return Content(prompt_read_ps=[0] * len(space.settings))
-        slab = build_slab((unit, way.rule(1, 1)) for unit, way in chosen)
+        slab = build_slab((unit, way.every_layer) for unit, way in chosen)
         spans = [slab.span(phase) for phase in Phase]
         sizes = [0 if span is None else span.nbytes for span in spans]
         copies = [space.copying_ps(size) if size else 0 for size in sizes]
@@ -123,12 +123,10 @@ class Prices:
             prompt_reads = [int(count) * step_read_ps for count in space.table.num_chunks]
         return Content(
             unit_bytes=sum(
-                off_gpu_bytes(layout.gpu_bytes(unit.tensors), way.prefill, way.decode)
+                off_gpu_bytes(layout.gpu_bytes(unit), way.prefill, way.decode)
                 for unit, way in chosen
             ),
-            slab_bytes=layout.host_bytes(
-                (tensor for unit, _ in chosen for tensor in unit.tensors), slab.nbytes
-            ),
+            slab_bytes=layout.host_bytes((unit for unit, _ in chosen), slab.nbytes),
             prompt_bytes=sizes[0],
             step_bytes=sizes[1],
             prompt_copy_ps=copies[0],

@@ -116,7 +116,7 @@ class Searcher:
     def prices(self) -> Prices:
         """Exact memory and times."""
         options = list_options(self.space)
-        wanted = (o for o in options if self.trades or not o.rule(1, 1).trades_request)
+        wanted = (o for o in options if self.trades or not o.every_layer.trades_request)
         return Prices(self.space, (*wanted,))
 
     @cached_property

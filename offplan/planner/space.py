@@ -255,7 +255,7 @@ class Space:
     def takes_padding(self, segment_class: SegmentClass) -> bool:
         """Return True if a class has weights that an engine pads, which drops their padding."""
         units, grown = chain(*self.taken(segment_class)), self.stage.layout.gpu_growth
-        return any(tensor.name in grown for unit in units for tensor in unit.tensors)
+        return bool(grown) and any(t.name in grown for unit in units for t in unit.tensors)
 
     def reading_ps(self, num_bytes: int, backend: Backend = Backend.UVA) -> int:
         """Picoseconds that a backend takes to read so many bytes at use."""
