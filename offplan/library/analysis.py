@@ -6,6 +6,7 @@ from functools import cached_property
 from offplan.checkpoint.model import Model
 from offplan.errors import InfeasibleError, PlanError
 from offplan.held.held import hold
+from offplan.held.runner import OWN_RUNTIME
 from offplan.held.stage import Stage
 from offplan.library.alternatives import Alternative, find_alternatives
 from offplan.library.machines import why_unmeasured
@@ -90,18 +91,22 @@ def analyze_question(question: Question) -> Analysis:
 def analyze_result(question: Question, result: PlanResult) -> Analysis:
     """Look at the plan that answers a question."""
     plan = result.plan
+    stage = question.hold(plan.offload)[0] if question.runner is OWN_RUNTIME else None
     return Analysis(
         question.stages[0],
-        why_not_plan(question.model, plan),
+        why_not_plan(question.model, plan, stage),
         question,
         result,
         find_alternatives(question, plan),
     )
 
 
-def why_not_plan(model: Model, plan: Plan, *, edited: bool = False) -> str | None:
+def why_not_plan(
+    model: Model, plan: Plan, stage: Stage | None = None, *, edited: bool = False
+) -> str | None:
     """Return why ``run`` cannot execute a model by a plan, None where it can.
 
+    ``stage`` is what offplan's own runtime holds of the model by the plan, if that is known.
     A decision that was made here has passed the list of refusals. Only what the host's cores are to
     multiply is asked of transformers' class besides: each answer takes a process of its own. Of a
     plan that may be ``edited`` the whole decision is asked.
@@ -114,6 +119,6 @@ def why_not_plan(model: Model, plan: Plan, *, edited: bool = False) -> str | Non
         plan.require_one_gpu()
     except PlanError as error:
         return str(error)
-    stage = hold(model, plan.offload.recoding, plan.goal.way)
+    stage = stage or hold(model, plan.offload.recoding, plan.goal.way)
     asked = plan.offload if edited or plan.has_cores else None
     return why_not_run(stage, plan.workload.context, asked, not plan.machine.is_cpu)
