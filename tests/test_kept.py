@@ -261,6 +261,12 @@ def test_a_disk_that_refuses_is_no_error(home: Path, kind: Kind) -> None:
     assert kind.answers.find(kind.keys[0]) is None
 
 
+def test_experts_that_are_alike_are_kept_by_the_first_and_the_last() -> None:
+    content = SIZED.encode(sized(8, num_experts=12)).decode()
+    assert "experts.5.up_proj" not in content
+    assert "experts.5.down_proj" in content
+
+
 def test_versions_name_another_build_of_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = installed_versions()
     assert {*versions} == {"offplan", "torch", "transformers"}
