@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+WorkloadName = Literal["chat", "agent", "batch"]
+"""Usual workload, of which each number may be replaced."""
 ObjectiveName = Literal["latency", "throughput"]
 """Aim of a plan: the time of one request, or tokens a second."""
 PartsChoice = Literal["off", "auto"]

@@ -16,6 +16,7 @@ from offplan.capabilities.table import USUAL
 from offplan.capabilities.table import Goal as Goal
 from offplan.capabilities.table import Offload as Offload
 from offplan.capabilities.table import Rule as Rule
+from offplan.choices import WorkloadName
 from offplan.errors import PlanError
 from offplan.files import StrPath
 from offplan.kinds import describe_kind
@@ -95,6 +96,14 @@ class Workload(Record):
                 "`prompt_tokens` or `output_tokens`"
             )
         return self
+
+
+WORKLOADS: dict[WorkloadName, Workload] = {
+    "chat": Workload(),
+    "agent": Workload(prompt_tokens=32 * 1024, output_tokens=1024, context=128 * 1024),
+    "batch": Workload(batch=32, prompt_tokens=512, output_tokens=256, context=1024),
+}
+"""The numbers of usual workloads."""
 
 
 class Budget(Record):

@@ -17,6 +17,7 @@ from offplan.cli.output import (
     save_file,
 )
 from offplan.cli.takes import flattens
+from offplan.errors import InputError
 
 
 @flattens
@@ -25,10 +26,7 @@ def measure(
         str | None,
         typer.Argument(metavar="[MODEL]", help="Also time this model's layers, at the workload."),
     ] = None,
-    batch: options.Batch = 1,
-    prompt_tokens: options.PromptTokens = 512,
-    output_tokens: options.OutputTokens = 128,
-    context: options.Context = 4096,
+    asked: options.WorkloadOptions = options.CHAT,
     revision: options.Revision = None,
     device: Annotated[
         DeviceName,
@@ -62,7 +60,9 @@ def measure(
     check_writable(output, force=force)
     if device == "cuda":
         require_gpu()
-    workload = read_workload(batch, prompt_tokens, output_tokens, context)
+    if asked.context == options.LONGEST:
+        raise InputError("--context max is for plans: give the number of tokens to measure with")
+    workload = read_workload(asked)
     timed = None
     if model is not None:
         timed = open_model(

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from offplan.choices import DEFAULT_PARTS, ObjectiveName, PartsChoice
+from offplan.choices import DEFAULT_PARTS, ObjectiveName, PartsChoice, WorkloadName
 from offplan.errors import InputError
 from offplan.units import parse_seconds
 
@@ -101,8 +101,6 @@ OtherMachine = Annotated[
 ]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences generated together.")]
 PromptTokens = Annotated[int, tokens("--prompt-tokens", "Tokens of each prompt.")]
-OutputTokens = Annotated[int, tokens("--output-tokens", "Tokens generated for each.")]
-Context = Annotated[int, tokens("--context", "Tokens a sequence may reach.")]
 LONGEST = 0
 """The context that ``max`` stands for: the longest that fits."""
 LocalModel = Annotated[
@@ -209,6 +207,44 @@ Packing = Annotated[
         help="Hold bf16 weights packed without loss where that is faster, or as they are stored.",
     ),
 ]
+
+
+@dataclass(frozen=True)
+class WorkloadOptions:
+    """The options of a workload: a usual one's name, and numbers that replace its own."""
+
+    workload: Annotated[
+        WorkloadName,
+        typer.Option(
+            **choice(WorkloadName),
+            help="Batch, prompt, output and context: 1, 512, 128, 4k for chat; 1, 32k, 1k, 128k "
+            "for agent; 32, 512, 256, 1k for batch.",
+        ),
+    ] = "chat"
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences generated together, in place of its own.")
+    ] = None
+    prompt_tokens: Annotated[int | None, tokens("--prompt-tokens", "Tokens of each prompt.")] = None
+    output_tokens: Annotated[
+        int | None, tokens("--output-tokens", "Tokens generated for each.")
+    ] = None
+    context: Annotated[
+        int | None,
+        typer.Option(
+            parser=read_context,
+            metavar="N or max",
+            help="Tokens a sequence may reach; max: all that fit.",
+        ),
+    ] = None
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The numbers that replace the usual workload's."""
+        given = vars(self).items()
+        return {key: value for key, value in given if key != "workload" and value is not None}
+
+
+CHAT = WorkloadOptions()
 
 
 @dataclass(frozen=True)

@@ -8,27 +8,29 @@ from typing import Any
 from pydantic import ValidationError
 
 from offplan.checkpoint.model import Model
-from offplan.cli.options import LONGEST
+from offplan.cli.options import LONGEST, WorkloadOptions
 from offplan.cli.output import ProgressBar, print_note, save_file
 from offplan.errors import InputError
 from offplan.library.planned import open_planned_model
 from offplan.library.repricing import list_changes, price_again, price_as_run, price_on
 from offplan.machine.name import parse_name
-from offplan.plan import Plan, Workload, dump_plan, load_plan
+from offplan.plan import WORKLOADS, Plan, Workload, dump_plan, load_plan
 from offplan.planner.context import find_longest_context
 from offplan.planner.question import Question
 from offplan.records import Record, explain
 from offplan.units import format_budget, format_bytes
 
 
-def read_workload(batch: int, prompt_tokens: int, output_tokens: int, context: int) -> Workload:
+def read_workload(given: WorkloadOptions) -> Workload:
     """Check the workload, with the shortest context in place of LONGEST, which is yet to be found.
 
     Raises InputError if it contradicts itself.
     """
-    tokens = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
+    numbers = {**dict(WORKLOADS[given.workload]), **given.numbers}
+    if given.context == LONGEST:
+        numbers["context"] = numbers["prompt_tokens"] + numbers["output_tokens"]
     try:
-        return Workload(batch=batch, context=context or sum(tokens.values()), **tokens)
+        return Workload(**numbers)
     except ValidationError as error:
         wrong = explain(error)
         told = (f"--{where.replace('_', '-')}: {why}" if where else why for where, why in wrong)
@@ -123,7 +125,7 @@ def relocate_path(named: str, old: Path, new: Path) -> str:
     return os.path.relpath(os.path.join(folders[0], named), folders[1])
 
 
-def settle_context(question: Question, context: int) -> Question:
+def settle_context(question: Question, context: int | None) -> Question:
     """Find the longest context where it is LONGEST; say so where it is more than was trained for.
 
     Raises InputError if the batch is yet to be chosen, too.
@@ -131,6 +133,7 @@ def settle_context(question: Question, context: int) -> Question:
     architecture = question.model.architecture
     trained = architecture.trained_context
     if context != LONGEST:
+        context = question.workload.context
         if trained is not None and context > trained:
             print_note(
                 f"a context of {context} tokens is more than the {trained} that the model was "

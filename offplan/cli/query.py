@@ -63,20 +63,7 @@ class Query:
             help="Offload to host memory, or to a second GPU's memory.",
         ),
     ] = "host"
-    batch: Annotated[
-        int | None,
-        typer.Option(min=1, help="Sequences generated together. [default: 1, or what gives most]"),
-    ] = None
-    prompt_tokens: options.PromptTokens = 512
-    output_tokens: options.OutputTokens = 128
-    context: Annotated[
-        int,
-        typer.Option(
-            parser=options.read_context,
-            metavar="N or max",
-            help="Tokens a sequence may reach; max: all that fit.",
-        ),
-    ] = 4096
+    workload: options.WorkloadOptions = field(default_factory=options.WorkloadOptions)
     goal: options.GoalOptions = field(default_factory=options.GoalOptions)
     trust_remote_code: options.TrustRemoteCode = False
     routing: options.Routing = None
@@ -135,10 +122,11 @@ class Query:
         if self.machine is not None:  # else it is measured
             import_less()
         goal = asdict(self.goal)
-        if self.batch is not None:  # a named batch leaves none to be chosen
+        if self.workload.batch is not None:  # a named batch leaves none to be chosen
             goal["objective"] = "latency"
-        tokens = self.prompt_tokens, self.output_tokens, self.context
-        workload = read_workload(self.batch or 1, *tokens)
+        workload = read_workload(self.workload)
+        if goal["objective"] == "throughput":  # which chooses the batch
+            workload = workload.model_copy(update={"batch": 1})
         model = open_model(
             self.model,
             revision=self.revision,
@@ -175,7 +163,7 @@ class Query:
         )
         note_budget(question, self.gpu_memory)
         with waiting("planning"):
-            return model, settle_context(question, self.context)
+            return model, settle_context(question, self.workload.context)
 
     def print_frontier(self, question: "Question | None") -> None:
         """Answer ``--frontier``; raises InputError where there is no machine to ask about."""

@@ -18,7 +18,7 @@ from offplan.errors import ExportError
 from offplan.held.stage import Stage
 from offplan.library.analysis import Analysis
 from offplan.machine.profile import MachineProfile
-from offplan.plan import Plan, Rule
+from offplan.plan import WORKLOADS, Plan, Rule, Workload
 from offplan.planner.question import Question
 from offplan.report.advice import describe_advice, describe_fitting, describe_type
 from offplan.report.analysis import describe_running
@@ -74,6 +74,7 @@ def describe_answer(analysis: Analysis, plan: Plan, question: Question) -> list[
         *(f"{note[0].upper()}{note[1:]}." for note in notes),
         *describe_shares(plan, question.stages, question.machine),
         describe_speed(plan),
+        describe_workload(plan.workload),
         *describe_cores(plan, question.machine),
         *describe_advice(analysis, plan),
         *_describe_running(analysis, plan),
@@ -140,14 +141,26 @@ def describe_speed(plan: Plan) -> str:
         prompt_s = prediction.prefill.step_s
         return (
             f"{format_frequency(workload.batch / prompt_s)} tokens a second{batch}, one after each "
-            f"prompt of {workload.prompt_tokens}: {format_seconds(prompt_s)} ({prediction.basis})."
+            f"prompt of {workload.prompt_tokens:,}: {format_seconds(prompt_s)} "
+            f"({prediction.basis})."
         )
     step_s = prediction.decode.step_s
     rate = format_frequency(workload.batch / step_s)
     return (
         f"{rate} tokens a second{batch}, {format_seconds(step_s)} each; the first token "
-        f"{format_seconds(prediction.prefill.step_s)} after a prompt of {workload.prompt_tokens} "
+        f"{format_seconds(prediction.prefill.step_s)} after a prompt of {workload.prompt_tokens:,} "
         f"({prediction.basis})."
+    )
+
+
+def describe_workload(workload: Workload) -> str:
+    """Name the workload that the answer is for, where it is a usual one, and its numbers."""
+    name = next((name for name, usual in WORKLOADS.items() if usual == workload), None)
+    who = f"the workload {name}: " if name else ""
+    sequences = "one sequence" if workload.batch == 1 else f"{workload.batch} sequences"
+    return (
+        f"This is for {who}{sequences} of {workload.prompt_tokens:,} prompt and "
+        f"{workload.output_tokens:,} output tokens, with a context of {workload.context:,}."
     )
 
 

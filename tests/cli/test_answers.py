@@ -180,3 +180,22 @@ def test_no_model_runs_on_a_gpu_that_run_does_not_support(cli: CLI, tmp_path: Pa
         assert why in finished.err
         assert "can execute this model" not in finished.err
         assert why in json.loads(cli("plan", TINY_MOE, *asked, "--json").out)["run"]["why_not"]
+
+
+def test_usual_workloads_have_names(cli: CLI) -> None:
+    """Single numbers replace a usual workload's, and the answer says which one it is for."""
+    plan = ("plan", TINY_MOE, "--machine", "cpu", "--json", "--workload")
+
+    def numbers(*asked: object) -> list[int]:
+        return list(json.loads(cli(*plan, *asked).out)["workload"].values())
+
+    assert numbers("chat") == [1, 512, 128, 4096]
+    assert numbers("agent", "--context", "64k") == [1, 32768, 1024, 65536]
+    assert numbers("batch", "--batch", 2) == [2, 512, 256, 1024]
+    told = " ".join(cli("analyze", *plan[1:4], "--workload", "batch").out.split())
+    assert (
+        "This is for the workload batch: 32 sequences of 512 prompt and 256 output tokens" in told
+    )
+    refused = cli("measure", "--device", "cpu", "--context", "max")
+    assert refused.code == 2
+    assert "--context max is for plans" in refused.err
