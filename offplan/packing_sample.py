@@ -36,13 +36,13 @@ FEW = 16
 class Sample(NamedTuple):
     """What the rows show."""
 
-    misfits: tuple[str, ...] = ()
+    unpackable: tuple[str, ...] = ()
     """Weights, named as ``Unpacked`` does, whose rows have far more patches than room."""
 
     def advise(self) -> Iterator[str]:
         """Yield what to do about it, arguments in backquotes."""
-        if self.misfits:
-            names = ",".join(self.misfits)
+        if self.unpackable:
+            names = ",".join(self.unpackable)
             yield (
                 f"A sample of the weights shows that {names} will not pack: `run` holds them as "
                 f"stored or plans again; `leave_unpacked={names}` plans without packing them now."

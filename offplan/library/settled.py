@@ -47,7 +47,7 @@ def settle_sampled(plan: Plan, model: Model, settle: Settle) -> Plan:
     It is the plan itself where all will, or nothing is at hand to be sampled, or nothing can be
     settled before loading. Raises what ``settle`` and ``take_sample`` raise.
     """
-    names = take_sample(model, plan.offload.recoding).misfits
+    (names,) = take_sample(model, plan.offload.recoding)
     return (settle(plan, model, names) if names else None) or plan
 
 

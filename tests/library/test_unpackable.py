@@ -97,18 +97,18 @@ def test_a_sample_finds_what_loading_would(folder: Path) -> None:
     model = open_model(str(folder))
     packing = pack_everything(model)
     assert packing.output_head
-    assert take_sample(model, packing).misfits == ()
-    assert take_sample(model, None).misfits == ()
+    assert take_sample(model, packing).unpackable == ()
+    assert take_sample(model, None).unpackable == ()
     for name in (Q, DOWN, HEAD):
         change(folder, name, spread)
     # of the experts two are looked at, of which this is none
-    assert take_sample(model, packing).misfits == ("1.self_attn.q_proj", "output_head")
+    assert take_sample(model, packing).unpackable == ("1.self_attn.q_proj", "output_head")
     change(folder, DOWN.replace("3.down", "2.down"), spread)
     expected = ("1.self_attn.q_proj", "2.mlp.experts.down_proj", "output_head")
-    assert take_sample(model, packing).misfits == expected
+    assert take_sample(model, packing).unpackable == expected
     for layer in range(3):
         change(folder, Q.replace("1.self", f"{layer}.self"), spread)
-    assert "self_attn.q_proj" in take_sample(model, packing).misfits
+    assert "self_attn.q_proj" in take_sample(model, packing).unpackable
 
 
 @pytest.mark.parametrize("num_in", [512, 1000])
@@ -202,8 +202,8 @@ def test_analyze_says_what_a_sample_shows(folder: Path) -> None:
     question = ask(model, load_machine("h200-pcie5"), plan.workload, gpu_memory=2**31)
     result = replace(make_plan(question), plan=plan)
     analysis = Analysis(question.stage, None, question, result)
-    assert analysis.sample.misfits == ("1.self_attn.q_proj",)
+    assert analysis.sample.unpackable == ("1.self_attn.q_proj",)
     lines = describe_answer(analysis, plan, question)
     assert [line for line in lines if "--leave-unpacked 1.self_attn.q_proj plans" in line]
     none = Analysis(question.stage, None, question, make_plan(question))  # which packs nothing
-    assert none.sample.misfits == ()
+    assert none.sample.unpackable == ()
