@@ -58,19 +58,20 @@ class Store:
 
 
 HOST = Store("host", "host", "in host memory", "host_memory", "Host, page-locked")
+SECOND_GPU_LINK = Link(
+    "peer GPU",
+    "peer",
+    "peer_latency",
+    "peer GPU to this one, DMA",
+    "the rate of copies from a second GPU: measure it where there are two",
+)
 _PEER = Store(
     "peer",
     "second GPU",
     "on the second GPU",
     "peer_memory",
     "Second GPU",
-    Link(
-        "peer GPU",
-        "peer",
-        "peer_latency",
-        "peer GPU to this one, DMA",
-        "the rate of copies from a second GPU: measure it where there are two",
-    ),
+    SECOND_GPU_LINK,
     num_gpus=2,
 )
 STORES: dict[StoreName, Store] = {each.name: each for each in (HOST, _PEER)}

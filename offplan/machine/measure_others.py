@@ -11,6 +11,7 @@ from offplan.machine.curve import CopyRate
 from offplan.machine.measure_host import PINNED_BYTES, pinned
 from offplan.machine.measure_link import copy_curve, describe_dma
 from offplan.machine.measure_time import NUM_SAMPLES, summarise, table
+from offplan.stores import SECOND_GPU_LINK
 
 _SHARE_BYTES = 64 * 2**20
 """Bytes of each GPU's own pinned block; from this size on the rate is flat."""
@@ -80,7 +81,7 @@ def measure_peer() -> dict[str, object]:
         return {}
     fastest = max(curves, key=lambda curve: curve[-1].rate)
     return {
-        **describe_dma(fastest, "peer", "peer_latency"),
+        **describe_dma(fastest, SECOND_GPU_LINK.rate, SECOND_GPU_LINK.latency),
         "peer_curve": table(fastest, "DMA from another GPU, queued back to back"),
     }
 
