@@ -25,11 +25,11 @@ from collections.abc import Callable
 
 import torch
 
-from offplan.forms.form import RAW, Form, Kind, Part, WordOrder
+from offplan.forms.form import RAW, Component, Form, Kind, WordOrder
 from offplan.hostcores.library import Activation, Experts, InstructionSet, Matrix, RowOrder, Team
 from offplan.hostmem.block import HostBlock
 from offplan.runtime.forms.packing import pack
-from offplan.runtime.forms.reference import Parts
+from offplan.runtime.forms.reference import Components
 from offplan.runtime.host_cores import cores
 
 ROUNDS = 15
@@ -108,7 +108,7 @@ class Bench:
         """Time the products of a form; returns what is printed of them."""
         rows = int(num_bytes / BYTES_OF_WEIGHT.get(name, 0.5) / self._columns) // 64 * 64
         one = make_parts(name, (rows, self._columns))
-        taken = sum(value.nbytes for part, value in one.items() if part is not Part.PATCHES)
+        taken = sum(value.nbytes for part, value in one.items() if part is not Component.PATCHES)
         parts = [one, *(map_parts(own, one) for _ in range(self._area_bytes // taken - 1))]
         weights = itertools.cycle([cores.describe(FORMS[name], each) for each in parts])
         made: dict[str, object] = {}
@@ -134,7 +134,7 @@ class Bench:
             value.nbytes
             for each in (up_parts, down_parts)
             for part, value in each.items()
-            if part is not Part.PATCHES
+            if part is not Component.PATCHES
         )
         made: dict[str, object] = {}
         for tokens, chosen in ((1, 8), (8, 2))[: 1 if self.orders else 2]:
@@ -210,7 +210,7 @@ def describe(up: Matrix, down: Matrix, num_experts: int) -> Experts:
     return made
 
 
-def map_parts(change: Callable[[torch.Tensor], torch.Tensor], parts: Parts) -> Parts:
+def map_parts(change: Callable[[torch.Tensor], torch.Tensor], parts: Components) -> Components:
     return {part: change(value) for part, value in parts.items()}
 
 
@@ -220,7 +220,7 @@ def own(value: torch.Tensor) -> torch.Tensor:
     return block.tensor.view(value.dtype).view(value.shape).copy_(value)
 
 
-def make_parts(name: str, shape: tuple[int, ...]) -> Parts:
+def make_parts(name: str, shape: tuple[int, ...]) -> Components:
     """Make random parts of [..., out, in]: one matrix of 64 rows, again and again."""
     *stack, num_out, num_in = shape
     form, rows = FORMS[name], 64
@@ -228,42 +228,48 @@ def make_parts(name: str, shape: tuple[int, ...]) -> Parts:
     if name == "packed":
         values = torch.randn(rows, num_in).to(torch.bfloat16) * 0.02
         parts = pack(values)
-        used = int(parts[Part.PATCH_BLOCKS].max())
+        used = int(parts[Component.PATCH_BLOCKS].max())
         assert used <= 64
         blocks = torch.zeros(repeats, 2, dtype=torch.int32)
-        parts[Part.PATCHES], parts[Part.PATCH_BLOCKS] = parts[Part.PATCHES][:1], blocks
+        parts[Component.PATCHES], parts[Component.PATCH_BLOCKS] = (
+            parts[Component.PATCHES][:1],
+            blocks,
+        )
         tall = {part: value for part, value in parts.items() if "PATCH" not in part.name}
         tall = {p: value.repeat(repeats, 1) for p, value in tall.items()} | {
-            part: parts[part] for part in (Part.PATCHES, Part.PATCH_BLOCKS)
+            part: parts[part] for part in (Component.PATCHES, Component.PATCH_BLOCKS)
         }
     else:
         tall = {part: value.repeat(repeats, 1) for part, value in _rows(form, num_in).items()}
         if form.kind is Kind.FP8_BLOCK:
-            tall[Part.SCALE] = torch.rand(-(-num_out // 128), -(-num_in // 128))
+            tall[Component.SCALE] = torch.rand(-(-num_out // 128), -(-num_in // 128))
         if form.kind is Kind.NVFP4:
-            tall[Part.GLOBAL_SCALE] = torch.ones(1, 1)
+            tall[Component.GLOBAL_SCALE] = torch.ones(1, 1)
     if stack:
         tall = {p: value.expand(*stack, *value.shape) for p, value in tall.items()}
     return map_parts(own, tall)
 
 
-def _rows(form: Form, num_in: int) -> Parts:
+def _rows(form: Form, num_in: int) -> Components:
     def words(num: int) -> torch.Tensor:
         return torch.randint(-(2**31), 2**31, (64, num), dtype=torch.int32)
 
     if form is RAW:
-        return {Part.WEIGHT: (torch.randn(64, num_in) * 0.02).to(torch.bfloat16)}
+        return {Component.WEIGHT: (torch.randn(64, num_in) * 0.02).to(torch.bfloat16)}
     if form.kind is Kind.FP8_BLOCK:
-        return {Part.WEIGHT: torch.randn(64, num_in).to(torch.float8_e4m3fn)}
+        return {Component.WEIGHT: torch.randn(64, num_in).to(torch.float8_e4m3fn)}
     if form.kind in (Kind.W4A16, Kind.W8A16):
         per = 8 if form.kind is Kind.W4A16 else 4
         scales = torch.rand(64, num_in // 128).to(torch.bfloat16)
-        return {Part.WEIGHT: words(num_in // per), Part.SCALE: scales}
+        return {Component.WEIGHT: words(num_in // per), Component.SCALE: scales}
     codes = words(num_in // 8).view(torch.uint8)
     if form.kind is Kind.MXFP4:
         scales = torch.randint(117, 124, (64, num_in // 32), dtype=torch.uint8)
-        return {Part.WEIGHT: codes, Part.SCALE: scales}
-    return {Part.WEIGHT: codes, Part.SCALE: torch.rand(64, num_in // 16).to(torch.float8_e4m3fn)}
+        return {Component.WEIGHT: codes, Component.SCALE: scales}
+    return {
+        Component.WEIGHT: codes,
+        Component.SCALE: torch.rand(64, num_in // 16).to(torch.float8_e4m3fn),
+    }
 
 
 if __name__ == "__main__":

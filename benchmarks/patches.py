@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch.distributions import StudentT
 
-from offplan.forms.form import Part
+from offplan.forms.form import Component
 from offplan.runtime.forms.packing import pack
 
 SHAPE = (1024, 4096)
@@ -84,7 +84,7 @@ def count_by_row(values: torch.Tensor) -> int:
 
 def count_by_block(values: torch.Tensor) -> int:
     """Return the patches needed in the form that offplan packs."""
-    return int(pack(values, reserve=values.numel())[Part.PATCH_BLOCKS][-1, 1])
+    return int(pack(values, reserve=values.numel())[Component.PATCH_BLOCKS][-1, 1])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.roles import Role, role_of
 from offplan.errors import PlanError
-from offplan.forms.form import RAW, Part
+from offplan.forms.form import RAW, Component
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit
 from offplan.placement import Placement
@@ -67,7 +67,7 @@ def has_kernels(
     """Return True if a backend of decode multiplies what is ``taken`` of each layer's units."""
     if decode.why_no_kernel is None:
         return True
-    has_matrices = any(u.part is Part.WEIGHT and len(u.shape) > 1 for u in chain(*taken))
+    has_matrices = any(u.part is Component.WEIGHT and len(u.shape) > 1 for u in chain(*taken))
     return has_matrices and not any(
         why_not_multiplied(decode, stage, units, given)
         for units, given in zip(layers, taken, strict=True)
@@ -111,7 +111,7 @@ def why_not_multiplied(
 def _is_multiplied(unit: Unit) -> bool:
     """Return True if a unit is a linear layer's weights, or experts: no norm, bias or router."""
     of = unit.parameters[0]
-    if unit.part is not Part.WEIGHT or of.name.endswith("bias"):
+    if unit.part is not Component.WEIGHT or of.name.endswith("bias"):
         return False
     return len(unit.shape) > 1 and (not of.form.is_raw or role_of(of) is not Role.OTHER)
 

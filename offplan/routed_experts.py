@@ -7,7 +7,7 @@ from offplan.capabilities.rule import LayerExperts
 from offplan.checkpoint.experts import SECOND_PROJECTIONS, count_experts
 from offplan.checkpoint.model import Layer
 from offplan.errors import PlanError
-from offplan.forms.form import Kind, Part
+from offplan.forms.form import Component, Kind
 from offplan.forms.host_kernels import CHUNK_COLUMNS
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit
@@ -57,7 +57,7 @@ def count_inner(stage: Stage, units: Sequence[Unit]) -> int:
 
     Packed weights lie in halves of a row, and their patches by place.
     """
-    weights = [u for u in units if u.part is Part.WEIGHT and not u.name.endswith("bias")]
+    weights = [u for u in units if u.part is Component.WEIGHT and not u.name.endswith("bias")]
     if any(p.form.kind is Kind.PACKED for unit in weights for p in unit.parameters):
         return 0
     second = (u for u in weights if SECOND_PROJECTIONS.intersection(u.name.split(".")))

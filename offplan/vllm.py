@@ -42,7 +42,7 @@ from offplan.engines.taken import IN_FORCE, QUANTIZATION, READ_IN_PLACE, Taken, 
 from offplan.engines.vllm import WORKER_VERSIONS
 from offplan.engines.worker import find_taken
 from offplan.errors import DriftError, ExportError
-from offplan.forms.form import Part
+from offplan.forms.form import Component
 from offplan.library.planned import open_planned_model
 from offplan.plan import Backend, Plan, load_plan
 
@@ -198,7 +198,7 @@ class PlanOffloader(PrefetchOffloader):
             elif (found := held[name].nbytes) != nbytes:
                 yield f"{name} of layer {index} takes {found} bytes, expected {nbytes}"
         for name in held:
-            if name.endswith(name_part("", Part.WEIGHT)) and name not in packed:
+            if name.endswith(name_part("", Component.WEIGHT)) and name not in packed:
                 yield f"{name} of layer {index} is packed, expected it as it is stored"
 
     @contextmanager

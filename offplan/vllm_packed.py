@@ -49,11 +49,11 @@ from offplan.engines.names import name_part
 from offplan.engines.taken import QUANTIZATION, READ_IN_PLACE, Taken
 from offplan.engines.vllm import WORKER_VERSIONS
 from offplan.errors import ExportError
-from offplan.forms.form import Part
+from offplan.forms.form import Component
 from offplan.forms.packed import PACKED, can_pack
 from offplan.kernel_sizes import are_gathered
 from offplan.runtime.forms.packing import pack_in_runs
-from offplan.runtime.forms.reference import Parts, expand
+from offplan.runtime.forms.reference import Components, expand
 
 NAME = QUANTIZATION
 CAPABILITY = 80
@@ -62,7 +62,13 @@ OTHER_EXPERTS = SimpleNamespace(weight_loader=lambda **_: False)
 """Stands for a weight that is packed where experts of other ranks are loaded: it takes none."""
 CODES = "gpt_oss_mxfp4"
 """vLLM's own method for gpt-oss, whose experts are stored as MXFP4."""
-PARTS = (Part.WEIGHT, Part.EXPONENT, Part.BASE, Part.PATCHES, Part.PATCH_BLOCKS)
+PARTS = (
+    Component.WEIGHT,
+    Component.EXPONENT,
+    Component.BASE,
+    Component.PATCHES,
+    Component.PATCH_BLOCKS,
+)
 
 # vLLM writes only what loggers below its own say
 logger = logging.getLogger("vllm.offplan")
@@ -341,7 +347,7 @@ def _multiplier(
     def multiply(name: str, x: torch.Tensor) -> torch.Tensor:
         parts = _held(layer, f"{name}_weight")
         if x.is_cuda:
-            begins, in_place = starts, hasattr(parts[Part.WEIGHT], READ_IN_PLACE)
+            begins, in_place = starts, hasattr(parts[Component.WEIGHT], READ_IN_PLACE)
             if in_place and is_gathered:
                 in_place = False
                 parts, begins = gather(parts, *pairs)
@@ -353,24 +359,24 @@ def _multiplier(
     return multiply
 
 
-def _pack_each(matrices: torch.Tensor) -> Parts:
+def _pack_each(matrices: torch.Tensor) -> Components:
     """Pack those of experts, [experts, out, in]; each has room for the most patches of one."""
-    held: Parts = {}
+    held: Components = {}
     patches = []
     for number, values in enumerate(matrices):
         parts = pack_in_runs(values)
-        patches.append(parts.pop(Part.PATCHES))
+        patches.append(parts.pop(Component.PATCHES))
         for part, value in parts.items():
             if part not in held:
                 held[part] = value.new_empty(len(matrices), *value.shape)
             held[part][number] = value
     reserve = max(map(len, patches))
     rooms = [(0, 0, 0, reserve - len(each)) for each in patches]
-    held[Part.PATCHES] = torch.stack([*map(torch.nn.functional.pad, patches, rooms)])
+    held[Component.PATCHES] = torch.stack([*map(torch.nn.functional.pad, patches, rooms)])
     return held
 
 
-def _hold(layer: torch.nn.Module, name: str, parts: Parts) -> None:
+def _hold(layer: torch.nn.Module, name: str, parts: Components) -> None:
     """Hold a weight by its parts, in place of its values."""
     del layer._parameters[name]
     parts = _move_together(parts)
@@ -382,19 +388,19 @@ def _hold(layer: torch.nn.Module, name: str, parts: Parts) -> None:
         take(layer, [name_part(name, part) for part in PARTS])
 
 
-def _move_together(parts: Parts) -> Parts:
+def _move_together(parts: Components) -> Components:
     """Move parts to memory of their own, out of what packing has left.
 
     torch gives back whole segments alone, and parts lie in segments that values of other sizes
     were in. Qwen3-8B in 12.7 GiB held 1.1 GiB more on an H100 than its plan says.
     """
-    if not parts[Part.WEIGHT].is_cuda:
+    if not parts[Component.WEIGHT].is_cuda:
         return parts
     torch.cuda.empty_cache()
     return {part: value.clone() for part, value in parts.items()}
 
 
-def _held(layer: torch.nn.Module, name: str) -> Parts:
+def _held(layer: torch.nn.Module, name: str) -> Components:
     return {part: getattr(layer, name_part(name, part)) for part in PARTS}
 
 

@@ -11,7 +11,7 @@ from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.roles import ATTENTION_OUTPUTS, MLP_OUTPUTS
 from offplan.checkpoint.tensors import DTYPE_BITS, FLOATS, TensorInfo, Tensors, split_expert
 from offplan.errors import CheckpointError
-from offplan.forms.form import OTHER, Part
+from offplan.forms.form import OTHER, Component
 from offplan.forms.names import part_of
 from offplan.forms.recognise import CODE_TYPES, Shape, recognise
 
@@ -91,16 +91,18 @@ def _join_parts(
 ) -> tuple[Parameter, ...]:
     """Join weights that are stored as codes with what lies beside them; sorted by name."""
     parts = {name: part_of(name) for name in by_name}
-    claims = Counter(weight for weight, part in parts.values() if part is Part.WEIGHT)
+    claims = Counter(weight for weight, part in parts.values() if part is Component.WEIGHT)
     weights = {
         weight: name
         for name, (weight, part) in parts.items()
-        if part is Part.WEIGHT and by_name[name][0].dtype in CODE_TYPES and claims[weight] == 1
+        if part is Component.WEIGHT and by_name[name][0].dtype in CODE_TYPES and claims[weight] == 1
     }
-    beside: defaultdict[str, dict[Part, Tensors]] = defaultdict(dict)
+    beside: defaultdict[str, dict[Component, Tensors]] = defaultdict(dict)
     alone = by_name.keys() - weights.values()
     for name, (weight, part) in parts.items():
-        is_companion = part is not Part.WEIGHT and weight in weights and part not in beside[weight]
+        is_companion = (
+            part is not Component.WEIGHT and weight in weights and part not in beside[weight]
+        )
         if is_companion and len(by_name[name]) == len(by_name[weights[weight]]):
             beside[weight][part] = by_name[name]
             alone.discard(name)
@@ -113,7 +115,7 @@ def _join_parts(
 
 
 def _describe(
-    name: str, tensors: Tensors, beside: Mapping[Part, Tensors], architecture: Architecture
+    name: str, tensors: Tensors, beside: Mapping[Component, Tensors], architecture: Architecture
 ) -> Parameter:
     """Describe one weight, of all experts if it is theirs."""
     first = {part: of_part[0] for part, of_part in beside.items()}
@@ -141,7 +143,7 @@ def _describe(
         tensors,
         is_expert or _is_fused(name, tensors[0], architecture.routing.num_experts),
         form=form if form.is_raw or (alike and is_known and is_whole) else OTHER,
-        is_shuffled=stated is not None and Part.GROUP_INDEX in stated.needed,
+        is_shuffled=stated is not None and Component.GROUP_INDEX in stated.needed,
         beside=tuple(sorted(beside.items())),
         logical_shape=None if form.is_raw else shape,
     )

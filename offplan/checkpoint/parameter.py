@@ -6,7 +6,7 @@ from functools import cached_property
 from math import prod
 
 from offplan.checkpoint.tensors import Tensors, split_expert, sum_bytes
-from offplan.forms.form import RAW, Form, Part
+from offplan.forms.form import RAW, Component, Form
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Parameter:
     """How the values are stored."""
     is_shuffled: bool = False
     """True if columns of one group lie apart, by the config: each column's scales are looked up."""
-    beside: tuple[tuple[Part, Tensors], ...] = ()
+    beside: tuple[tuple[Component, Tensors], ...] = ()
     """Scales and what else the values are made with, each as many tensors as ``tensors``."""
     logical_shape: tuple[int, ...] | None = None
     """The shape that each of ``tensors`` stands for; None for that stored.
@@ -42,9 +42,9 @@ class Parameter:
     """The checkpoint's tensors that the parts are made of when they are loaded, as many as
     ``tensors``; () where it stores the parts themselves."""
 
-    def of(self, part: Part) -> Tensors:
+    def of(self, part: Component) -> Tensors:
         """Return the tensors of one part, in the order of the experts; () where there are none."""
-        return self.tensors if part is Part.WEIGHT else dict(self.beside).get(part, ())
+        return self.tensors if part is Component.WEIGHT else dict(self.beside).get(part, ())
 
     @property
     def is_recoded(self) -> bool:
@@ -57,9 +57,9 @@ class Parameter:
         return Parameter(self.name, self.made_of, self.is_expert) if self.made_of else self
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def components(self) -> tuple[Component, ...]:
         """The parts that it is stored in, the values or codes first."""
-        return (Part.WEIGHT, *(part for part, _ in self.beside))
+        return (Component.WEIGHT, *(part for part, _ in self.beside))
 
     @cached_property
     def stored(self) -> Tensors:
@@ -72,7 +72,7 @@ class Parameter:
 
         bitsandbytes' states are not among them, since they differ in length alone.
         """
-        read = (self.of(part) for part in self.parts if part is not Part.STATE)
+        read = (self.of(part) for part in self.components if part is not Component.STATE)
         return sorted({(tensor.dtype, tensor.shape) for tensors in read for tensor in tensors})
 
     @property
@@ -81,9 +81,9 @@ class Parameter:
         return self.tensors[0].shape if self.logical_shape is None else self.logical_shape
 
     @cached_property
-    def part_bytes(self) -> Mapping[Part, int]:
+    def part_bytes(self) -> Mapping[Component, int]:
         """Bytes as stored, by part."""
-        return {part: sum_bytes(self.of(part)) for part in self.parts}
+        return {part: sum_bytes(self.of(part)) for part in self.components}
 
     @cached_property
     def nbytes(self) -> int:

@@ -17,7 +17,7 @@ from offplan.costs.work import (
     is_absorbed,
     prefill_shapes,
 )
-from offplan.forms.form import Kind, Part
+from offplan.forms.form import Component, Kind
 from offplan.held.stage import Stage
 from offplan.kernel_sizes import (
     EXPERT_MULTIPLE,
@@ -257,7 +257,9 @@ def expanded_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
 
 
 def _nested_bytes(parameters: Iterable[Parameter]) -> int:
-    nested = (p.of(Part.SCALE)[0] for p in parameters if Part.NESTED_SCALE in p.parts)
+    nested = (
+        p.of(Component.SCALE)[0] for p in parameters if Component.NESTED_SCALE in p.components
+    )
     return NESTED_SCALE_BYTES * max((scales.num_elements for scales in nested), default=0)
 
 

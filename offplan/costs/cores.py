@@ -16,7 +16,7 @@ from offplan.checkpoint.model_types import SHARED_BEHIND
 from offplan.costs.link import UnitUse
 from offplan.costs.term import Input, show_figure
 from offplan.costs.timeline import PassTimes, to_seconds
-from offplan.forms.form import Part
+from offplan.forms.form import Component
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit
 from offplan.machine.profile import MachineProfile
@@ -65,7 +65,9 @@ def find_use(
     """Find what the cores do with units of one layer."""
     taken = list(units)
     uses = [UnitUse(unit, batch, experts, machine, reuse) for unit in taken]
-    dense = [u for u in taken if not u.is_expert and u.part is Part.WEIGHT and len(u.shape) > 1]
+    dense = [
+        u for u in taken if not u.is_expert and u.part is Component.WEIGHT and len(u.shape) > 1
+    ]
     routed = [use for use in uses if use.unit.is_expert]
     num_bytes, of_routed = (sum(map(Backend.HOST.link_bytes, each)) for each in (uses, routed))
     slowness = max(1.0, batch / ROWS_AT_RATE)

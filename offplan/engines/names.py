@@ -14,7 +14,7 @@ from math import prod
 from offplan.checkpoint.model import Layer
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import DTYPE_BITS, Tensors, split_expert
-from offplan.forms.form import Part
+from offplan.forms.form import Component
 from offplan.forms.packed import parts_of
 from offplan.held.stage import Stage
 
@@ -51,10 +51,10 @@ class EngineParameter:
     """The module, relative to the layer, of which it is a part of the packed weight."""
 
 
-def name_part(name: str, part: Part) -> str:
+def name_part(name: str, part: Component) -> str:
     """Name a part of a packed weight as ``offplan.vllm_packed`` holds it."""
     # vLLM takes a layer with a ``weight_packed`` for one whose values ``apply`` gives
-    return f"{name}_{'packed' if part is Part.WEIGHT else part.value}"
+    return f"{name}_{'packed' if part is Component.WEIGHT else part.value}"
 
 
 def engine_parameters(stage: Stage, renamed: Mapping[str, str]) -> tuple[EngineParameter, ...]:
@@ -72,9 +72,9 @@ def engine_parameters(stage: Stage, renamed: Mapping[str, str]) -> tuple[EngineP
 def _name_parameters(stage: Stage, renamed: Mapping[str, str]) -> Iterator[EngineParameter]:
     for layer in stage.layers:
         fused = _find_fused(layer)
-        held: defaultdict[str, list[tuple[Parameter, Part]]] = defaultdict(list)
+        held: defaultdict[str, list[tuple[Parameter, Component]]] = defaultdict(list)
         for parameter in layer.parameters:
-            for part in parameter.parts:
+            for part in parameter.components:
                 weight = parameter.made_of or parameter.of(part)
                 first = weight[0].name
                 stored = (split_expert(first) or (0, first))[1].removeprefix(f"{layer.prefix}.")
@@ -94,7 +94,7 @@ def _name_parameters(stage: Stage, renamed: Mapping[str, str]) -> Iterator[Engin
             yield EngineParameter(layer.index, name, parameters, tensors, nbytes, packs)
 
 
-def _fused_bytes(*parts: tuple[Parameter, Part]) -> int:
+def _fused_bytes(*parts: tuple[Parameter, Component]) -> int:
     """Bytes of a part of a packed weight, which is fused of several and then packed as one."""
     first, part = parts[0]
     stack, shape = first.shape[:-2], fuse([parameter for parameter, _ in parts])

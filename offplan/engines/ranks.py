@@ -30,7 +30,7 @@ from offplan.checkpoint.tensors import TensorInfo, Tensors
 from offplan.engines.engine import VOCABULARY_MULTIPLE, family_of, pad_rows
 from offplan.errors import ExportError
 from offplan.files import load_facts
-from offplan.forms.form import Kind, Part
+from offplan.forms.form import Component, Kind
 from offplan.held.held import absorbed_bytes
 from offplan.held.runner import Runner
 from offplan.held.stage import Stage
@@ -306,22 +306,25 @@ def _find_module(name: str) -> tuple[str, bool]:
 
 
 def _resize(
-    parameter: Parameter, cut: Callable[[Part, TensorInfo], TensorInfo], at: int, share: Fraction
+    parameter: Parameter,
+    cut: Callable[[Component, TensorInfo], TensorInfo],
+    at: int,
+    share: Fraction,
 ) -> Parameter:
     """Return a parameter of which each tensor is cut, and dimension ``at`` is a share of it."""
-    tensors = tuple(cut(Part.WEIGHT, each) for each in parameter.tensors)
+    tensors = tuple(cut(Component.WEIGHT, each) for each in parameter.tensors)
     beside = tuple((part, tuple(cut(part, each) for each in of)) for part, of in parameter.beside)
     logical = parameter.logical_shape and _scale_shape(parameter.logical_shape, at, share)
     return replace(parameter, tensors=tensors, beside=beside, logical_shape=logical)
 
 
-def _cut(tensor: TensorInfo, kind: Kind, part: Part, at: int, share: Fraction) -> TensorInfo:
+def _cut(tensor: TensorInfo, kind: Kind, part: Component, at: int, share: Fraction) -> TensorInfo:
     """Return a slice of what is stored of a matrix; what is one value for all stays whole."""
-    if kind is Kind.MXFP4 and part is Part.WEIGHT:
+    if kind is Kind.MXFP4 and part is Component.WEIGHT:
         at -= 1  # whose rows are stored by blocks
-    if part is Part.INPUT_SCALE or len(tensor.shape) < 2:
-        is_by_row = part is Part.SCALE and kind is Kind.FP8_CHANNEL and at == OUT
-        if part is not Part.WEIGHT and not is_by_row:
+    if part is Component.INPUT_SCALE or len(tensor.shape) < 2:
+        is_by_row = part is Component.SCALE and kind is Kind.FP8_CHANNEL and at == OUT
+        if part is not Component.WEIGHT and not is_by_row:
             return tensor
         at = -1
     return tensor if tensor.shape[at] == 1 else _scale(tensor, at, share)

@@ -22,7 +22,7 @@ from offplan.engines.vllm import (
     slot_bytes,
 )
 from offplan.errors import ExportError
-from offplan.forms.form import Kind, Part
+from offplan.forms.form import Component, Kind
 from offplan.forms.packed import can_pack
 from offplan.held.stage import Stage
 from offplan.placement import Placement, place
@@ -252,9 +252,9 @@ def _require_packable(stage: Stage, recoding: Recoding) -> None:
     found = engine_parameters(stage, find_names(stage))
     names = {(each.layer, each.name) for each in found}
     for each in found:
-        if each.packs is None or not each.name.endswith(name_part("", Part.WEIGHT)):
+        if each.packs is None or not each.name.endswith(name_part("", Component.WEIGHT)):
             continue
-        whole = each.name.removesuffix(name_part("", Part.WEIGHT))
+        whole = each.name.removesuffix(name_part("", Component.WEIGHT))
         if (each.layer, whole) in names or not can_pack(fuse(each.parameters)):
             raise ExportError(
                 f"vLLM holds {whole} of layer {each.layer} as one matrix, and the plan packs part "

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from offplan.forms.form import OTHER, Form, Kind, Part, WordOrder
+from offplan.forms.form import OTHER, Component, Form, Kind, WordOrder
 from offplan.forms.matching import IN_STACK, compile_pattern
 from offplan.forms.quantisation import Quantisation, leave_unread, note_scales
 from offplan.forms.scheme import Scheme
@@ -108,4 +108,6 @@ def _read_scheme(said: Mapping[str, Any], float_type: str) -> Scheme | None:
         return _UNREAD
     form, layout = _FLOATS.get((way, kind, bits, group), (OTHER, ""))
     is_static = way == "fp8_static" or (form.kind is Kind.NVFP4 and bool(inputs))
-    return Scheme(form, layout, float_type, {Part.INPUT_SCALE: is_static}) if layout else _UNREAD
+    return (
+        Scheme(form, layout, float_type, {Component.INPUT_SCALE: is_static}) if layout else _UNREAD
+    )

@@ -7,7 +7,7 @@ Source: compressed-tensors 0.15, ``QuantizationConfig``, ``apply_quantization_co
 from collections.abc import Mapping
 from typing import Any
 
-from offplan.forms.form import OTHER, Form, Kind, Part, WordOrder
+from offplan.forms.form import OTHER, Component, Form, Kind, WordOrder
 from offplan.forms.matching import targets
 from offplan.forms.quantisation import Quantisation, note_scales
 from offplan.forms.scheme import Scheme
@@ -73,9 +73,9 @@ def _read_group(group: Mapping[str, Any], layout: Any, scale: str) -> Scheme | N
     is_shuffled = str(weights.get("actorder")).lower() in ("group", "true")
     is_static = is_record(inputs) and inputs.get("dynamic") is False
     choices = {
-        Part.ZERO: weights.get("symmetric") is False and form.word_order is not None,
-        Part.GROUP_INDEX: is_shuffled and form.word_order is not None,
-        Part.INPUT_SCALE: is_static or (form.kind is Kind.NVFP4 and is_record(inputs)),
+        Component.ZERO: weights.get("symmetric") is False and form.word_order is not None,
+        Component.GROUP_INDEX: is_shuffled and form.word_order is not None,
+        Component.INPUT_SCALE: is_static or (form.kind is Kind.NVFP4 and is_record(inputs)),
     }
     kind = "packed" if in_words else form.kind.value
     scale = "U8" if layout == "mxfp8-quantized" else scale

@@ -44,7 +44,7 @@ class Kind(str, Enum):
     """A way that is sized, not understood."""
 
 
-class Part(str, Enum):
+class Component(str, Enum):
     """The role of a stored tensor for the weight it belongs to."""
 
     WEIGHT = "weight"

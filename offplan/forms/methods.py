@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from offplan.forms.auto_round import read_auto_round
 from offplan.forms.compressed_tensors import read_compressed_tensors
-from offplan.forms.form import OTHER, Form, Kind, Part, WordOrder
+from offplan.forms.form import OTHER, Component, Form, Kind, WordOrder
 from offplan.forms.matching import IN_STACK, has_run, matches_wildcard, skips, targets
 from offplan.forms.quantisation import Quantisation, leave_unread, note_scales
 from offplan.forms.scheme import BNB4_STATE_BYTES, Scheme
@@ -115,7 +115,7 @@ def _read_fp8(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     # DeepSeek and most others store them in float32; Qwen does not, nor does Mistral one a matrix
     scale = "BF16" if model.model_type.startswith("qwen") or block is None else "F32"
     is_static = stated.get("activation_scheme") == "static"
-    scheme = Scheme(form, f"fp8 {form.kind.value}", scale, {Part.INPUT_SCALE: is_static})
+    scheme = Scheme(form, f"fp8 {form.kind.value}", scale, {Component.INPUT_SCALE: is_static})
     skipped = stated.get("modules_to_not_convert", stated.get("ignored_layers"))
     return Quantisation(
         "fp8",
@@ -170,7 +170,7 @@ def _read_bitsandbytes(stated: Mapping[str, Any], model: _Model) -> Quantisation
     if has_bytes:
         scheme = Scheme(Form(Kind.BNB8), "bitsandbytes bnb8")
     else:
-        choices = {Part.NESTED_SCALE: stated.get("bnb_4bit_use_double_quant") is True}
+        choices = {Component.NESTED_SCALE: stated.get("bnb_4bit_use_double_quant") is True}
         scheme = Scheme(Form(Kind(name)), f"bitsandbytes {name}", choices=choices)
         what = f"the parameters of each weight's {name.upper()}"
         note = f"{what} are taken as {BNB4_STATE_BYTES} bytes"
@@ -191,7 +191,9 @@ def _read_gptq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     key, layout = _name_layout(stated, "gptq", "checkpoint_format", "format")
     order = orders.get(layout)
     # groups that were told beforehand follow each other, in whatever order columns were quantised
-    choices = {Part.GROUP_INDEX: stated.get("desc_act") is True and not stated.get("static_groups")}
+    choices = {
+        Component.GROUP_INDEX: stated.get("desc_act") is True and not stated.get("static_groups")
+    }
     scheme = None
     if order is not None:
         scheme = read_words(stated.get("bits"), stated.get("group_size"), order, "gptq", choices)
@@ -286,7 +288,7 @@ def _modelopt_scheme(algorithm: Any) -> Scheme | None:
     """Return the scheme of one of ModelOpt's algorithms; None where it is not known."""
     name = str(algorithm).upper()
     form = _MODELOPT_FORMS.get(name)
-    quantises_inputs = {Part.INPUT_SCALE: name in _MODELOPT_INPUTS and name != "MXFP8"}
+    quantises_inputs = {Component.INPUT_SCALE: name in _MODELOPT_INPUTS and name != "MXFP8"}
     return form and Scheme(form, f"modelopt {form.kind.value}", choices=quantises_inputs)
 
 
@@ -343,7 +345,7 @@ def _read_torchao(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     has_zeros = form.kind is Kind.W8A16 and rows is not None
     scale = "F32" if form.kind is Kind.FP8_CHANNEL or has_zeros else model.float_type
     skipped = stated.get("modules_to_not_convert")
-    scheme = Scheme(form, f"torchao {form.kind.value}", scale, {Part.ZERO: has_zeros})
+    scheme = Scheme(form, f"torchao {form.kind.value}", scale, {Component.ZERO: has_zeros})
     find = _all_but(skipped, scheme)
     return Quantisation("torchao", find, skips_head=skipped is None, takes_linear_alone=True)
 

@@ -4,30 +4,30 @@ Source: transformers 5.23 ``integrations`` and ``quantizers``; compressed-tensor
 ModelOpt's export; bitsandbytes, ``QuantState.as_dict``; mlx-lm; torchao's flattened safetensors.
 """
 
-from offplan.forms.form import Part
+from offplan.forms.form import Component
 
 _AFTER = {
-    Part.WEIGHT: "_packed _blocks",
-    Part.SCALE: "_scale _scales _scale_inv .absmax",
-    Part.ZERO: "_zero_point",
-    Part.GROUP_INDEX: "_g_idx",
-    Part.GLOBAL_SCALE: "_scale_2",
-    Part.GLOBAL_DIVISOR: "_global_scale",
-    Part.INPUT_SCALE: "_input_scale _activation_scale",
-    Part.SHAPE: "_shape",
-    Part.CODES: ".quant_map",
-    Part.NESTED_SCALE: ".nested_absmax",
-    Part.NESTED_CODES: ".nested_quant_map",
-    Part.STATE: "_format .quant_state.bitsandbytes__nf4 .quant_state.bitsandbytes__fp4",
+    Component.WEIGHT: "_packed _blocks",
+    Component.SCALE: "_scale _scales _scale_inv .absmax",
+    Component.ZERO: "_zero_point",
+    Component.GROUP_INDEX: "_g_idx",
+    Component.GLOBAL_SCALE: "_scale_2",
+    Component.GLOBAL_DIVISOR: "_global_scale",
+    Component.INPUT_SCALE: "_input_scale _activation_scale",
+    Component.SHAPE: "_shape",
+    Component.CODES: ".quant_map",
+    Component.NESTED_SCALE: ".nested_absmax",
+    Component.NESTED_CODES: ".nested_quant_map",
+    Component.STATE: "_format .quant_state.bitsandbytes__nf4 .quant_state.bitsandbytes__fp4",
 }
 """Ends that follow a weight's own name: ``q_proj.weight_scale``, ``gate_up_proj_blocks``."""
 _INSTEAD = {
-    Part.WEIGHT: ".qweight ._weight_qdata",
-    Part.SCALE: ".scales .scale .SCB ._weight_scale ._weight_scale_and_zero",
-    Part.ZERO: ".qzeros ._weight_zero_point",
-    Part.OFFSET: ".biases",
-    Part.GROUP_INDEX: ".g_idx",
-    Part.INPUT_SCALE: ".input_scale .activation_scale .input_global_scale",
+    Component.WEIGHT: ".qweight ._weight_qdata",
+    Component.SCALE: ".scales .scale .SCB ._weight_scale ._weight_scale_and_zero",
+    Component.ZERO: ".qzeros ._weight_zero_point",
+    Component.OFFSET: ".biases",
+    Component.GROUP_INDEX: ".g_idx",
+    Component.INPUT_SCALE: ".input_scale .activation_scale .input_global_scale",
 }
 """Ends that stand where the weight's name ends in ``.weight``: ``q_proj.qzeros``."""
 _ENDS = {
@@ -39,7 +39,7 @@ _ENDS = {
 _LONGEST_FIRST = sorted(_ENDS, key=len, reverse=True)
 
 
-def part_of(name: str) -> tuple[str, Part]:
+def part_of(name: str) -> tuple[str, Component]:
     """Tell which weight a tensor of this name may belong to, and what it would be to it.
 
     ``q_proj.qzeros`` gives ``q_proj.weight`` and its ZERO. It is only a name: whether it belongs
@@ -49,4 +49,4 @@ def part_of(name: str) -> tuple[str, Part]:
         if name.endswith(end):
             part, tail = _ENDS[end]
             return name.removesuffix(end) + tail, part
-    return name, Part.WEIGHT
+    return name, Component.WEIGHT

@@ -2,7 +2,7 @@
 
 from math import prod
 
-from offplan.forms.form import BASE_BYTES, PATCH_ROWS, Form, Kind, Part, patch_reserve
+from offplan.forms.form import BASE_BYTES, PATCH_ROWS, Component, Form, Kind, patch_reserve
 
 PACKED = Form(Kind.PACKED)
 
@@ -16,16 +16,16 @@ def can_pack(shape: tuple[int, ...]) -> bool:
     return num_in % 8 == 0 and num_out % PATCH_ROWS == 0 and num_out * num_in < 2**30
 
 
-def parts_of(shape: tuple[int, ...]) -> dict[Part, tuple[str, tuple[int, ...]]]:
+def parts_of(shape: tuple[int, ...]) -> dict[Component, tuple[str, tuple[int, ...]]]:
     """Return the type (safetensors' name) and shape of each part of [..., out, in]."""
     *stack, num_out, num_in = shape
     assert prod(shape), "an empty matrix is stored as it is"
     num_blocks = -(-num_in // (2 * BASE_BYTES))
     matrix = {
-        Part.WEIGHT: ("U8", (num_out, num_in)),
-        Part.EXPONENT: ("U8", (num_out, num_in // 2)),
-        Part.BASE: ("U8", (num_out // PATCH_ROWS, num_blocks * PATCH_ROWS)),
-        Part.PATCHES: ("I32", (patch_reserve(num_out, num_in), 2)),
-        Part.PATCH_BLOCKS: ("I32", (num_out // PATCH_ROWS, 2)),
+        Component.WEIGHT: ("U8", (num_out, num_in)),
+        Component.EXPONENT: ("U8", (num_out, num_in // 2)),
+        Component.BASE: ("U8", (num_out // PATCH_ROWS, num_blocks * PATCH_ROWS)),
+        Component.PATCHES: ("I32", (patch_reserve(num_out, num_in), 2)),
+        Component.PATCH_BLOCKS: ("I32", (num_out // PATCH_ROWS, 2)),
     }
     return {part: (dtype, (*stack, *sizes)) for part, (dtype, sizes) in matrix.items()}

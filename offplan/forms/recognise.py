@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Protocol
 
-from offplan.forms.form import BITS, FP4_GROUPS, OTHER, RAW, Form, Kind, Part, WordOrder
+from offplan.forms.form import BITS, FP4_GROUPS, OTHER, RAW, Component, Form, Kind, WordOrder
 
 Shape = tuple[int, ...]
 
@@ -42,7 +42,7 @@ class Described(Protocol):
 
 
 def recognise(
-    weight: Described, beside: Mapping[Part, Described], stated: Form | None
+    weight: Described, beside: Mapping[Component, Described], stated: Form | None
 ) -> tuple[Form, Shape]:
     """Return the form of a weight and the shape that it stands for, [..., out, in].
 
@@ -63,7 +63,7 @@ def _agree(form: Form, stated: Form) -> bool:
 
 
 def _infer(
-    weight: Described, beside: Mapping[Part, Described], stated: Form | None
+    weight: Described, beside: Mapping[Component, Described], stated: Form | None
 ) -> tuple[Form, Shape]:
     if weight.dtype in FP8_TYPES:
         return _recognise_fp8(weight.shape, beside, stated), weight.shape
@@ -71,23 +71,25 @@ def _infer(
         return _recognise_words(weight, beside, stated)
     if weight.dtype == "U32" and weight.shape:
         return _recognise_mlx(weight.shape, beside, stated)
-    if Part.CODES in beside:
-        state = beside[Part.STATE].name if Part.STATE in beside else ""
+    if Component.CODES in beside:
+        state = beside[Component.STATE].name if Component.STATE in beside else ""
         return Form(_NAMED_KINDS.get(state[-3:], Kind.OTHER)), (2 * prod(weight.shape),)
-    scale = beside.get(Part.SCALE)
+    scale = beside.get(Component.SCALE)
     if weight.dtype == "I8" and scale is not None and scale.dtype != "F8_E8M0":
         return _recognise_bytes(weight.shape, scale), weight.shape
     return _recognise_fp4(weight, beside)
 
 
-def _recognise_fp8(shape: Shape, beside: Mapping[Part, Described], stated: Form | None) -> Form:
+def _recognise_fp8(
+    shape: Shape, beside: Mapping[Component, Described], stated: Form | None
+) -> Form:
     """Tell what an FP8 matrix, or each of a stack of them, has scales for."""
-    if Part.SCALE not in beside or len(shape) < 2:
+    if Component.SCALE not in beside or len(shape) < 2:
         return OTHER
-    if not beside.keys() <= {Part.SCALE, Part.INPUT_SCALE}:
+    if not beside.keys() <= {Component.SCALE, Component.INPUT_SCALE}:
         return OTHER
     *stack, rows, columns = shape
-    scale = beside[Part.SCALE].shape
+    scale = beside[Component.SCALE].shape
     blocks = [(size, size) for size in (128, 64, 32, 256)]
     if stated is not None and stated.kind is Kind.FP8_BLOCK and stated.block is not None:
         blocks = [stated.block]
@@ -103,10 +105,10 @@ def _recognise_fp8(shape: Shape, beside: Mapping[Part, Described], stated: Form 
 
 
 def _recognise_words(
-    weight: Described, beside: Mapping[Part, Described], stated: Form | None
+    weight: Described, beside: Mapping[Component, Described], stated: Form | None
 ) -> tuple[Form, Shape]:
     """Recognise whole numbers packed into 32 bits by compressed-tensors, GPTQ or AWQ."""
-    scale, zero = beside.get(Part.SCALE), beside.get(Part.ZERO)
+    scale, zero = beside.get(Component.SCALE), beside.get(Component.ZERO)
     if scale is None or len(weight.shape) != 2 or len(scale.shape) != 2:
         return OTHER, weight.shape
     if not weight.name.endswith("qweight"):
@@ -130,11 +132,11 @@ def _recognise_words(
 
 
 def _recognise_rows(
-    shape: Shape, scale: Shape, beside: Mapping[Part, Described], stated: Form | None
+    shape: Shape, scale: Shape, beside: Mapping[Component, Described], stated: Form | None
 ) -> tuple[Form, Shape]:
     """Recognise rows of packed whole numbers; without a zero the config alone tells the bits."""
     rows, words = shape
-    zero = beside.get(Part.ZERO)
+    zero = beside.get(Component.ZERO)
     known = None if stated is None else BITS.get(stated.kind)
     bits = known or 4
     if known is None and zero is not None and zero.shape and rows:
@@ -147,13 +149,13 @@ def _recognise_rows(
 
 
 def _recognise_mlx(
-    shape: Shape, beside: Mapping[Part, Described], stated: Form | None
+    shape: Shape, beside: Mapping[Component, Described], stated: Form | None
 ) -> tuple[Form, Shape]:
     bits = 8 if stated is not None and stated.kind is Kind.W8A16 else 4
     *stack, words = shape
     columns = words * WORD_BITS // bits
     logical = (*stack, columns)
-    scale, offset = beside.get(Part.SCALE), beside.get(Part.OFFSET)
+    scale, offset = beside.get(Component.SCALE), beside.get(Component.OFFSET)
     if stated is None or scale is None or offset is None or scale.shape != offset.shape:
         return OTHER, logical
     return _grouped(bits, WordOrder.MLX, columns, scale.shape[-1] if scale.shape else 0), logical
@@ -174,9 +176,9 @@ def _grouped(bits: int, order: WordOrder | None, columns: int, num_groups: int) 
     return Form(WHOLE_KINDS[bits], (1, columns // num_groups), order)
 
 
-def _recognise_fp4(weight: Described, beside: Mapping[Part, Described]) -> tuple[Form, Shape]:
+def _recognise_fp4(weight: Described, beside: Mapping[Component, Described]) -> tuple[Form, Shape]:
     """Recognise 4-bit floats, two a byte, with a scale for each group of a row."""
-    scale = beside.get(Part.SCALE)
+    scale = beside.get(Component.SCALE)
     if scale is None or len(weight.shape) < 2 or scale.dtype not in _FP4_KINDS:
         return OTHER, weight.shape
     kind = _FP4_KINDS[scale.dtype]
@@ -185,7 +187,7 @@ def _recognise_fp4(weight: Described, beside: Mapping[Part, Described]) -> tuple
     if len(scale.shape) == len(stack):  # gpt-oss: [experts, out, groups, bytes]
         columns *= stack.pop()
     logical = (*stack, columns if weight.dtype == "F4" else 2 * columns)
-    num_global = len(beside.keys() & {Part.GLOBAL_SCALE, Part.GLOBAL_DIVISOR})
+    num_global = len(beside.keys() & {Component.GLOBAL_SCALE, Component.GLOBAL_DIVISOR})
     is_whole = num_global == (kind is Kind.NVFP4)
     fits = scale.shape == (*stack, -(-logical[-1] // group))
     return (Form(kind, (1, group)) if fits and is_whole else OTHER), logical

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from offplan.files import load_facts
-from offplan.forms.form import BITS, NESTED_BLOCK, Form, Kind, Part, WordOrder
+from offplan.forms.form import BITS, NESTED_BLOCK, Component, Form, Kind, WordOrder
 from offplan.forms.recognise import WORD_BITS
 
 Tensor = tuple[str, str, tuple[int, ...]]
@@ -14,7 +14,7 @@ BNB4_STATE_BYTES = 96
 """Bytes taken for the JSON of bitsandbytes' parameters, which has some more or less."""
 _BNB4_BLOCK = 64
 """Weights of bitsandbytes that share a scale."""
-_CHOICES = (Part.ZERO, Part.GROUP_INDEX, Part.INPUT_SCALE, Part.NESTED_SCALE)
+_CHOICES = (Component.ZERO, Component.GROUP_INDEX, Component.INPUT_SCALE, Component.NESTED_SCALE)
 """Parts that a config may choose to store."""
 _LAYOUTS = load_facts(Path(__file__).with_name("layouts.yaml"))
 
@@ -29,16 +29,16 @@ class Scheme:
     """The name in ``layouts.yaml`` of the tensors that are stored."""
     scale: str = "BF16"
     """Type of the scales, as safetensors names it."""
-    choices: Mapping[Part, bool] = field(default_factory=dict)
+    choices: Mapping[Component, bool] = field(default_factory=dict)
     """For each part that is a choice, True if it is stored. GROUP_INDEX is stored if columns lie in
     another order than their groups."""
     few_bits: int | None = None
     """Bits of whole numbers in words that have no form of their own: 2 or 3."""
 
     @property
-    def needed(self) -> set[Part]:
+    def needed(self) -> set[Component]:
         """Parts that codes and scales alone would stand for other values without."""
-        return {part for part in (Part.ZERO, Part.GROUP_INDEX) if self.choices.get(part)}
+        return {part for part in (Component.ZERO, Component.GROUP_INDEX) if self.choices.get(part)}
 
     @property
     def word_bits(self) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from offplan.forms.form import OTHER, Form, Kind, Part, WordOrder
+from offplan.forms.form import OTHER, Component, Form, Kind, WordOrder
 from offplan.forms.recognise import FEW_BITS, WHOLE_KINDS
 from offplan.forms.scheme import Scheme
 
@@ -18,7 +18,11 @@ def grouped_form(bits: Any, group: Any, order: WordOrder | None) -> Form:
 
 
 def read_words(
-    bits: Any, group: Any, order: WordOrder, layout: str, choices: Mapping[Part, bool] | None = None
+    bits: Any,
+    group: Any,
+    order: WordOrder,
+    layout: str,
+    choices: Mapping[Component, bool] | None = None,
 ) -> Scheme | None:
     """Return the scheme of whole numbers in words of GPTQ or AWQ; None if it is not known."""
     is_few = type(bits) is int and bits in FEW_BITS and order is not WordOrder.AWQ

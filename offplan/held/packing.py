@@ -11,7 +11,7 @@ from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.roles import Role, role_of
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import PlanError
-from offplan.forms.form import Part
+from offplan.forms.form import Component
 from offplan.forms.packed import PACKED, can_pack, parts_of
 from offplan.held.runner import OWN_RUNTIME, Runner
 from offplan.held.stage import Stage
@@ -219,7 +219,7 @@ def _pack(parameter: Parameter) -> Parameter:
     for part, (dtype, shape) in parts_of(parameter.shape).items():
         end = f":{part.value}"
         parts[part] = tuple(TensorInfo(name + end, dtype, shape) for name in names)
-    weight = parts.pop(Part.WEIGHT)
+    weight = parts.pop(Component.WEIGHT)
     return replace(
         parameter,
         tensors=weight,

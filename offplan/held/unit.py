@@ -6,7 +6,7 @@ from functools import cached_property
 from offplan.checkpoint.model import Layer
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
-from offplan.forms.form import Part
+from offplan.forms.form import Component
 
 FUSED_EXPERT_PARTS = (("gate_proj", "up_proj"), ("w1", "w3"))
 """Projections of the routed experts that are one parameter once loaded.
@@ -30,7 +30,7 @@ class Unit:
 
     layer: int
     parameters: tuple[Parameter, ...]
-    part: Part = Part.WEIGHT
+    part: Component = Component.WEIGHT
 
     @cached_property
     def nbytes(self) -> int:
@@ -80,5 +80,5 @@ def group_units(layer: Layer) -> tuple[Unit, ...]:
         Unit(layer.index, tuple(parameters), part)
         for parameters in groups.values()
         if all(parameter.resized is None for parameter in parameters)
-        for part in parameters[0].parts
+        for part in parameters[0].components
     )

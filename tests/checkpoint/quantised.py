@@ -71,7 +71,7 @@ RAW = {
 }
 NUM_WEIGHTS = sum(math.prod(shape) for shape in (*LINEAR.values(), *RAW.values()))
 
-Parts = dict[str, tuple[str, tuple[int, ...]]]
+Components = dict[str, tuple[str, tuple[int, ...]]]
 
 
 class Format(NamedTuple):
@@ -79,7 +79,7 @@ class Format(NamedTuple):
 
     config: Mapping[str, Any] | None
     """What it writes as ``quantization_config``."""
-    parts: Callable[[int, int], Parts]
+    parts: Callable[[int, int], Components]
     """What it stores of a linear layer [out, in]."""
     form: Form
     takes_all: bool = False
@@ -88,17 +88,17 @@ class Format(NamedTuple):
     """Whether the config alone says what is stored."""
 
 
-def gptq_words(out: int, inner: int) -> Parts:
+def gptq_words(out: int, inner: int) -> Components:
     """Words of 4 bits along the inputs, in groups of 128, without an index."""
     return {"qweight": ("I32", (inner // 8, out)), **_zeros_and_scales(out, inner)}
 
 
-def awq_words(out: int, inner: int) -> Parts:
+def awq_words(out: int, inner: int) -> Components:
     """Words of 4 bits along the outputs, in groups of 128 inputs."""
     return {"qweight": ("I32", (inner, out // 8)), **_zeros_and_scales(out, inner)}
 
 
-def _zeros_and_scales(out: int, inner: int) -> Parts:
+def _zeros_and_scales(out: int, inner: int) -> Components:
     groups = inner // 128
     return {"qzeros": ("I32", (groups, out // 8)), "scales": ("F16", (groups, out))}
 

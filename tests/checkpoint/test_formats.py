@@ -12,7 +12,7 @@ from offplan.checkpoint.model import KVCache
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.tensors import DTYPE_BITS
 from offplan.errors import CheckpointError
-from offplan.forms.form import OTHER, Form, Kind, Part, WordOrder
+from offplan.forms.form import OTHER, Component, Form, Kind, WordOrder
 from offplan.held.held import hold
 from tests.checkpoint.files import write_folder
 from tests.checkpoint.quantised import (
@@ -428,7 +428,7 @@ def test_gpt_oss_20b_from_its_config(tmp_path):
     up = next(p for p in model.layers[0].parameters if p.name == "mlp.experts.gate_up_proj")
     assert up.form == Form(Kind.MXFP4, (1, 32))
     assert up.shape == (32, 5760, 2880)
-    assert [t.shape for t in up.of(Part.SCALE)] == [(32, 5760, 90)]
+    assert [t.shape for t in up.of(Component.SCALE)] == [(32, 5760, 90)]
     assert "the config names no dtype: took bfloat16" in model.notes
 
 

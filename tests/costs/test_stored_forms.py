@@ -21,7 +21,7 @@ from offplan.costs.activations import (
 from offplan.costs.compute import outside_time
 from offplan.costs.link import UNALIGNED_ROWS, coded_reads
 from offplan.costs.work import PassShape, layer_work
-from offplan.forms.form import RAW, Kind, Part
+from offplan.forms.form import RAW, Component, Kind
 from offplan.held.held import hold
 from offplan.held.packing import pack_everything
 from offplan.held.stage import Stage
@@ -54,14 +54,14 @@ def test_costs(tmp_path: Path, raw: Stage, name: str) -> None:
         assert stored.weight_bytes(PROMPT) < 0.7 * before.weight_bytes(PROMPT)
         assert stored.key != before.key
         units, before_units = group_units(layer), group_units(whole)
-        weights = [(u.name, u.shape) for u in units if u.part is Part.WEIGHT]
+        weights = [(u.name, u.shape) for u in units if u.part is Component.WEIGHT]
         assert weights == [(u.name, u.shape) for u in before_units]
         assert sum(unit.nbytes for unit in units) == layer.nbytes
     workload = Workload(prompt_tokens=512)
     largest = max(p.num_weights for p in stage.parameters if not p.is_expert)
     expanded = largest * stage.element_bytes
-    nested = [p for p in stage.parameters if Part.NESTED_SCALE in p.parts]
-    num_scales = max((p.of(Part.SCALE)[0].num_elements for p in nested), default=0)
+    nested = [p for p in stage.parameters if Component.NESTED_SCALE in p.components]
+    num_scales = max((p.of(Component.SCALE)[0].num_elements for p in nested), default=0)
     expanded += 2 * NESTED_SCALE_BYTES * num_scales  # of a step, and of a prompt
     if stage.experts is not None:  # those that a step copies over the link
         expanded += 2 * stage.experts.num_experts_per_token * stage.experts.bytes_per_expert
@@ -100,7 +100,7 @@ def test_rows_that_begin_amid_a_line_are_read_slower() -> None:
     machine = load_profile("h200-pcie5")
     stage = open_stage("benchmarks/models/gpt-oss-20b/config.json")
     units = [u for u in group_units(stage.layers[0]) if not u.parameters[0].form.is_raw]
-    codes = [unit for unit in units if unit.part is Part.WEIGHT]
+    codes = [unit for unit in units if unit.part is Component.WEIGHT]
     num_bytes = sum(unit.nbytes for unit in codes)
     read = uva_bytes(machine, codes, stage.experts, 16)
     assert read == pytest.approx(UNALIGNED_ROWS * num_bytes * stage.experts.touched(16) / 32)
@@ -125,9 +125,9 @@ def test_scales_in_the_order_of_activations_are_read_once(
     down = [u for u in group_units(stage.layers[0]) if u.name == "mlp.down_proj.weight"]
     for unit in down:
         assert uva_bytes(machine, [unit], None, 1) == unit.nbytes
-    assert {unit.part for unit in down} >= {Part.SCALE, Part.ZERO, Part.GROUP_INDEX}
+    assert {unit.part for unit in down} >= {Component.SCALE, Component.ZERO, Component.GROUP_INDEX}
     # those of few experts are copied whole before they are multiplied
-    routed = [u for u in group_units(stage.layers[1]) if u.is_expert and u.part is Part.SCALE]
+    routed = [u for u in group_units(stage.layers[1]) if u.is_expert and u.part is Component.SCALE]
     for unit in routed:
         assert uva_bytes(machine, [unit], stage.experts, 1) == unit.nbytes // 2
 

@@ -19,7 +19,7 @@ from offplan.engines.runner import find_runner, lower
 from offplan.engines.taken import Taken
 from offplan.engines.worker import find_taken
 from offplan.errors import ExportError, PlanError
-from offplan.forms.form import Form, Kind, Part
+from offplan.forms.form import Component, Form, Kind
 from offplan.forms.packed import parts_of
 from offplan.held.packing import pack_everything, pack_stage
 from offplan.plan import Backend, Goal, Plan, Rule
@@ -255,9 +255,9 @@ def test_ranks_pack_their_own_shares(ranks: Ranks, tmp_path: Path) -> None:
     assert not last.packs("model.layers.2.mlp.gate_up_proj")
     held = last.packed[3 - last.first_layer]
     sizes = parts_of((2 * 256 // ranks.tensor, 128))
-    assert held["mlp.gate_up_proj.weight_packed"] == prod(sizes[Part.WEIGHT][1])
+    assert held["mlp.gate_up_proj.weight_packed"] == prod(sizes[Component.WEIGHT][1])
     sizes = parts_of((128, 128 // ranks.tensor))
-    assert held["self_attn.o_proj.weight_exponent"] == prod(sizes[Part.EXPONENT][1])
+    assert held["self_attn.o_proj.weight_exponent"] == prod(sizes[Component.EXPONENT][1])
     if ranks.pipeline > 1:
         first = find_taken(plan, model, NEWEST, ranks, 0)
         assert first.packs("model.layers.1.mlp.down_proj")

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from offplan.errors import OffplanError
-from offplan.forms.form import RAW, Form, Kind, Part, WordOrder
+from offplan.forms.form import RAW, Component, Form, Kind, WordOrder
 from offplan.runtime.forms import reference
 from offplan.runtime.forms.packing import pack
-from offplan.runtime.forms.reference import Parts
+from offplan.runtime.forms.reference import Components
 from offplan.runtime.host_cores import cores
 
 _WORDS = WordOrder.COMPRESSED_TENSORS
@@ -47,7 +47,7 @@ def random_fp8(*shape: int) -> torch.Tensor:
     return (torch.randn(shape) * 60).to(torch.float8_e4m3fn)
 
 
-def make_weight(name: str, num_out: int, num_in: int, *lead: int) -> tuple[Form, Parts]:
+def make_weight(name: str, num_out: int, num_in: int, *lead: int) -> tuple[Form, Components]:
     """Draw a weight, or those of so many experts, with every code that its form has."""
     form = FORMS[name]
     if form.block is not None and form.block[1] == 0:
@@ -58,18 +58,18 @@ def make_weight(name: str, num_out: int, num_in: int, *lead: int) -> tuple[Form,
     return form, _MAKERS[form.kind](name, form, num_out, num_in)
 
 
-def _make_raw(name: str, form: Form, num_out: int, num_in: int) -> Parts:
-    return {Part.WEIGHT: (torch.randn(num_out, num_in) * 0.02).to(torch.bfloat16)}
+def _make_raw(name: str, form: Form, num_out: int, num_in: int) -> Components:
+    return {Component.WEIGHT: (torch.randn(num_out, num_in) * 0.02).to(torch.bfloat16)}
 
 
-def _make_packed(name: str, form: Form, num_out: int, num_in: int) -> Parts:
+def _make_packed(name: str, form: Form, num_out: int, num_in: int) -> Components:
     values = (torch.randn(num_out, num_in) * 0.02).to(torch.bfloat16)
     values[0, 3], values[1, 5], values[2, 7], values[5] = 0.0, -0.0, 1e-9, 0.0
     values[num_out - 1, num_in - 1] = 3e5  # a patch of its own
     return pack(values)
 
 
-def _make_fp8(name: str, form: Form, num_out: int, num_in: int) -> Parts:
+def _make_fp8(name: str, form: Form, num_out: int, num_in: int) -> Components:
     shape = {Kind.FP8_CHANNEL: (num_out, 1), Kind.FP8_TENSOR: (1, 1)}.get(
         form.kind, (-(-num_out // 128), -(-num_in // 128))
     )
@@ -77,20 +77,24 @@ def _make_fp8(name: str, form: Form, num_out: int, num_in: int) -> Parts:
     if "powers" in name:
         scale = torch.randint(114, 118, shape, dtype=torch.uint8).view(torch.float8_e8m0fnu)
     scale = scale.to(torch.bfloat16) if form.kind is Kind.FP8_CHANNEL else scale
-    return {Part.WEIGHT: random_fp8(num_out, num_in), Part.SCALE: scale}
+    return {Component.WEIGHT: random_fp8(num_out, num_in), Component.SCALE: scale}
 
 
-def _make_fp4(name: str, form: Form, num_out: int, num_in: int) -> Parts:
+def _make_fp4(name: str, form: Form, num_out: int, num_in: int) -> Components:
     codes = random_bytes(num_out, num_in // 2)
     if form.kind is Kind.MXFP4:  # the bytes of each block apart
         scales = torch.randint(117, 124, (num_out, num_in // 32), dtype=torch.uint8)
-        return {Part.WEIGHT: codes.view(num_out, -1, 16), Part.SCALE: scales}
-    whole = Part.GLOBAL_DIVISOR if "divided" in name else Part.GLOBAL_SCALE
+        return {Component.WEIGHT: codes.view(num_out, -1, 16), Component.SCALE: scales}
+    whole = Component.GLOBAL_DIVISOR if "divided" in name else Component.GLOBAL_SCALE
     scales = (torch.rand(num_out, num_in // 16) * 100).to(torch.float8_e4m3fn)
-    return {Part.WEIGHT: codes, Part.SCALE: scales, whole: torch.rand(2, 1) + 0.5}  # two, joined
+    return {
+        Component.WEIGHT: codes,
+        Component.SCALE: scales,
+        whole: torch.rand(2, 1) + 0.5,
+    }  # two, joined
 
 
-def _make_whole(name: str, form: Form, num_out: int, num_in: int) -> Parts:
+def _make_whole(name: str, form: Form, num_out: int, num_in: int) -> Components:
     assert form.block is not None
     groups = -(-num_in // form.block[1])
     per = 8 if form.kind is Kind.W4A16 else 4
@@ -101,13 +105,13 @@ def _make_whole(name: str, form: Form, num_out: int, num_in: int) -> Parts:
     else:
         codes = random_bytes(num_out, num_in * 4 // per).view(torch.int32)
         zeros = random_bytes(num_out // per, groups * 4).view(torch.int32)
-    parts = {Part.WEIGHT: codes, Part.SCALE: scale}
-    return parts | ({Part.ZERO: zeros} if "zeros" in name else {})
+    parts = {Component.WEIGHT: codes, Component.SCALE: scale}
+    return parts | ({Component.ZERO: zeros} if "zeros" in name else {})
 
 
-def _make_bnb8(name: str, form: Form, num_out: int, num_in: int) -> Parts:
+def _make_bnb8(name: str, form: Form, num_out: int, num_in: int) -> Components:
     codes = random_bytes(num_out, num_in).view(torch.int8)
-    return {Part.WEIGHT: codes, Part.SCALE: torch.rand(num_out, 1)}
+    return {Component.WEIGHT: codes, Component.SCALE: torch.rand(num_out, 1)}
 
 
 _MAKERS = {
@@ -124,12 +128,12 @@ _MAKERS = {
 }
 
 
-def values_of(form: Form, parts: Parts) -> torch.Tensor:
+def values_of(form: Form, parts: Components) -> torch.Tensor:
     """Return what a weight stands for in float64; whole numbers are not rounded in between."""
     if form is RAW:
-        return parts[Part.WEIGHT].double()
+        return parts[Component.WEIGHT].double()
     if form.word_order is not None:
-        parts = parts | {Part.SCALE: parts[Part.SCALE].float()}
+        parts = parts | {Component.SCALE: parts[Component.SCALE].float()}
     return reference.expand(form, parts, torch.float32).double()
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from offplan.checkpoint.open import open_model
 from offplan.errors import UnpackableError
-from offplan.forms.form import Part
+from offplan.forms.form import Component
 from offplan.held.held import hold
 from offplan.held.packing import pack_everything
 from offplan.library.analysis import Analysis
@@ -115,7 +115,7 @@ def test_a_sample_finds_what_loading_would(folder: Path) -> None:
 def test_a_sample_counts_as_packing_does(num_in: int) -> None:
     values = torch.randn(64, num_in).pow(19).bfloat16()
     values[3, 5], values[4, 6], values[5, :9] = torch.nan, 1e30, 1e-40
-    ends = pack(values, reserve=values.numel())[Part.PATCH_BLOCKS]
+    ends = pack(values, reserve=values.numel())[Component.PATCH_BLOCKS]
     bits = values.view(torch.uint16).numpy()
     assert _count_patches(bits) == int(ends[-1, 1])
 

@@ -11,7 +11,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from offplan.errors import OffplanError
-from offplan.forms.form import RAW, Form, Kind, Part, WordOrder
+from offplan.forms.form import RAW, Component, Form, Kind, WordOrder
 from offplan.hostcores.library import Activation, Experts, InstructionSet, Library, RowOrder, Team
 from offplan.runtime.host_cores import cores
 from offplan.runtime.host_cores.cores import Gate
@@ -93,7 +93,7 @@ def test_rows_that_fill_no_vector(
 def test_rows_of_one_group(library: Library, kernels: int, name: str, num_in: int) -> None:
     """A chunk's other groups have no scale: nothing is read of what lay on the stack there."""
     form, parts = make_weight(name, 128, 128)
-    parts[Part.SCALE].view(torch.uint8).fill_(255)  # no finite scale in either type
+    parts[Component.SCALE].view(torch.uint8).fill_(255)  # no finite scale in either type
     team, x = library.team(1), torch.randn(5, 128).to(torch.bfloat16)
     cores.multiply(team, kernels, cores.describe(form, parts), x)
     form, parts = make_weight(name, 128, num_in)
@@ -301,7 +301,7 @@ def test_what_has_no_kernel_is_named(form: Form, dtype: torch.dtype, num_in: int
 def test_a_plain_read_reads(team: Team) -> None:
     memory = torch.ones(1 << 20, dtype=torch.uint8)
     team.read(memory.data_ptr(), memory.nbytes)
-    assert Part.WEIGHT in make_weight("bf16", 1, 2)[1]
+    assert Component.WEIGHT in make_weight("bf16", 1, 2)[1]
 
 
 def test_scales_of_scales_that_rows_do_not_share_evenly_are_refused() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from offplan.forms.form import Form, Kind, Part, WordOrder
+from offplan.forms.form import Component, Form, Kind, WordOrder
 from offplan.kernel_sizes import MAX_PAIRS
 from offplan.runtime.forms import reference
 from tests.runtime.columns import expand, hold
@@ -100,7 +100,7 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE)
 
 
-def make_parts(name: str, *lead: int) -> dict[Part, torch.Tensor]:
+def make_parts(name: str, *lead: int) -> dict[Component, torch.Tensor]:
     """Random codes, every one of them, with scales: of one weight, or of so many experts."""
     form = FORMS[name]
     groups = -(-NUM_IN // form.block[1]) if form.block else 1
@@ -116,22 +116,22 @@ def make_parts(name: str, *lead: int) -> dict[Part, torch.Tensor]:
             codes = random_words(*lead, NUM_OUT, NUM_IN // per)
             zeros = random_words(*lead, NUM_OUT // per, groups)
             has_zeros = "about" not in name
-        parts = {Part.WEIGHT: codes, Part.SCALE: scale.to(DTYPES[0])}
-        return parts | ({Part.ZERO: zeros} if has_zeros else {})
+        parts = {Component.WEIGHT: codes, Component.SCALE: scale.to(DTYPES[0])}
+        return parts | ({Component.ZERO: zeros} if has_zeros else {})
     if form.kind is Kind.MXFP4:
         shape = (*lead, NUM_OUT, groups)
         scales = torch.randint(0, 250, shape, dtype=torch.uint8, device=DEVICE)
-        return {Part.WEIGHT: random_bytes(*shape, 16), Part.SCALE: scales}
+        return {Component.WEIGHT: random_bytes(*shape, 16), Component.SCALE: scales}
     if form.kind is Kind.NVFP4:
-        part = Part.GLOBAL_DIVISOR if "divided" in name else Part.GLOBAL_SCALE
+        part = Component.GLOBAL_DIVISOR if "divided" in name else Component.GLOBAL_SCALE
         return {
-            Part.WEIGHT: random_bytes(*lead, NUM_OUT, NUM_IN // 2),
-            Part.SCALE: random(*lead, NUM_OUT, groups).to(torch.float8_e4m3fn),
+            Component.WEIGHT: random_bytes(*lead, NUM_OUT, NUM_IN // 2),
+            Component.SCALE: random(*lead, NUM_OUT, groups).to(torch.float8_e4m3fn),
             part: random(*lead, 2, 1).abs() + 0.1,  # of two that were joined
         }
     if form.kind is Kind.BNB8:
         codes = random_bytes(*lead, NUM_OUT, NUM_IN).view(torch.int8)
-        return {Part.WEIGHT: codes, Part.SCALE: random(*lead, NUM_OUT, 1)}
+        return {Component.WEIGHT: codes, Component.SCALE: random(*lead, NUM_OUT, 1)}
     if form.kind is Kind.NF4:
         return _make_nf4(is_nested="nested" in name)
     if form is PACKED:
@@ -144,10 +144,10 @@ def make_parts(name: str, *lead: int) -> dict[Part, torch.Tensor]:
         scale = torch.randint(0, 250, shape, dtype=torch.uint8, device=DEVICE)
         scale = scale if high == 1 else scale.view(torch.float8_e8m0fnu)
     codes = random_bytes(*lead, NUM_OUT, NUM_IN).view(torch.float8_e4m3fn)
-    return {Part.WEIGHT: codes, Part.SCALE: scale}
+    return {Component.WEIGHT: codes, Component.SCALE: scale}
 
 
-def pack_each(values: torch.Tensor) -> dict[Part, torch.Tensor]:
+def pack_each(values: torch.Tensor) -> dict[Component, torch.Tensor]:
     """Pack a weight, or those of experts, whatever their bits are."""
     from offplan.runtime.forms.packing import pack
 
@@ -159,34 +159,34 @@ def pack_each(values: torch.Tensor) -> dict[Part, torch.Tensor]:
 
 def _make_columns(
     form: Form, lead: tuple[int, ...], groups: int, has_index: bool
-) -> dict[Part, torch.Tensor]:
+) -> dict[Component, torch.Tensor]:
     per = 8 if form.kind is Kind.W4A16 else 4
     is_awq = form.word_order is WordOrder.AWQ
     shape = (NUM_IN, NUM_OUT // per) if is_awq else (NUM_IN // per, NUM_OUT)
     parts = {
-        Part.WEIGHT: random_words(*lead, *shape),
-        Part.SCALE: random(*lead, groups, NUM_OUT).to(torch.float16),
-        Part.ZERO: random_words(*lead, groups, NUM_OUT // per),
+        Component.WEIGHT: random_words(*lead, *shape),
+        Component.SCALE: random(*lead, groups, NUM_OUT).to(torch.float16),
+        Component.ZERO: random_words(*lead, groups, NUM_OUT // per),
     }
     if not is_awq and has_index:
         # of one matrix, or of two that were joined
         places = torch.rand(*lead, 2 if lead else 1, NUM_IN).argsort(-1)
         _, size = form.block or (1, NUM_IN)
-        parts[Part.GROUP_INDEX] = (places // size).to(DEVICE, torch.int32)
+        parts[Component.GROUP_INDEX] = (places // size).to(DEVICE, torch.int32)
     return parts
 
 
-def _make_nf4(*, is_nested: bool) -> dict[Part, torch.Tensor]:
+def _make_nf4(*, is_nested: bool) -> dict[Component, torch.Tensor]:
     blocks = NUM_OUT, NUM_IN // 64
     parts = {
-        Part.WEIGHT: random_bytes(NUM_OUT, NUM_IN // 2),
-        Part.SCALE: random_bytes(*blocks) if is_nested else random(*blocks),
-        Part.CODES: random(16),
+        Component.WEIGHT: random_bytes(NUM_OUT, NUM_IN // 2),
+        Component.SCALE: random_bytes(*blocks) if is_nested else random(*blocks),
+        Component.CODES: random(16),
     }
     if is_nested:
         nested = random(-(-blocks[0] * blocks[1] // 256))
-        parts |= {Part.NESTED_SCALE: nested, Part.NESTED_CODES: random(256)}
-        parts[Part.NESTED_OFFSET] = random(1)
+        parts |= {Component.NESTED_SCALE: nested, Component.NESTED_CODES: random(256)}
+        parts[Component.NESTED_OFFSET] = random(1)
     return parts
 
 
@@ -260,17 +260,17 @@ def skip_products(form: Form, of_weight: int) -> None:
         pytest.skip("the interpreter computes nothing in bfloat16")
 
 
-def tame(parts: dict[Part, torch.Tensor], form: Form) -> dict[Part, torch.Tensor]:
+def tame(parts: dict[Component, torch.Tensor], form: Form) -> dict[Component, torch.Tensor]:
     """The same with weights of ordinary size and without NaN."""
     if form.kind is Kind.MXFP4:
-        return parts | {Part.SCALE: parts[Part.SCALE] % 3 + 126}
-    if parts[Part.WEIGHT].dtype is torch.float8_e4m3fn:
-        codes, scale = parts[Part.WEIGHT].view(torch.uint8) & 0xBF, parts[Part.SCALE]
+        return parts | {Component.SCALE: parts[Component.SCALE] % 3 + 126}
+    if parts[Component.WEIGHT].dtype is torch.float8_e4m3fn:
+        codes, scale = parts[Component.WEIGHT].view(torch.uint8) & 0xBF, parts[Component.SCALE]
         if reference.has_powers(form, scale):
             scale = (scale.view(torch.uint8) % 3 + 126).view(scale.dtype)
-        return parts | {Part.WEIGHT: codes.view(torch.float8_e4m3fn), Part.SCALE: scale}
+        return parts | {Component.WEIGHT: codes.view(torch.float8_e4m3fn), Component.SCALE: scale}
     if form.kind in (Kind.W8A16, Kind.BNB8):
-        return parts | {Part.SCALE: parts[Part.SCALE] / 64}
+        return parts | {Component.SCALE: parts[Component.SCALE] / 64}
     return parts
 
 
@@ -465,7 +465,7 @@ def test_rows_of_packed_values_are_gathered_bit_for_bit(num_in: int) -> None:
 
     values = values_of_every_size(num_in)
     parts = pack_each(values)
-    bounds, places = parts[Part.PATCH_BLOCKS], parts[Part.PATCHES][:, 0]
+    bounds, places = parts[Component.PATCH_BLOCKS], parts[Component.PATCHES][:, 0]
     patched = places[: int(bounds[-1, 1])].long() // num_in
     assert len(patched)
     rows = torch.cat((torch.arange(NUM_OUT, device=DEVICE).flip(0), patched[:9]))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from offplan.forms.form import Part
+from offplan.forms.form import Component
 from tests.runtime.interpreted import need_triton
 
 
@@ -22,8 +22,8 @@ def test_the_kernel_takes_no_tuple(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(gather, "_gather", Kernel())
     parts = {
-        Part.WEIGHT: torch.zeros(4, 64, 32, dtype=torch.uint8),
-        Part.SCALE: torch.zeros(4, 64, 1, dtype=torch.bfloat16),
+        Component.WEIGHT: torch.zeros(4, 64, 32, dtype=torch.uint8),
+        Component.SCALE: torch.zeros(4, 64, 1, dtype=torch.bfloat16),
     }
     order, starts = torch.arange(2), torch.tensor([0, 1, 1, 1, 2])
     gathered, _ = gather.gather(parts, torch.tensor([0, 3]), order, starts)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from offplan.errors import OffplanError
-from offplan.forms.form import RAW, Part
+from offplan.forms.form import RAW, Component
 from offplan.runtime.forms import tasks
 from offplan.runtime.host_cores import cores, executor
 from offplan.runtime.host_cores.executor import LinearTask
@@ -127,7 +127,7 @@ def test_layers_of_one_class_are_compiled_once() -> None:
         compiled = torch.compile(lambda layer, x: layer(x), backend=count, fullgraph=True)
         for each in linear:
             made = compiled(each, x)
-            value = vars(each)["weight_there"][Part.WEIGHT]
+            value = vars(each)["weight_there"][Component.WEIGHT]
             expected = torch.nn.functional.linear(x, value) + each.bias
             torch.testing.assert_close(made, expected, rtol=2e-2, atol=2e-2)
     assert num_compiled == 1

@@ -26,7 +26,7 @@ import offplan.runtime.loading.staging
 from offplan.capabilities.packing import Packing, Unpacked
 from offplan.checkpoint.open import open_model
 from offplan.errors import PlanError, UnpackableError
-from offplan.forms.form import Part
+from offplan.forms.form import Component
 from offplan.held.held import hold
 from offplan.held.packing import exclude_from_packing, name_weights, pack_everything
 from offplan.placement import Phase
@@ -245,7 +245,7 @@ def test_memory_is_what_is_placed(folder: Path) -> None:
 
 def test_what_brings_the_kernels_runs_all_of_them() -> None:
     parts = offplan.runtime.loading.packed.pack_a_little(torch.device("cpu"))
-    assert parts[Part.PATCH_BLOCKS].tolist() == [[0, 1]]
+    assert parts[Component.PATCH_BLOCKS].tolist() == [[0, 1]]
 
 
 def test_random_weights_are_those_of_a_plan_without_packing(folder: Path) -> None:

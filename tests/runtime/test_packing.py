@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from offplan.errors import PlanError
-from offplan.forms.form import Form, Kind, Part, patch_reserve
+from offplan.forms.form import Component, Form, Kind, patch_reserve
 from offplan.kernel_sizes import CODES_ROWS, PACKED_ROWS
 from offplan.runtime.forms import packing
 from offplan.runtime.forms.packing import TooManyEscapes, pack, pack_in_runs
@@ -20,8 +20,8 @@ from offplan.runtime.forms.reference import expand
 from offplan.runtime.forms.stored import (
     StoredEmbedding,
     StoredLinear,
+    component_name,
     hold_stored,
-    part_name,
     share_scratch,
 )
 
@@ -56,7 +56,7 @@ class Held(TorchDispatchMode):
         return made
 
 
-def as_parameters(parts: dict[Part, torch.Tensor]) -> dict[Part, nn.Parameter]:
+def as_parameters(parts: dict[Component, torch.Tensor]) -> dict[Component, nn.Parameter]:
     return {part: nn.Parameter(value, requires_grad=False) for part, value in parts.items()}
 
 
@@ -101,7 +101,7 @@ def test_any_bits_come_back_or_are_refused(
             pack(values)
         return
     parts = pack(values)
-    assert int(parts[Part.PATCH_BLOCKS][-1, 1]) == num_escapes
+    assert int(parts[Component.PATCH_BLOCKS][-1, 1]) == num_escapes
     assert torch.equal(expand(PACKED, parts, torch.bfloat16).view(torch.int16), tame.view(shape))
 
 
@@ -112,7 +112,7 @@ def test_every_bit_pattern_comes_back_as_it_went_in() -> None:
     for each in (bits, bits.T.reshape(128, 512), shuffled):
         parts = pack(each.view(torch.bfloat16), reserve=each.numel())
         assert torch.equal(expand(PACKED, parts, torch.bfloat16).view(torch.int16), each)
-        assert int(parts[Part.PATCH_BLOCKS][-1, 1]) == int(needs_patch(each).sum())
+        assert int(parts[Component.PATCH_BLOCKS][-1, 1]) == int(needs_patch(each).sum())
 
 
 @pytest.mark.parametrize("odd", [1e30, float("nan"), float("inf"), 2.0**16, 1e-30])
@@ -120,7 +120,7 @@ def test_an_outlier_is_one_patch_whatever_it_is_beside(odd: float) -> None:
     values = torch.full((64, 520), 0.01, dtype=torch.bfloat16)
     values[::2, 300] = odd
     parts = pack(values)
-    assert int(parts[Part.PATCH_BLOCKS][-1, 1]) == 32
+    assert int(parts[Component.PATCH_BLOCKS][-1, 1]) == 32
     assert torch.equal(
         expand(PACKED, parts, torch.bfloat16).view(torch.int16), values.view(torch.int16)
     )
@@ -130,8 +130,8 @@ def test_a_block_of_outliers_alone_is_all_patches() -> None:
     values = torch.ones(64, 520, dtype=torch.bfloat16)
     values[5, 128:256] = values[5, 388:516] = 1e30
     parts = pack(values, reserve=1000)
-    assert int(parts[Part.PATCH_BLOCKS][-1, 1]) == 256
-    assert parts[Part.BASE].view(3, 64)[:, 5].tolist() == [112, 0, 112]
+    assert int(parts[Component.PATCH_BLOCKS][-1, 1]) == 256
+    assert parts[Component.BASE].view(3, 64)[:, 5].tolist() == [112, 0, 112]
     assert torch.equal(expand(PACKED, parts, torch.bfloat16), values)
 
 
@@ -141,21 +141,21 @@ def test_parts_are_as_they_are_described() -> None:
     values[65, 1], values[65, 10] = -0.0, 0.0
     parts = pack(values)
     # a half of 8 weights is one block: the first four are its even bytes
-    assert parts[Part.WEIGHT][64, :3].tolist() == [0, 0, 0xC0]
-    assert parts[Part.WEIGHT][65].tolist() == [0, 0, 0x80, *[0] * 13]
+    assert parts[Component.WEIGHT][64, :3].tolist() == [0, 0, 0xC0]
+    assert parts[Component.WEIGHT][65].tolist() == [0, 0, 0x80, *[0] * 13]
     ones = [0xFF] * 8
-    assert parts[Part.EXPONENT][65].tolist() == [0xFF, 0xFF, 0xD0, 0xFF, 0x0F, *ones[5:]]
-    assert parts[Part.EXPONENT][66].tolist() == [*ones[1:], 0x0F]
-    assert parts[Part.BASE].tolist() == [[127 - 15] * 64] * 2
-    assert parts[Part.PATCHES].shape == (64, 2)
-    assert parts[Part.PATCHES][0].tolist() == [66 * 16 + 15, (127 - 20) << 7]
-    assert parts[Part.PATCH_BLOCKS].tolist() == [[0, 0], [0, 1]]
+    assert parts[Component.EXPONENT][65].tolist() == [0xFF, 0xFF, 0xD0, 0xFF, 0x0F, *ones[5:]]
+    assert parts[Component.EXPONENT][66].tolist() == [*ones[1:], 0x0F]
+    assert parts[Component.BASE].tolist() == [[127 - 15] * 64] * 2
+    assert parts[Component.PATCHES].shape == (64, 2)
+    assert parts[Component.PATCHES][0].tolist() == [66 * 16 + 15, (127 - 20) << 7]
+    assert parts[Component.PATCH_BLOCKS].tolist() == [[0, 0], [0, 1]]
 
 
 def test_bytes_of_a_block_take_turns() -> None:
     """Of 272 weights a half is a block of 128 and one of 8."""
     values = (1 + torch.arange(272) % 128 / 128).to(torch.bfloat16).repeat(64, 1)
-    first = pack(values)[Part.WEIGHT][0, :136].tolist()
+    first = pack(values)[Component.WEIGHT][0, :136].tolist()
     assert first[:128:2] == list(range(64))
     assert first[1:128:2] == list(range(64, 128))
     assert first[128:] == [0, 4, 1, 5, 2, 6, 3, 7]
@@ -166,11 +166,11 @@ def test_fused_matrices_are_those_that_were_packed() -> None:
     values = [torch.randn(64 * count, 32).to(torch.bfloat16) for count in (1, 2)]
     values[0][3, 4], values[1][100, 5] = 1e-9, -1e-9
     first, second = map(pack, values)
-    used, reserve = int(first[Part.PATCH_BLOCKS][-1, 1]), len(first[Part.PATCHES])
-    second[Part.PATCHES][:, 0] += values[0].numel()
-    second[Part.PATCH_BLOCKS] += reserve
+    used, reserve = int(first[Component.PATCH_BLOCKS][-1, 1]), len(first[Component.PATCHES])
+    second[Component.PATCHES][:, 0] += values[0].numel()
+    second[Component.PATCH_BLOCKS] += reserve
     fused = {part: torch.cat((first[part], second[part])) for part in first}
-    fused[Part.PATCHES][used:reserve] = -1  # what is not in use may be anything
+    fused[Component.PATCHES][used:reserve] = -1  # what is not in use may be anything
     assert torch.equal(expand(PACKED, fused, torch.bfloat16), torch.cat(values))
 
 
@@ -184,7 +184,7 @@ def test_many_rows_are_multiplied_as_if_nothing_was_packed(device: str) -> None:
     parts = pack(module.weight.detach())
     hold_stored(module, "weight", PACKED, as_parameters(parts))
     assert isinstance(module, StoredLinear)
-    assert set(module.state_dict()) == {"bias", *(part_name("weight", part) for part in parts)}
+    assert set(module.state_dict()) == {"bias", *(component_name("weight", part) for part in parts)}
     x = torch.randn(CODES_ROWS + 1, 256, device=device).to(torch.bfloat16)
     assert torch.equal(module(x), plain(x))
     share_scratch(nn.ModuleList([module]), torch.bfloat16, torch.device(device))
@@ -213,7 +213,7 @@ def test_rows_of_an_embedding_come_bit_for_bit(device: str) -> None:
 def test_bases_are_of_128_bytes_of_exponents_of_64_rows() -> None:
     values = torch.full((128, 528), 2.0**-10, dtype=torch.bfloat16)
     values[3, 127], values[70, 264 + 128], values[71, 527] = 1.0, 2.0, 4.0
-    base = pack(values)[Part.BASE].view(2, 3, 64)
+    base = pack(values)[Component.BASE].view(2, 3, 64)
     values = torch.full((2, 3, 64), 127 - 10 - 15, dtype=torch.uint8)
     values[0, 0, 3], values[1, 1, 6], values[1, 2, 7] = 112, 113, 114
     assert torch.equal(base, values)

@@ -18,7 +18,7 @@ from offplan.checkpoint.open import open_model
 from offplan.costs.predict import predict
 from offplan.engines.export import export_plan
 from offplan.errors import CheckpointError, ExportError, InputError
-from offplan.forms.form import Form, Kind, Part
+from offplan.forms.form import Component, Form, Kind
 from offplan.held.held import hold, hold_counted
 from offplan.library.asking import ask
 from offplan.library.machines import load_machine
@@ -307,7 +307,7 @@ def test_shared_weights_that_would_lie_twice_are_refused(tmp_path: Path) -> None
     targets = map_tensors(skeleton, hold(model, way=STOCK))
     name = next(name for name in targets if "shared_transf.feed_forward.up_proj" in name)
     assert list_shared(skeleton, targets)[name] == (1, 3, 4)
-    codes = Codes(name, Form(Kind.FP8_TENSOR), Part.WEIGHT, (48, 32), torch.float8_e4m3fn)
+    codes = Codes(name, Form(Kind.FP8_TENSOR), Component.WEIGHT, (48, 32), torch.float8_e4m3fn)
     with pytest.raises(CheckpointError, match="shared by several layers and stored as codes"):
         list_shared(skeleton, targets | {name: replace(targets[name], codes=codes)})
     path = tmp_path / "model.safetensors"

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError
-from offplan.forms.form import Part
+from offplan.forms.form import Component
 from offplan.runtime.forms.stored import StoredLinear
 from tests.checkpoint.quantised import FORMATS, write_quantised
 from tests.runtime.families import run_stock
@@ -197,7 +197,7 @@ def test_codes_of_zero_that_are_all_the_middle_one_are_not_read(
         for weight in (vars(module).get("stored"), *vars(module).get("stored_experts", {}).values())
         if weight is not None
     }
-    with_zeros = [name for name, weight in held.items() if Part.ZERO in weight.parts]
+    with_zeros = [name for name, weight in held.items() if Component.ZERO in weight.components]
     assert with_zeros == ["model.layers.0.self_attn.o_proj.weight"]
     assert len(held) > 4
     loaded.close()

@@ -26,7 +26,7 @@ from offplan.runtime.cached_experts.expert_table import (
 )
 from offplan.runtime.forms import tasks
 from offplan.runtime.forms.packing import pack
-from offplan.runtime.forms.stored import StoredWeight, part_name
+from offplan.runtime.forms.stored import StoredWeight, component_name
 from tests.runtime.bells import make_bell, require_one_bell, require_rung
 from tests.runtime.interpreted import (
     HAS_GPU,
@@ -225,7 +225,7 @@ class Experts:
                 stored[name] = StoredWeight(name, form, tuple(each[0]))
                 for part in each[0]:
                     of = torch.stack([one[part] for one in each])
-                    parts[part_name(name, part)] = of.to(DEVICE)
+                    parts[component_name(name, part)] = of.to(DEVICE)
             else:
                 parts[name] = values.to(DTYPE).to(DEVICE)
             if bias:
@@ -255,7 +255,7 @@ def forward_resident(experts: Any, tokens: torch.Tensor, *routed: torch.Tensor) 
 
     def multiply(name: str, x: torch.Tensor) -> torch.Tensor:
         stored = experts.stored_experts[name]
-        parts = {part: getattr(experts, part_name(name, part)) for part in stored.parts}
+        parts = {part: getattr(experts, component_name(name, part)) for part in stored.components}
         made = operators.multiply(stored.form, parts, x, order, starts)
         if experts.has_bias:
             made = add_rows(made, getattr(experts, f"{name}_bias"), chosen)

@@ -12,7 +12,7 @@ from typing_extensions import Self
 from offplan.capabilities.cached_experts import ExpertsFound, ExpertSlots
 from offplan.checkpoint.model import Model
 from offplan.errors import PlanError
-from offplan.forms.form import Part
+from offplan.forms.form import Component
 from offplan.forms.host_kernels import CHUNK_COLUMNS
 from offplan.kernel_sizes import MAX_PAIRS
 from offplan.placement import Phase, align
@@ -38,7 +38,7 @@ from offplan.runtime.cached_experts.experts import (
     leave_slots,
 )
 from offplan.runtime.forms.experts import SHARE, holds_codes
-from offplan.runtime.forms.stored import part_name
+from offplan.runtime.forms.stored import component_name
 from offplan.runtime.loading.capability import CapabilityExecutor, Prepared
 from offplan.runtime.memory.store import WeightStore, allocate
 from offplan.runtime.refusal import refuse
@@ -92,7 +92,7 @@ class _Layer:
 def _check_kernels(model: Model, experts: Any, layer: int) -> None:
     """Raise CheckpointError for experts that kernels on a GPU do not read from slots."""
     stored = vars(experts).get("stored_experts", {}).values()
-    if any(Part.GROUP_INDEX in weight.parts for weight in stored):
+    if any(Component.GROUP_INDEX in weight.components for weight in stored):
         # to kernels all inputs have one order
         raise refuse(
             f"experts of layer {layer} have inputs in an order of each expert's own (g_idx), which "
@@ -188,7 +188,7 @@ class CachedExperts(CapabilityExecutor):
             (name_first(own.experts), by_cores.up, up_runs),
             ("down_proj", by_cores.down, by_cores.down.num_out),
         ):
-            held = part_name(name, Part.WEIGHT) if name in coded else name
+            held = component_name(name, Component.WEIGHT) if name in coded else name
             first = own.slots[held][0]
             if of.splits and len(first) == matrix.num_out:
                 chunk_bytes = first.nbytes // number * CHUNK_COLUMNS // of.inner

@@ -26,7 +26,7 @@ from offplan.runtime.forms.experts import (
     holds_codes,
     send,
 )
-from offplan.runtime.forms.stored import StoredWeight, part_name
+from offplan.runtime.forms.stored import StoredWeight, component_name
 from offplan.transformers_private import ExpertsInterface
 
 CACHED_NAME = "offplan_cached"
@@ -251,7 +251,7 @@ def forward_slots(
 
     def multiply_codes(name: str, x: torch.Tensor) -> torch.Tensor:
         stored: StoredWeight = experts.stored_experts[name]
-        in_slots = {part: slots[part_name(name, part)] for part in stored.parts}
+        in_slots = {part: slots[component_name(name, part)] for part in stored.components}
         rest_parts = {} if others is None else stored.of(experts)
         rest_pairs = () if others is None else others[1:]
         made = operators.multiply_slots(

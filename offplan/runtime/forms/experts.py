@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from offplan.forms.form import Part
+from offplan.forms.form import Component
 from offplan.kernel_sizes import are_gathered
-from offplan.runtime.forms.stored import KERNEL_DTYPES, StoredWeight, part_name
+from offplan.runtime.forms.stored import KERNEL_DTYPES, StoredWeight, component_name
 from offplan.transformers_private import (
     ExpertsInterface,
     apply_gate,
@@ -44,7 +44,7 @@ def mark_in_place(module: nn.Module, names: Collection[str]) -> None:
             vars(experts)["in_place"] = tuple(
                 name
                 for name in vars(experts)["stored_experts"]
-                if f"{path}.{part_name(name, Part.WEIGHT)}" in names
+                if f"{path}.{component_name(name, Component.WEIGHT)}" in names
             )
 
 

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from offplan.runtime.forms.reference import Parts
+from offplan.runtime.forms.reference import Components
 
 BLOCK = 1024
 """Words that a program copies at a time."""
@@ -67,8 +67,8 @@ def _gather(  # type: ignore[no-untyped-def]
 
 
 def gather(
-    parts: Parts, expert_of_pair: torch.Tensor, order: torch.Tensor, starts: torch.Tensor
-) -> tuple[Parts, torch.Tensor]:
+    parts: Components, expert_of_pair: torch.Tensor, order: torch.Tensor, starts: torch.Tensor
+) -> tuple[Components, torch.Tensor]:
     """Copy the experts that pairs chose, each once, out of parts of [experts, ...].
 
     ``expert_of_pair`` is [pairs], ``order`` lists them by their expert, ``starts``, [experts + 1],
@@ -77,7 +77,7 @@ def gather(
     whose expert does not exist have none, in ``starts`` as here.
     """
     num_pairs, num_blocks = order.numel(), 0
-    gathered: Parts = {}
+    gathered: Components = {}
     arguments: list[torch.Tensor | int | None] = []
     for part, value in parts.items():
         source = value.view(torch.uint8).flatten(1)

@@ -4,8 +4,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offplan.forms.form import BASE_BYTES, BITS, Form, Kind, Part, WordOrder
-from offplan.runtime.forms.reference import Parts, block_of, codes_of, has_powers, nested_scales
+from offplan.forms.form import BASE_BYTES, BITS, Component, Form, Kind, WordOrder
+from offplan.runtime.forms.reference import (
+    Components,
+    block_of,
+    codes_of,
+    has_powers,
+    nested_scales,
+)
 
 
 class Weight(NamedTuple):
@@ -60,12 +66,12 @@ class Operands(NamedTuple):
     """Bytes that are stored for such an element, at most."""
 
 
-def is_stacked(form: Form, parts: Parts) -> bool:
+def is_stacked(form: Form, parts: Components) -> bool:
     """Return True if parts are those of experts' weights, be it of one, not of a weight alone."""
-    return parts[Part.WEIGHT if form.kind is Kind.PACKED else Part.SCALE].ndim > 2
+    return parts[Component.WEIGHT if form.kind is Kind.PACKED else Component.SCALE].ndim > 2
 
 
-def operands_of(form: Form, parts: Parts) -> Operands:
+def operands_of(form: Form, parts: Components) -> Operands:
     """Prepare a weight for the kernels; nothing but views and nested scales is made."""
     # what there is one of is taken as one expert's
     if not is_stacked(form, parts):
@@ -75,35 +81,36 @@ def operands_of(form: Form, parts: Parts) -> Operands:
     return _rows(form, parts)
 
 
-def _packed(parts: Parts) -> Operands:
+def _packed(parts: Components) -> Operands:
     codes, exponents, patches = (
-        parts[part].view(torch.int32) for part in (Part.WEIGHT, Part.EXPONENT, Part.PATCHES)
+        parts[part].view(torch.int32)
+        for part in (Component.WEIGHT, Component.EXPONENT, Component.PATCHES)
     )
     num_experts, num_out, length = exponents.shape
-    bounds, reserve = parts[Part.PATCH_BLOCKS], patches.shape[1]
-    arguments = codes, exponents, parts[Part.BASE], patches, bounds, reserve
+    bounds, reserve = parts[Component.PATCH_BLOCKS], patches.shape[1]
+    arguments = codes, exponents, parts[Component.BASE], patches, bounds, reserve
     constants = {"WHOLE": 4 * length % BASE_BYTES == 0}
     # an element is a word of exponents, which goes with two of codes
     return Operands(num_experts, num_out, length, 8, arguments, constants, 32, element_bytes=12)
 
 
-def _rows(form: Form, parts: Parts) -> Operands:
+def _rows(form: Form, parts: Components) -> Operands:
     if form.kind in (Kind.NF4, Kind.FP4):
-        parts = parts | {Part.SCALE: nested_scales(parts)}
-    codes, scales = codes_of(parts), parts[Part.SCALE]
+        parts = parts | {Component.SCALE: nested_scales(parts)}
+    codes, scales = codes_of(parts), parts[Component.SCALE]
     code, pack = _code_of(form, codes.device), 1
     if code in ("fp4", "table", "uint4"):
         codes, pack = codes.view(torch.int32), 8
     num_experts, num_out, length = codes.shape
     high, wide = block_of(form, num_out, length * pack, scales)
-    whole = parts.get(Part.GLOBAL_SCALE, parts.get(Part.GLOBAL_DIVISOR))
+    whole = parts.get(Component.GLOBAL_SCALE, parts.get(Component.GLOBAL_DIVISOR))
     zero, scale, of_whole = "", "float", ""
     if form.word_order is WordOrder.COMPRESSED_TENSORS:
-        zero = "words" if Part.ZERO in parts else "middle"
-    elif Part.ZERO in parts:
+        zero = "words" if Component.ZERO in parts else "middle"
+    elif Component.ZERO in parts:
         zero = "bytes"
     if form.kind is Kind.NVFP4:
-        of_whole = "factor" if Part.GLOBAL_SCALE in parts else "divisor"
+        of_whole = "factor" if Component.GLOBAL_SCALE in parts else "divisor"
         scale = _fp8_code(codes.device)
     elif has_powers(form, scales):
         scale = "exponent"
@@ -113,7 +120,7 @@ def _rows(form: Form, parts: Parts) -> Operands:
         scales = scales.view(torch.uint8)
     global_rows = 1 if whole is None else num_out // whole.shape[1]
     layout = Layout(code, pack, scale, of_whole, global_rows, zero, high, wide // pack)
-    tensors = codes, scales, parts.get(Part.ZERO), whole, parts.get(Part.CODES)
+    tensors = codes, scales, parts.get(Component.ZERO), whole, parts.get(Component.CODES)
     arguments = (Weight(*tensors, *scales.shape[1:]),)
     # a tile of bytes lies under one scale, one of words under one or several whole ones
     block_k = min(128, 1 << (wide.bit_length() - 1)) if pack == 1 else 64

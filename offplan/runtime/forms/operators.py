@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from offplan.forms.form import Form, Kind, Part, WordOrder
+from offplan.forms.form import Component, Form, Kind, WordOrder
 from offplan.kernel_sizes import PACKED_ROWS
 from offplan.runtime.forms import products
 from offplan.runtime.forms.operands import operands_of
-from offplan.runtime.forms.reference import Parts
+from offplan.runtime.forms.reference import Components
 
 Compute = Callable[..., torch.Tensor]
 """Computes from a form, parts and further arguments."""
 
 
 def multiply(
-    form: Form, parts: Parts, x: torch.Tensor, *pairs: torch.Tensor, in_place: bool = False
+    form: Form, parts: Components, x: torch.Tensor, *pairs: torch.Tensor, in_place: bool = False
 ) -> torch.Tensor:
     """Multiply rows by a weight, or with ``pairs``, (order, starts), by those of experts.
 
@@ -31,7 +31,7 @@ def multiply(
 
 
 def multiply_slots(
-    form: Form, parts: Parts, rest: Parts, x: torch.Tensor, *pairs: torch.Tensor
+    form: Form, parts: Components, rest: Components, x: torch.Tensor, *pairs: torch.Tensor
 ) -> torch.Tensor:
     """Multiply rows by the weights of experts in slots, as ``products.multiply_slots`` does."""
     return _multiply_slots(form, parts, list(rest.values()), [x, *pairs])
@@ -39,7 +39,7 @@ def multiply_slots(
 
 def _expand_and_multiply(
     form: Form,
-    parts: Parts,
+    parts: Components,
     x: torch.Tensor,
     bias: torch.Tensor | None,
     scratch: torch.Tensor | None,
@@ -49,7 +49,7 @@ def _expand_and_multiply(
 
 
 def _choose_and_multiply(
-    form: Form, parts: Parts, x: torch.Tensor, bias: torch.Tensor | None
+    form: Form, parts: Components, x: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     if x.numel() > PACKED_ROWS * x.shape[-1]:
         return _expand_and_multiply(form, parts, x, bias, None)
@@ -57,24 +57,26 @@ def _choose_and_multiply(
     return made if bias is None else made + bias
 
 
-def _product(form: Form, parts: Parts, inputs: list[torch.Tensor], in_place: bool) -> torch.Tensor:
+def _product(
+    form: Form, parts: Components, inputs: list[torch.Tensor], in_place: bool
+) -> torch.Tensor:
     if len(inputs) == 1:
         return products.multiply_rows(form, parts, *inputs)
     return products.multiply_pairs(form, parts, *inputs, in_place=in_place)
 
 
-def _split(form: Form, parts: Parts) -> tuple[str, list[int], list[torch.Tensor]]:
+def _split(form: Form, parts: Components) -> tuple[str, list[int], list[torch.Tensor]]:
     """Return a weight as operators take it: kind, order and names of parts; block; tensors."""
     order = "" if form.word_order is None else form.word_order.value
     names = [form.kind.value, order, *(part.value for part in parts)]
     return ",".join(names), list(form.block or ()), list(parts.values())
 
 
-def _join(names: str, block: list[int], tensors: list[torch.Tensor]) -> tuple[Form, Parts]:
+def _join(names: str, block: list[int], tensors: list[torch.Tensor]) -> tuple[Form, Components]:
     kind, order, *parts = names.split(",")
     size = (block[0], block[1]) if block else None
     form = Form(Kind(kind), size, WordOrder(order) if order else None)
-    return form, dict(zip(map(Part, parts), tensors, strict=True))
+    return form, dict(zip(map(Component, parts), tensors, strict=True))
 
 
 def _operator(name: str, others: str, compute: Compute, describe: Compute) -> tuple[Any, Compute]:
@@ -91,7 +93,7 @@ def _operator(name: str, others: str, compute: Compute, describe: Compute) -> tu
     )
     operator.register_fake(lambda *weight_and: describe(*_join(*weight_and[:3]), *weight_and[3:]))
 
-    def call(form: Form, parts: Parts, *arguments: Any) -> torch.Tensor:
+    def call(form: Form, parts: Components, *arguments: Any) -> torch.Tensor:
         if not torch.compiler.is_compiling():
             return compute(form, parts, *arguments)
         made: torch.Tensor = operator(*_split(form, parts), *arguments)

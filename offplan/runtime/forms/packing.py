@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from offplan.forms.form import BASE_BYTES, MOST_EXPONENT, PATCH_ROWS, Part, patch_reserve
-from offplan.runtime.forms.reference import Parts, interleave
+from offplan.forms.form import BASE_BYTES, MOST_EXPONENT, PATCH_ROWS, Component, patch_reserve
+from offplan.runtime.forms.reference import Components, interleave
 
 RUN_WEIGHTS = 2**23
 """Weights that are packed at once, at most: packing takes some 16 bytes of memory for each.
@@ -26,7 +26,7 @@ class TooManyEscapes(ValueError):
         self.num_escapes = num_escapes
 
 
-def pack(values: torch.Tensor, reserve: int | None = None) -> Parts:
+def pack(values: torch.Tensor, reserve: int | None = None) -> Components:
     """Pack a matrix, bfloat16 of [out, in]; out is a multiple of 64, in of 8.
 
     The parts lie on its device, which is waited for. ``reserve`` is the number of patches that have
@@ -57,11 +57,11 @@ def pack(values: torch.Tensor, reserve: int | None = None) -> Parts:
     counts = patched.view(-1, PATCH_ROWS * num_in).sum(1)
     ends = counts.cumsum(0)
     return {
-        Part.WEIGHT: interleave(weight.view(num_out, 2, -1)).view(num_out, num_in),
-        Part.EXPONENT: interleave(codes[:, 0] | (codes[:, 1] << 4)),
-        Part.BASE: base.unflatten(0, (-1, PATCH_ROWS)).mT.flatten(1),
-        Part.PATCHES: patches,
-        Part.PATCH_BLOCKS: torch.stack((ends - counts, ends), 1).to(torch.int32),
+        Component.WEIGHT: interleave(weight.view(num_out, 2, -1)).view(num_out, num_in),
+        Component.EXPONENT: interleave(codes[:, 0] | (codes[:, 1] << 4)),
+        Component.BASE: base.unflatten(0, (-1, PATCH_ROWS)).mT.flatten(1),
+        Component.PATCHES: patches,
+        Component.PATCH_BLOCKS: torch.stack((ends - counts, ends), 1).to(torch.int32),
     }
 
 
@@ -76,7 +76,7 @@ def find_bases(exponents: torch.Tensor) -> torch.Tensor:
     return tops.view(num_out, -1, BASE_BYTES).amax(2).clamp_(min=15).sub_(15)
 
 
-def pack_in_runs(values: torch.Tensor, device: torch.device | None = None) -> Parts:
+def pack_in_runs(values: torch.Tensor, device: torch.device | None = None) -> Components:
     """Pack a matrix, bfloat16 of [out, in], RUN_WEIGHTS at a time; ``can_pack`` says which.
 
     There is room for as many patches as there are, and for those that plans reserve. The parts lie
@@ -88,25 +88,25 @@ def pack_in_runs(values: torch.Tensor, device: torch.device | None = None) -> Pa
     if num_out <= step:
         return _pack_all(values.to(device))
     # each run goes to its place: joined at the end, all would be there twice
-    whole: Parts = {}
+    whole: Components = {}
     patches, blocks, num_patches = [], [], 0
     for start in range(0, num_out, step):
         rows = values[start : start + step].to(device)
         run = _pack_all(rows)
-        for part in (Part.WEIGHT, Part.EXPONENT, Part.BASE):
+        for part in (Component.WEIGHT, Component.EXPONENT, Component.BASE):
             rows_each = len(rows) // len(run[part])  # bases are of 64 rows together
             if part not in whole:
                 whole[part] = run[part].new_empty(num_out // rows_each, *run[part].shape[1:])
             whole[part][start // rows_each :][: len(run[part])] = run[part]
-        ends = run[Part.PATCH_BLOCKS]
-        own = run[Part.PATCHES][: int(ends[-1, 1])].clone()  # without the room of the run
+        ends = run[Component.PATCH_BLOCKS]
+        own = run[Component.PATCHES][: int(ends[-1, 1])].clone()  # without the room of the run
         own[:, 0] += start * num_in
         patches.append(own)
         blocks.append(ends + num_patches)
         num_patches += len(own)
     missing = max(0, patch_reserve(num_out, num_in) - num_patches)
-    whole[Part.PATCHES] = nn.functional.pad(torch.cat(patches), (0, 0, 0, missing))
-    whole[Part.PATCH_BLOCKS] = torch.cat(blocks)
+    whole[Component.PATCHES] = nn.functional.pad(torch.cat(patches), (0, 0, 0, missing))
+    whole[Component.PATCH_BLOCKS] = torch.cat(blocks)
     return whole
 
 
@@ -115,7 +115,7 @@ def run_rows(num_in: int) -> int:
     return max(1, RUN_WEIGHTS // (num_in * PATCH_ROWS)) * PATCH_ROWS
 
 
-def _pack_all(values: torch.Tensor) -> Parts:
+def _pack_all(values: torch.Tensor) -> Components:
     """Pack rows with room for all patches that they have."""
     try:
         return pack(values)

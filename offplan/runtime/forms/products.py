@@ -6,12 +6,12 @@ from math import prod
 import torch
 import triton
 
-from offplan.forms.form import Form, Kind, Part
+from offplan.forms.form import Component, Form, Kind
 from offplan.kernel_sizes import IN_PLACE_ROWS, MIN_ROWS
 from offplan.runtime.forms import kernels, packed_kernels
 from offplan.runtime.forms.operands import Layout, Operands, is_stacked, operands_of
 from offplan.runtime.forms.pairs import sort_pairs
-from offplan.runtime.forms.reference import Parts, restore_order
+from offplan.runtime.forms.reference import Components, restore_order
 from offplan.runtime.forms.runnable import BLOCK_OUT, PAIR_ROWS
 from offplan.runtime.gpu_limits import gpu_limits
 
@@ -58,7 +58,7 @@ TABLE_BYTES = 24
 
 
 def expand_on_gpu(
-    form: Form, parts: Parts, dtype: torch.dtype, scratch: torch.Tensor | None = None
+    form: Form, parts: Components, dtype: torch.dtype, scratch: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the values of a weight, [..., out, in], in ``dtype``: in ``scratch`` if there is one.
 
@@ -85,10 +85,10 @@ def expand_on_gpu(
             values, num_out, length, *weight.arguments, **weight.constants,
             BLOCK_N=2, BLOCK_K=128, num_warps=8,
         )  # fmt: skip
-    return values.copy_(restore_order(parts, values)) if Part.GROUP_INDEX in parts else values
+    return values.copy_(restore_order(parts, values)) if Component.GROUP_INDEX in parts else values
 
 
-def gather_rows(form: Form, parts: Parts, rows: torch.Tensor) -> torch.Tensor:
+def gather_rows(form: Form, parts: Components, rows: torch.Tensor) -> torch.Tensor:
     """Return rows of a packed weight, chosen by int64 of [rows], as bfloat16 of [rows, in]."""
     weight = operands_of(form, parts)
     num_in = weight.length * weight.pack
@@ -101,7 +101,7 @@ def gather_rows(form: Form, parts: Parts, rows: torch.Tensor) -> torch.Tensor:
 
 
 def empty_values(
-    form: Form, parts: Parts, dtype: torch.dtype, scratch: torch.Tensor | None = None
+    form: Form, parts: Components, dtype: torch.dtype, scratch: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return room for the values of a weight, [..., out, in]: in ``scratch`` or memory of its own.
 
@@ -111,11 +111,11 @@ def empty_values(
     stack = (weight.num_experts,) if is_stacked(form, parts) else ()
     shape = *stack, weight.num_out, weight.length * weight.pack
     if scratch is None:
-        return torch.empty(shape, dtype=dtype, device=parts[Part.WEIGHT].device)
+        return torch.empty(shape, dtype=dtype, device=parts[Component.WEIGHT].device)
     return scratch[: prod(shape)].view(shape)
 
 
-def multiply_rows(form: Form, parts: Parts, x: torch.Tensor) -> torch.Tensor:
+def multiply_rows(form: Form, parts: Components, x: torch.Tensor) -> torch.Tensor:
     """Multiply rows, [rows, in], by a weight: [rows, out]."""
     block_m = max(MIN_ROWS, min(128, triton.next_power_of_2(len(x))))
     x, parts = sort_inputs(x, parts)
@@ -124,7 +124,7 @@ def multiply_rows(form: Form, parts: Parts, x: torch.Tensor) -> torch.Tensor:
 
 def multiply_pairs(
     form: Form,
-    parts: Parts,
+    parts: Components,
     x: torch.Tensor,
     order: torch.Tensor,
     starts: torch.Tensor,
@@ -142,14 +142,14 @@ def multiply_pairs(
     num_pairs = order.numel()
     of_expert = spread * num_pairs // (starts.numel() - 1)
     block_m = max(MIN_ROWS, min(most, triton.next_power_of_2(of_expert)))
-    if Part.GROUP_INDEX in parts:
+    if Component.GROUP_INDEX in parts:
         x, parts, order, starts = _sort_each(x, parts, order, starts)
     made = _multiply(form, parts, x, order.numel(), (order, starts), block_m)
     return made.view(num_pairs, -1)
 
 
 def multiply_slots(
-    form: Form, parts: Parts, rest: Parts, x: torch.Tensor, *pairs: torch.Tensor
+    form: Form, parts: Components, rest: Components, x: torch.Tensor, *pairs: torch.Tensor
 ) -> torch.Tensor:
     """Multiply each pair's row of ``x``, [rows, in], by its expert's weight: [pairs, out].
 
@@ -167,27 +167,29 @@ def multiply_slots(
     return made.view(order.numel(), -1)
 
 
-def sort_inputs(x: torch.Tensor, parts: Parts) -> tuple[torch.Tensor, Parts]:
+def sort_inputs(x: torch.Tensor, parts: Components) -> tuple[torch.Tensor, Components]:
     """Return rows, [..., in], with inputs in the order that a weight has them in, and its parts.
 
     These are then those of a weight whose inputs are in their own.
     """
-    if Part.GROUP_INDEX not in parts:
+    if Component.GROUP_INDEX not in parts:
         return x, parts
     order, others = _split_order(parts)
     return x.index_select(-1, order[0]), others
 
 
-def _split_order(parts: Parts) -> tuple[torch.Tensor, Parts]:
+def _split_order(parts: Components) -> tuple[torch.Tensor, Components]:
     # a pass that only allocates may find a slot of the ring not yet filled
-    order = parts[Part.GROUP_INDEX]
+    order = parts[Component.GROUP_INDEX]
     order = order.clamp(0, order.shape[-1] - 1)
-    return order, {part: value for part, value in parts.items() if part is not Part.GROUP_INDEX}
+    return order, {
+        part: value for part, value in parts.items() if part is not Component.GROUP_INDEX
+    }
 
 
 def _sort_each(
-    x: torch.Tensor, parts: Parts, order: torch.Tensor, starts: torch.Tensor
-) -> tuple[torch.Tensor, Parts, torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, parts: Components, order: torch.Tensor, starts: torch.Tensor
+) -> tuple[torch.Tensor, Components, torch.Tensor, torch.Tensor]:
     """Do the same for each pair, whose expert has an order for each matrix that it is joined of.
 
     Each of these is then an expert, and each pair one with each of them.
@@ -236,12 +238,12 @@ def _planes_of(form: Form, weight: Operands, x: torch.Tensor) -> torch.Tensor:
 
 def _multiply(
     form: Form,
-    parts: Parts,
+    parts: Components,
     x: torch.Tensor,
     num_pairs: int,
     pairs: tuple[torch.Tensor, torch.Tensor] | None,
     block_m: int,
-    more: Sequence[tuple[Parts, tuple[torch.Tensor, torch.Tensor]]] = (),
+    more: Sequence[tuple[Components, tuple[torch.Tensor, torch.Tensor]]] = (),
 ) -> torch.Tensor:
     """Multiply as ``multiply_rows`` and ``multiply_pairs`` do: [1, pairs, out], or [pairs, out].
 

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from offplan.forms.form import BASE_BYTES, BITS, NESTED_BLOCK, Form, Kind, Part, WordOrder
+from offplan.forms.form import BASE_BYTES, BITS, NESTED_BLOCK, Component, Form, Kind, WordOrder
 
-Parts = dict[Part, torch.Tensor]
+Components = dict[Component, torch.Tensor]
 """The stored tensors of a weight, or those of all experts in one, by what they are to it."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -19,7 +19,7 @@ Source: GPTQModel, ``convert_gptq_v1_to_v2_format_module``.
 """
 
 
-def expand(form: Form, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+def expand(form: Form, parts: Components, dtype: torch.dtype) -> torch.Tensor:
     """Return the values of a weight, [..., out, in], in ``dtype``.
 
     Source: transformers 5.23, ``Fp8Dequantize`` and ``convert_moe_packed_tensors``;
@@ -36,9 +36,9 @@ def expand(form: Form, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
     return restore_order(parts, values)
 
 
-def restore_order(parts: Parts, values: torch.Tensor) -> torch.Tensor:
+def restore_order(parts: Components, values: torch.Tensor) -> torch.Tensor:
     """Return values, [..., out, in], with each input in its place, where parts have them sorted."""
-    order = parts.get(Part.GROUP_INDEX)
+    order = parts.get(Component.GROUP_INDEX)
     if order is None:
         return values
     # joined matrices have an order each
@@ -53,21 +53,21 @@ def has_powers(form: Form, scales: torch.Tensor) -> bool:
     return is_float and scales.dtype in (torch.uint8, torch.float8_e8m0fnu)
 
 
-def codes_of(parts: Parts) -> torch.Tensor:
+def codes_of(parts: Components) -> torch.Tensor:
     """View codes as bytes, uint8 of [..., out, bytes]."""
-    codes = _bytes(parts[Part.WEIGHT])
+    codes = _bytes(parts[Component.WEIGHT])
     # MXFP4 may store the bytes of each block apart
-    return codes if codes.ndim == parts[Part.SCALE].ndim else codes.flatten(-2)
+    return codes if codes.ndim == parts[Component.SCALE].ndim else codes.flatten(-2)
 
 
-def nested_scales(parts: Parts) -> torch.Tensor:
+def nested_scales(parts: Components) -> torch.Tensor:
     """Return bitsandbytes' scales of blocks of 4-bit codes, float32 of [out, blocks]."""
-    scales = parts[Part.SCALE]
-    if Part.NESTED_SCALE not in parts:
+    scales = parts[Component.SCALE]
+    if Component.NESTED_SCALE not in parts:
         return scales
-    values = parts[Part.NESTED_CODES][scales.flatten().int()]
-    spread = parts[Part.NESTED_SCALE].repeat_interleave(NESTED_BLOCK)[: scales.numel()]
-    return (values * spread + parts[Part.NESTED_OFFSET]).view(scales.shape)
+    values = parts[Component.NESTED_CODES][scales.flatten().int()]
+    spread = parts[Component.NESTED_SCALE].repeat_interleave(NESTED_BLOCK)[: scales.numel()]
+    return (values * spread + parts[Component.NESTED_OFFSET]).view(scales.shape)
 
 
 def block_of(form: Form, num_out: int, num_in: int, scales: torch.Tensor) -> tuple[int, int]:
@@ -78,9 +78,11 @@ def block_of(form: Form, num_out: int, num_in: int, scales: torch.Tensor) -> tup
     return form.block or (num_out // scales.shape[-2], num_in // scales.shape[-1])
 
 
-def _expand_packed(parts: Parts) -> torch.Tensor:
+def _expand_packed(parts: Components) -> torch.Tensor:
     """Return packed values, bfloat16 of [..., out, in], bit for bit."""
-    weight, base, halves = (parts[part] for part in (Part.WEIGHT, Part.BASE, Part.EXPONENT))
+    weight, base, halves = (
+        parts[part] for part in (Component.WEIGHT, Component.BASE, Component.EXPONENT)
+    )
     halves = interleave(halves, back=True)
     codes = torch.cat((halves & 0xF, halves >> 4), -1).short()
     num_rows = weight.shape[-2] // base.shape[-2]
@@ -89,10 +91,10 @@ def _expand_packed(parts: Parts) -> torch.Tensor:
     exponents = (torch.cat((base, base), -1) + codes).where(codes != 0, 0)
     bits = interleave(weight.unflatten(-1, (2, -1)), back=True).flatten(-2).short()
     bits = ((bits & 0x80) << 8) | (bits & 0x7F) | (exponents << 7)
-    reserve, num_weights = parts[Part.PATCHES].shape[-2], weight.shape[-2] * weight.shape[-1]
-    places, patch_bits = parts[Part.PATCHES].view(-1, reserve, 2).unbind(-1)
+    reserve, num_weights = parts[Component.PATCHES].shape[-2], weight.shape[-2] * weight.shape[-1]
+    places, patch_bits = parts[Component.PATCHES].view(-1, reserve, 2).unbind(-1)
     # a pass that only allocates may find a slot of the ring not yet filled
-    bounds = parts[Part.PATCH_BLOCKS].clamp(0, reserve).long()
+    bounds = parts[Component.PATCH_BLOCKS].clamp(0, reserve).long()
     begins, ends = bounds.view(len(places), -1, 2).unbind(-1)
     ones = torch.ones_like(begins)
     steps = begins.new_zeros(len(places), reserve + 1)
@@ -104,23 +106,26 @@ def _expand_packed(parts: Parts) -> torch.Tensor:
     return bits[:, :-1].reshape(weight.shape).view(torch.bfloat16)
 
 
-def gather_rows(parts: Parts, rows: torch.Tensor) -> torch.Tensor:
+def gather_rows(parts: Components, rows: torch.Tensor) -> torch.Tensor:
     """Return rows of a packed weight, chosen by int64 of [rows], as bfloat16 of [rows, in].
 
     Whole blocks of rows are expanded: those in which the rows lie.
     """
-    num_out, num_in = parts[Part.WEIGHT].shape
-    block_rows = num_out // len(parts[Part.BASE])
+    num_out, num_in = parts[Component.WEIGHT].shape
+    block_rows = num_out // len(parts[Component.BASE])
     made = torch.empty(len(rows), num_in, dtype=torch.bfloat16)
     blocks = rows // block_rows
     for block in blocks.unique().tolist():
-        start, (begin, end) = block * block_rows, parts[Part.PATCH_BLOCKS][block].tolist()
-        patches = parts[Part.PATCHES][begin:end] - torch.tensor([start * num_in, 0]).int()
+        start, (begin, end) = block * block_rows, parts[Component.PATCH_BLOCKS][block].tolist()
+        patches = parts[Component.PATCHES][begin:end] - torch.tensor([start * num_in, 0]).int()
         of_block = {
-            **{p: parts[p][start : start + block_rows] for p in (Part.WEIGHT, Part.EXPONENT)},
-            Part.BASE: parts[Part.BASE][block : block + 1],
-            Part.PATCHES: nn.functional.pad(patches, (0, 0, 0, 1)),
-            Part.PATCH_BLOCKS: torch.tensor([[0, end - begin]], dtype=torch.int32),
+            **{
+                p: parts[p][start : start + block_rows]
+                for p in (Component.WEIGHT, Component.EXPONENT)
+            },
+            Component.BASE: parts[Component.BASE][block : block + 1],
+            Component.PATCHES: nn.functional.pad(patches, (0, 0, 0, 1)),
+            Component.PATCH_BLOCKS: torch.tensor([[0, end - begin]], dtype=torch.int32),
         }
         of_it = blocks == block
         made[of_it] = _expand_packed(of_block)[rows[of_it] - start]
@@ -142,7 +147,7 @@ def interleave(halves: torch.Tensor, *, back: bool = False) -> torch.Tensor:
     return made
 
 
-def _expand_rows(form: Form, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+def _expand_rows(form: Form, parts: Components) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what codes stand for and their scales, each [..., out, in]."""
     scales, numbers = _scales_of(form, parts), _numbers_of(form, parts)
     num_out, num_in = numbers.shape[-2:]
@@ -158,36 +163,36 @@ def _expand_rows(form: Form, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
     return numbers, spread(scales)
 
 
-def _numbers_of(form: Form, parts: Parts) -> torch.Tensor:
+def _numbers_of(form: Form, parts: Components) -> torch.Tensor:
     """Return what the codes of rows stand for before zeros and scales, [..., out, in]."""
-    weight = parts[Part.WEIGHT]
+    weight = parts[Component.WEIGHT]
     if form.word_order is WordOrder.COMPRESSED_TENSORS:
         return _read_words(weight, BITS[form.kind])
     if form.kind in (Kind.MXFP4, Kind.NVFP4):
         return torch.tensor(E2M1, device=weight.device)[_halves(codes_of(parts), (0, 4))]
     if form.kind in (Kind.NF4, Kind.FP4):
-        return parts[Part.CODES][_halves(weight, (4, 0))]
+        return parts[Component.CODES][_halves(weight, (4, 0))]
     return weight.int() if form.word_order is WordOrder.NONE else weight.float()
 
 
-def _scales_of(form: Form, parts: Parts) -> torch.Tensor:
+def _scales_of(form: Form, parts: Components) -> torch.Tensor:
     """Return the scales of blocks of rows, [..., rows, columns]."""
-    scales = parts[Part.SCALE]
+    scales = parts[Component.SCALE]
     if has_powers(form, scales):  # nothing is rounded before the end
         return torch.exp2(_bytes(scales).float() - 127)
     if form.kind is Kind.NVFP4:
-        whole = parts.get(Part.GLOBAL_SCALE, parts.get(Part.GLOBAL_DIVISOR))
+        whole = parts.get(Component.GLOBAL_SCALE, parts.get(Component.GLOBAL_DIVISOR))
         assert whole is not None
         whole = whole.repeat_interleave(scales.shape[-2] // whole.shape[-2], -2)
-        return scales.float() * whole if Part.GLOBAL_SCALE in parts else scales.float() / whole
+        return scales.float() * whole if Component.GLOBAL_SCALE in parts else scales.float() / whole
     if form.kind in (Kind.NF4, Kind.FP4):
         return nested_scales(parts)
     return scales if form.word_order is not None else scales.float()
 
 
-def _zeros_of(form: Form, parts: Parts, scales: torch.Tensor) -> torch.Tensor:
+def _zeros_of(form: Form, parts: Components, scales: torch.Tensor) -> torch.Tensor:
     """Return the code of zero of each group of a row, int32 of [..., out, groups]."""
-    zeros = parts.get(Part.ZERO)
+    zeros = parts.get(Component.ZERO)
     if form.word_order is WordOrder.NONE:
         return torch.zeros_like(scales, dtype=torch.int32) if zeros is None else zeros.int()
     bits = BITS[form.kind]

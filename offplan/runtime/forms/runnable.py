@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from offplan.checkpoint.parameter import Parameter
-from offplan.forms.form import BITS, FP4_GROUPS, NESTED_BLOCK, Form, Kind, Part, WordOrder
+from offplan.forms.form import BITS, FP4_GROUPS, NESTED_BLOCK, Component, Form, Kind, WordOrder
 from offplan.forms.recognise import WORD_BITS
 from offplan.runtime.refusal import refuse
 from offplan.transformers_private import is_experts, name_first
@@ -41,26 +41,26 @@ _TYPES = {
 }
 """Types of the codes and of the scales of each form that is executed."""
 
-_NESTED = {Part.NESTED_SCALE, Part.NESTED_CODES}
-_TABLES = {Part.CODES: 16, Part.NESTED_CODES: 256, Part.NESTED_SCALE: None}
+_NESTED = {Component.NESTED_SCALE, Component.NESTED_CODES}
+_TABLES = {Component.CODES: 16, Component.NESTED_CODES: 256, Component.NESTED_SCALE: None}
 """Numbers that each of bitsandbytes' tables has; None for as many as there are blocks of scales."""
-_UNUSED = {Part.SHAPE, Part.INPUT_SCALE}
+_UNUSED = {Component.SHAPE, Component.INPUT_SCALE}
 """Parts that change no value: activations are computed with as they come, whatever their scale."""
 _GPTQ = (WordOrder.GPTQ, WordOrder.GPTQ_V2)
-_ZEROS = [set[Part](), {Part.ZERO}]
-_OF_ORDER: dict[WordOrder, list[set[Part]]] = {
+_ZEROS = [set[Component](), {Component.ZERO}]
+_OF_ORDER: dict[WordOrder, list[set[Component]]] = {
     WordOrder.COMPRESSED_TENSORS: _ZEROS,
     WordOrder.NONE: _ZEROS,
     # AutoRound leaves an index out that would say what is so anyway
-    WordOrder.GPTQ: [{Part.ZERO, Part.GROUP_INDEX}, {Part.ZERO}],
-    WordOrder.GPTQ_V2: [{Part.ZERO, Part.GROUP_INDEX}, {Part.ZERO}],
-    WordOrder.AWQ: [{Part.ZERO}],
+    WordOrder.GPTQ: [{Component.ZERO, Component.GROUP_INDEX}, {Component.ZERO}],
+    WordOrder.GPTQ_V2: [{Component.ZERO, Component.GROUP_INDEX}, {Component.ZERO}],
+    WordOrder.AWQ: [{Component.ZERO}],
 }
-_OF_KIND: dict[Kind, list[set[Part]]] = {
-    Kind.NVFP4: [{Part.GLOBAL_SCALE}, {Part.GLOBAL_DIVISOR}],
-    Kind.BNB8: [set(), {Part.STATE}],
-    Kind.NF4: [{Part.CODES, Part.STATE}, {Part.CODES, Part.STATE} | _NESTED],
-    Kind.FP4: [{Part.CODES, Part.STATE}, {Part.CODES, Part.STATE} | _NESTED],
+_OF_KIND: dict[Kind, list[set[Component]]] = {
+    Kind.NVFP4: [{Component.GLOBAL_SCALE}, {Component.GLOBAL_DIVISOR}],
+    Kind.BNB8: [set(), {Component.STATE}],
+    Kind.NF4: [{Component.CODES, Component.STATE}, {Component.CODES, Component.STATE} | _NESTED],
+    Kind.FP4: [{Component.CODES, Component.STATE}, {Component.CODES, Component.STATE} | _NESTED],
 }
 """Sets of parts that values may be made of, beside codes and scales."""
 
@@ -70,7 +70,7 @@ def check_form(name: str, parameter: Parameter, module: nn.Module) -> None:
     form, codes = parameter.form, parameter.tensors[0]
     if not _is_known(parameter):
         order = f" in the order of {form.word_order.value}" if form.word_order is not None else ""
-        scales = [f"scales of {scale.dtype}" for scale in parameter.of(Part.SCALE)[:1]]
+        scales = [f"scales of {scale.dtype}" for scale in parameter.of(Component.SCALE)[:1]]
         types = ", ".join([codes.dtype, *scales])
         raise refuse(f"{name} is stored as {form.kind.value} ({types}){order}")
     check_module(name, form, module)
@@ -79,7 +79,7 @@ def check_form(name: str, parameter: Parameter, module: nn.Module) -> None:
     _, group = form.block or (1, parameter.shape[-1])
     if is_experts(module) and form.word_order in _GPTQ and parameter.shape[-1] % group:
         raise refuse(f"{name} has experts whose last group is of fewer inputs than others")
-    for part in parameter.parts:
+    for part in parameter.components:
         tensor = parameter.of(part)[0]
         found = part_shape(parameter, part)
         if found is None:
@@ -101,10 +101,10 @@ def _is_known(parameter: Parameter) -> bool:
     form = parameter.form
     if form.kind is Kind.PACKED:
         return True  # it is of our own making
-    if form.kind not in _TYPES or Part.SCALE not in parameter.parts:
+    if form.kind not in _TYPES or Component.SCALE not in parameter.components:
         return False
-    codes, scales = (parameter.of(part)[0].dtype for part in (Part.WEIGHT, Part.SCALE))
-    parts = set(parameter.parts) - {Part.WEIGHT, Part.SCALE} - _UNUSED
+    codes, scales = (parameter.of(part)[0].dtype for part in (Component.WEIGHT, Component.SCALE))
+    parts = set(parameter.components) - {Component.WEIGHT, Component.SCALE} - _UNUSED
     known = _OF_KIND.get(form.kind, [set()])
     if form.word_order is not None:
         known = _OF_ORDER.get(form.word_order, [])
@@ -144,7 +144,7 @@ def check_experts(model: nn.Module, coded: Collection[str]) -> None:
                 )
 
 
-def part_shape(parameter: Parameter, part: Part) -> tuple[int, ...] | None:
+def part_shape(parameter: Parameter, part: Component) -> tuple[int, ...] | None:
     """Return the shape that a part is given in memory; None where it is stored in another one.
 
     Scales, zeros and the like have dimensions of their own for rows and columns, so that those of
@@ -152,43 +152,45 @@ def part_shape(parameter: Parameter, part: Part) -> tuple[int, ...] | None:
     """
     form, shape = parameter.form, parameter.shape
     stored, dtype = parameter.of(part)[0].shape, parameter.of(part)[0].dtype
-    if part in _UNUSED or part is Part.STATE:
+    if part in _UNUSED or part is Component.STATE:
         return stored or (1,)
     if form.kind is Kind.PACKED:
         return stored
     if part in _TABLES:
-        num_scales = parameter.of(Part.SCALE)[0].num_elements
+        num_scales = parameter.of(Component.SCALE)[0].num_elements
         wanted: tuple[int, ...] = (_TABLES[part] or -(-num_scales // NESTED_BLOCK),)
         return wanted if (stored, dtype) == (wanted, "F32") else None
     *stack, num_out, num_in = shape
-    matrix = _matrix_shape(form, part, num_out, num_in, parameter.of(Part.SCALE)[0].shape)
+    matrix = _matrix_shape(form, part, num_out, num_in, parameter.of(Component.SCALE)[0].shape)
     if matrix is None:
         return None
     found = (*stack, *matrix)
-    if part is Part.WEIGHT and form.kind is Kind.MXFP4 and len(stored) > len(found):
+    if part is Component.WEIGHT and form.kind is Kind.MXFP4 and len(stored) > len(found):
         return stored  # the bytes of each block apart
-    if part is Part.ZERO and dtype != ("I8" if form.word_order is WordOrder.NONE else "I32"):
+    if part is Component.ZERO and dtype != ("I8" if form.word_order is WordOrder.NONE else "I32"):
         return None
     wanted = found
-    if form.is_by_columns and part is not Part.GROUP_INDEX:  # rows are made of them once loaded
-        is_awq = part is Part.WEIGHT and form.word_order is WordOrder.AWQ
+    if (
+        form.is_by_columns and part is not Component.GROUP_INDEX
+    ):  # rows are made of them once loaded
+        is_awq = part is Component.WEIGHT and form.word_order is WordOrder.AWQ
         wanted = (num_in, num_out * BITS[form.kind] // WORD_BITS) if is_awq else found[::-1]
     is_flat = form.kind in (Kind.NF4, Kind.FP4)
     return found if _sizes(stored, is_flat) == _sizes(wanted, is_flat) else None
 
 
 def _matrix_shape(
-    form: Form, part: Part, num_out: int, num_in: int, scales: tuple[int, ...]
+    form: Form, part: Component, num_out: int, num_in: int, scales: tuple[int, ...]
 ) -> tuple[int, ...] | None:
     """Return the shape of a part of one matrix; None where kernels do not know its groups.
 
     ``scales`` is the shape that its scales are stored in.
     """
-    if part in (Part.GLOBAL_SCALE, Part.GLOBAL_DIVISOR):
+    if part in (Component.GLOBAL_SCALE, Component.GLOBAL_DIVISOR):
         return 1, 1
-    if part is Part.GROUP_INDEX:
+    if part is Component.GROUP_INDEX:
         return 1, num_in
-    if part is Part.WEIGHT:
+    if part is Component.WEIGHT:
         return _codes_shape(form, num_out, num_in)
     high, wide = form.block or (1, num_in)
     if form.kind in (Kind.NF4, Kind.FP4):
@@ -203,7 +205,7 @@ def _matrix_shape(
     if not is_power and wide not in (num_in, FP4_GROUPS.get(form.kind)):
         return None
     rows, groups = -(-num_out // high), -(-num_in // wide)
-    if part is Part.ZERO and form.word_order is not WordOrder.NONE:
+    if part is Component.ZERO and form.word_order is not WordOrder.NONE:
         rows = rows * BITS[form.kind] // WORD_BITS
     return rows, groups
 

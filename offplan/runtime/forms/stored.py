@@ -11,23 +11,23 @@ from torch.nn.functional import linear
 
 from offplan.capabilities.table import Recoding
 from offplan.errors import PlanError
-from offplan.forms.form import Form, Kind, Part
+from offplan.forms.form import Component, Form, Kind
 from offplan.kernel_sizes import CODES_ROWS, KERNEL_TYPES, PACKED_ROWS
-from offplan.runtime.forms.reference import Parts, expand, gather_rows
+from offplan.runtime.forms.reference import Components, expand, gather_rows
 from offplan.transformers_private import INITIALISED
 
-UNUSED = frozenset((Part.SHAPE, Part.INPUT_SCALE, Part.STATE))
+UNUSED = frozenset((Component.SHAPE, Component.INPUT_SCALE, Component.STATE))
 """Parts that no value is computed with: what a STATE says is applied once it is loaded."""
 KERNEL_DTYPES = tuple(getattr(torch, name) for name in KERNEL_TYPES)
 """Types of inputs that the kernels multiply."""
 
 
-def part_name(name: str, part: Part) -> str:
+def component_name(name: str, part: Component) -> str:
     """Name the parameter that holds a part of the weight called ``name``.
 
     Never the weight's own name: code that looks for its values fails instead of reading codes.
     """
-    return f"{name}_{'codes' if part is Part.WEIGHT else part.value}"
+    return f"{name}_{'codes' if part is Component.WEIGHT else part.value}"
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,16 @@ class StoredWeight:
     name: str
     """The weight's own name in the module: ``weight``, ``gate_up_proj``."""
     form: Form
-    parts: tuple[Part, ...]
+    components: tuple[Component, ...]
 
-    def of(self, module: nn.Module) -> Parts:
+    def of(self, module: nn.Module) -> Components:
         """Return the parts that the module holds at present."""
-        return {part: getattr(module, part_name(self.name, part)) for part in self.parts}
+        return {part: getattr(module, component_name(self.name, part)) for part in self.components}
 
     def expand(self, module: nn.Module, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight's values, [..., out, in], in ``dtype``, on the module's device."""
         parts = self.of(module)
-        if not parts[Part.WEIGHT].is_cuda or dtype not in KERNEL_DTYPES:
+        if not parts[Component.WEIGHT].is_cuda or dtype not in KERNEL_DTYPES:
             return expand(self.form, parts, dtype)
         from offplan.runtime.forms import operators  # needs triton
 
@@ -149,11 +149,11 @@ def _store_class(own: Any) -> Any:
     return type(f"Stored{own.__name__}", (own,), {"weight": property(_make_values)})
 
 
-def leave_part(module: nn.Module, name: str, unread: Part) -> None:
+def leave_part(module: nn.Module, name: str, unread: Component) -> None:
     """Have a part of a weight read no more, which says what holds without it."""
     is_linear = isinstance(module, nn.Linear)
     holder, key = (vars(module), "stored") if is_linear else (vars(module)["stored_experts"], name)
-    parts = tuple(part for part in holder[key].parts if part is not unread)
+    parts = tuple(part for part in holder[key].components if part is not unread)
     holder[key] = replace(holder[key], parts=parts)
 
 
@@ -186,17 +186,17 @@ def weight_of(module: nn.Linear, dtype: torch.dtype) -> torch.Tensor:
 
 
 def hold_stored(
-    module: nn.Module, name: str, form: Form, parts: Mapping[Part, nn.Parameter]
+    module: nn.Module, name: str, form: Form, parts: Mapping[Component, nn.Parameter]
 ) -> None:
     """Have a module hold a weight by its parts, on the meta device, in place of its values."""
     used = [part for part in parts if part not in UNUSED]
-    if Part.NESTED_SCALE in parts:
-        used.append(Part.NESTED_OFFSET)  # which is known once the parts are loaded
+    if Component.NESTED_SCALE in parts:
+        used.append(Component.NESTED_OFFSET)  # which is known once the parts are loaded
     stored = StoredWeight(name, form, tuple(used))
     dtype = module.get_parameter(name).dtype
     del module._parameters[name]
     for part, value in parts.items():
-        module.register_parameter(part_name(name, part), value)
+        module.register_parameter(component_name(name, part), value)
     if isinstance(module, nn.Linear | nn.Embedding):
         own: Any = type(module)
         module.__class__ = _store_class(own)

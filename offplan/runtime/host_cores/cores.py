@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from offplan.forms.form import BITS, FP4_GROUPS, RAW, Form, Kind, Part, WordOrder
+from offplan.forms.form import BITS, FP4_GROUPS, RAW, Component, Form, Kind, WordOrder
 from offplan.forms.host_kernels import why_no_kernel
 from offplan.hostcores import library as cores
 from offplan.hostcores.build import refuse as refuse
@@ -19,7 +19,14 @@ from offplan.hostcores.library import Activation, Place, ScaleType, ZeroType
 from offplan.hostcores.library import Experts as Experts
 from offplan.hostcores.library import Matrix as Matrix
 from offplan.runtime.forms.operands import is_stacked
-from offplan.runtime.forms.reference import E2M1, PER_127, Parts, block_of, codes_of, has_powers
+from offplan.runtime.forms.reference import (
+    E2M1,
+    PER_127,
+    Components,
+    block_of,
+    codes_of,
+    has_powers,
+)
 from offplan.transformers_private import apply_gate
 
 _KINDS = {
@@ -43,15 +50,15 @@ _SCALES = {
 _AHEAD_BYTES = 8192
 """Bytes of codes that kernels read ahead, as ``matrix.h`` has it."""
 _PLACES = {
-    Part.WEIGHT: Place.CODES,
-    Part.SCALE: Place.SCALES,
-    Part.ZERO: Place.ZEROS,
-    Part.GLOBAL_SCALE: Place.WHOLE,
-    Part.GLOBAL_DIVISOR: Place.WHOLE,
-    Part.EXPONENT: Place.EXPONENTS,
-    Part.BASE: Place.BASES,
-    Part.PATCHES: Place.PATCHES,
-    Part.PATCH_BLOCKS: Place.PATCH_BLOCKS,
+    Component.WEIGHT: Place.CODES,
+    Component.SCALE: Place.SCALES,
+    Component.ZERO: Place.ZEROS,
+    Component.GLOBAL_SCALE: Place.WHOLE,
+    Component.GLOBAL_DIVISOR: Place.WHOLE,
+    Component.EXPONENT: Place.EXPONENTS,
+    Component.BASE: Place.BASES,
+    Component.PATCHES: Place.PATCHES,
+    Component.PATCH_BLOCKS: Place.PATCH_BLOCKS,
 }
 
 
@@ -76,21 +83,21 @@ def why_not(form: Form, dtype: torch.dtype, num_in: int) -> str | None:
     return why_no_kernel(form, str(dtype).removeprefix("torch."), num_in)
 
 
-def describe(form: Form, parts: Parts) -> Matrix:
+def describe(form: Form, parts: Components) -> Matrix:
     """Describe a weight of a form that the cores multiply, or those of all experts.
 
     The description is of use while the parts stay where they are.
     """
     matrix = Matrix(factor=1.0, scale_rows=1, scale_columns=1, row_scales=1, whole_rows=1)
     matrix.kind = _KINDS[form.kind]
-    stacked = parts[Part.WEIGHT].ndim > 2 if form is RAW else is_stacked(form, parts)
+    stacked = parts[Component.WEIGHT].ndim > 2 if form is RAW else is_stacked(form, parts)
     for part, value in parts.items():
         if (place := _PLACES.get(part)) is None:
             continue
         assert value.is_contiguous(), part
         matrix.part[place] = value.data_ptr()
         matrix.step[place] = value.stride(0) * value.itemsize if stacked else 0
-    codes = parts[Part.WEIGHT] if form.kind in (Kind.RAW, Kind.PACKED) else codes_of(parts)
+    codes = parts[Component.WEIGHT] if form.kind in (Kind.RAW, Kind.PACKED) else codes_of(parts)
     matrix.rows_ahead = 4 + _AHEAD_BYTES // max(1, codes.shape[-1])
     halves = 2 if form.kind in FP4_GROUPS or BITS.get(form.kind) == 4 else 1
     matrix.num_out, matrix.num_in = codes.shape[-2], codes.shape[-1] * halves
@@ -100,15 +107,15 @@ def describe(form: Form, parts: Parts) -> Matrix:
     return matrix
 
 
-def _describe_scales(matrix: Matrix, form: Form, parts: Parts) -> None:
-    scales = parts[Part.SCALE]
+def _describe_scales(matrix: Matrix, form: Form, parts: Components) -> None:
+    scales = parts[Component.SCALE]
     high, wide = block_of(form, matrix.num_out, matrix.num_in, scales)
     matrix.scale_rows, matrix.scale_columns = high, wide
     matrix.row_scales = scales.shape[-1]
     if has_powers(form, scales):
         matrix.scale_type = ScaleType.EXPONENT
     elif form.kind is Kind.NVFP4:
-        whole = parts.get(Part.GLOBAL_SCALE, parts.get(Part.GLOBAL_DIVISOR))
+        whole = parts.get(Component.GLOBAL_SCALE, parts.get(Component.GLOBAL_DIVISOR))
         assert whole is not None
         matrix.scale_type = ScaleType.E4M3
         matrix.whole_rows, rest = divmod(matrix.num_out, whole.shape[-2])
@@ -117,7 +124,7 @@ def _describe_scales(matrix: Matrix, form: Form, parts: Parts) -> None:
                 f"has no kernel for {matrix.num_out} rows of {form.label} by {whole.shape[-2]} "
                 "scales of scales, which do not share them evenly"
             )
-        matrix.whole_divides = Part.GLOBAL_DIVISOR in parts
+        matrix.whole_divides = Component.GLOBAL_DIVISOR in parts
     else:
         matrix.scale_type = _SCALES[scales.dtype]
     matrix.factor = PER_127 if form.kind is Kind.BNB8 else 1.0
@@ -125,7 +132,7 @@ def _describe_scales(matrix: Matrix, form: Form, parts: Parts) -> None:
     matrix.unsigned_codes = in_words and matrix.kind == cores.Kind.INT8
     if form.word_order is WordOrder.NONE and form.kind is Kind.W4A16:
         raise refuse(f"has no kernel for weights stored as {form.label}")
-    if Part.ZERO in parts:
+    if Component.ZERO in parts:
         matrix.zero_type = ZeroType.WORDS if in_words else ZeroType.BYTES
 
 

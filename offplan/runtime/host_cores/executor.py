@@ -17,13 +17,13 @@ from typing_extensions import Self
 from offplan.backends import Backend
 from offplan.checkpoint.model_types import SHARED_BEHIND
 from offplan.errors import PlanError
-from offplan.forms.form import RAW, Form, Part
+from offplan.forms.form import RAW, Component, Form
 from offplan.placement import Phase
 from offplan.runtime.forms import tasks
 from offplan.runtime.forms.experts import SHARE
-from offplan.runtime.forms.reference import Parts
+from offplan.runtime.forms.reference import Components
 from offplan.runtime.forms.runnable import is_transposed
-from offplan.runtime.forms.stored import StoredLinear, StoredWeight, part_name
+from offplan.runtime.forms.stored import StoredLinear, StoredWeight, component_name
 from offplan.runtime.host_cores import cores
 from offplan.runtime.host_cores.server import ByCores
 from offplan.runtime.loading.capability import CapabilityExecutor, Prepared
@@ -36,7 +36,7 @@ class Held(NamedTuple):
     """A weight of a module, and the parameters that hold it."""
 
     form: Form
-    parts: dict[Part, str]
+    components: dict[Component, str]
     """Names of parameters in the whole model."""
 
 
@@ -53,9 +53,11 @@ def list_weights(path: str, module: Any) -> list[Held]:
     def find(name: str) -> Held:
         stored: StoredWeight | None = own.get("stored_experts", {}).get(name, own.get("stored"))
         if stored is None:
-            return Held(RAW, {Part.WEIGHT: f"{path}.{name}"})
-        parts = {part: f"{path}.{part_name(name, part)}" for part in stored.parts}
-        return Held(stored.form, {p: n for p, n in parts.items() if p is not Part.NESTED_OFFSET})
+            return Held(RAW, {Component.WEIGHT: f"{path}.{name}"})
+        parts = {part: f"{path}.{component_name(name, part)}" for part in stored.components}
+        return Held(
+            stored.form, {p: n for p, n in parts.items() if p is not Component.NESTED_OFFSET}
+        )
 
     return [find(name) for name in names]
 
@@ -79,7 +81,7 @@ class HostCores(CapabilityExecutor):
         """Modules that the cores compute."""
         wanted, dtype = prepared.wanted, getattr(torch, prepared.stage.model.dtype)
         for path, module, weights in _list_modules(self._module):
-            names = [name for weight in weights for name in weight.parts.values()]
+            names = [name for weight in weights for name in weight.components.values()]
             if not self._names.intersection(names):
                 continue
             if left := [name for name in names if name not in self._names]:
@@ -118,14 +120,17 @@ class HostCores(CapabilityExecutor):
         assert isinstance(server, ByCores)
         biases = store.resident | store.offloaded
         for path, part, weights in [*_list_modules(self._module)]:
-            parameters = [name for weight in weights for name in weight.parts.values()]
+            parameters = [name for weight in weights for name in weight.components.values()]
             if not names.issuperset(parameters):
                 continue
             held = [
-                (weight.form, {p: store.offloaded[name].data for p, name in weight.parts.items()})
+                (
+                    weight.form,
+                    {p: store.offloaded[name].data for p, name in weight.components.items()},
+                )
                 for weight in weights
             ]
-            if held[0][0] is RAW and held[0][1][Part.WEIGHT].dtype is torch.float32:
+            if held[0][0] is RAW and held[0][1][Component.WEIGHT].dtype is torch.float32:
                 continue
             task: LinearTask | ExpertsTask
             if is_experts(part):
@@ -163,7 +168,7 @@ def _list_modules(skeleton: nn.Module) -> Iterator[tuple[str, Any, list[Held]]]:
 def _is_wide(weights: list[Held], wanted: Mapping[str, torch.Tensor]) -> bool:
     """Return True if weights are float32 in a model of a shorter type: few, and read in place."""
     return all(
-        each.form is RAW and wanted[each.parts[Part.WEIGHT]].dtype is torch.float32
+        each.form is RAW and wanted[each.components[Component.WEIGHT]].dtype is torch.float32
         for each in weights
     )
 
@@ -171,15 +176,15 @@ def _is_wide(weights: list[Held], wanted: Mapping[str, torch.Tensor]) -> bool:
 def _check_weight(
     path: str, module: Any, weight: Held, wanted: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> None:
-    codes = wanted[weight.parts[Part.WEIGHT]]
+    codes = wanted[weight.components[Component.WEIGHT]]
     num_in = codes.shape[-1] * codes.itemsize * 2 if weight.form is not RAW else codes.shape[-1]
     why = cores.why_not(weight.form, dtype, num_in)
     if weight.form is RAW and is_transposed(module):
         why = "has no kernel for experts whose rows are inputs"
     elif (
-        Part.GROUP_INDEX in weight.parts
-        and wanted[weight.parts[Part.GROUP_INDEX]].numel()
-        != (wanted[weight.parts[Part.GROUP_INDEX]].shape[-1])
+        Component.GROUP_INDEX in weight.components
+        and wanted[weight.components[Component.GROUP_INDEX]].numel()
+        != (wanted[weight.components[Component.GROUP_INDEX]].shape[-1])
     ):
         why = "has no kernel for joined weights whose inputs have orders of their own"
     if why is not None:
@@ -218,7 +223,7 @@ class LinearTask(NamedTuple):
     weight: cores.Matrix
     order: torch.Tensor | None
     """The inputs in the order that the weight has them in; None if that is their own."""
-    keeps: Parts
+    keeps: Components
     """Objects that addresses point to."""
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
@@ -258,9 +263,11 @@ class ExpertsTask:
         return self.server.end(begun, made)
 
 
-def _make_linear(server: ByCores, held: tuple[Form, Parts], device: torch.device) -> LinearTask:
+def _make_linear(
+    server: ByCores, held: tuple[Form, Components], device: torch.device
+) -> LinearTask:
     form, parts = held
-    order = parts.get(Part.GROUP_INDEX)
+    order = parts.get(Component.GROUP_INDEX)
     flat = None if order is None else order.flatten().long().to(device)
     return LinearTask(server, cores.describe(form, parts), flat, parts)
 
@@ -269,7 +276,7 @@ def _make_experts(
     server: ByCores,
     path: str,
     module: Any,
-    held: list[tuple[Form, Parts]],
+    held: list[tuple[Form, Components]],
     biases: Mapping[str, torch.Tensor],
 ) -> ExpertsTask:
     up, down = (cores.describe(*each) for each in held)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from offplan.forms.form import Part, WordOrder
+from offplan.forms.form import Component, WordOrder
 from offplan.runtime.forms.runnable import (
     check_form,
     check_joined,
@@ -15,7 +15,7 @@ from offplan.runtime.forms.runnable import (
     is_transposed,
     part_shape,
 )
-from offplan.runtime.forms.stored import hold_stored, part_name
+from offplan.runtime.forms.stored import component_name, hold_stored
 from offplan.runtime.loading.pieces import arrange
 from offplan.runtime.loading.sources import Gathered
 from offplan.runtime.loading.staging import stored_dtype
@@ -51,7 +51,7 @@ def map_codes(skeleton: PreTrainedModel, one: Gathered) -> dict[str, Target]:
         form = form._replace(word_order=WordOrder.COMPRESSED_TENSORS)
     pieces, whole = arranged
     codes = Codes(name, form, part, whole, stored_dtype(first))
-    return {f"{path}.{part_name(attribute, part)}": Target(pieces, codes=codes)}
+    return {f"{path}.{component_name(attribute, part)}": Target(pieces, codes=codes)}
 
 
 def _shape_of_values(skeleton: PreTrainedModel, name: str) -> tuple[int, ...]:
@@ -78,15 +78,15 @@ def hold_codes(skeleton: PreTrainedModel, targets: Mapping[str, Target]) -> None
             )
             for part, (_, codes) in parts.items()
         }
-        _, codes = parts[Part.WEIGHT]
+        _, codes = parts[Component.WEIGHT]
         for module, attribute in holders[id(skeleton.get_parameter(name))]:
             check_module(name, codes.form, module)
             hold_stored(module, attribute, codes.form, values)
 
 
-def list_coded(targets: Mapping[str, Target]) -> dict[str, dict[Part, tuple[str, Codes]]]:
+def list_coded(targets: Mapping[str, Target]) -> dict[str, dict[Component, tuple[str, Codes]]]:
     """List the weights whose values are not held, and the parameter that holds each part."""
-    weights: dict[str, dict[Part, tuple[str, Codes]]] = {}
+    weights: dict[str, dict[Component, tuple[str, Codes]]] = {}
     for name, target in targets.items():
         if (codes := target.codes) is not None:
             weights.setdefault(codes.weight, {})[codes.part] = name, codes

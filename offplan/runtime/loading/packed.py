@@ -13,19 +13,19 @@ from offplan.capabilities.packing import Packing
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import CheckpointError, UnpackableError
-from offplan.forms.form import PATCH_ROWS, Part
+from offplan.forms.form import PATCH_ROWS, Component
 from offplan.forms.packed import PACKED
 from offplan.held.packing import name_weights
 from offplan.hostmem.block import HostBlock
 from offplan.runtime.device import let_go, on_device, open_stream
 from offplan.runtime.forms.packing import TooManyEscapes, pack, run_rows
-from offplan.runtime.forms.reference import Parts, expand
+from offplan.runtime.forms.reference import Components, expand
 from offplan.runtime.loading.codes import list_coded
 from offplan.runtime.loading.target import Piece, Target
 
 Fill = Callable[["Matrix", int, torch.Tensor], object]
 """Puts the values of a matrix, from this row on, into a CPU tensor, bfloat16 of [rows, in]."""
-Make = Callable[[torch.Tensor, str], Parts]
+Make = Callable[[torch.Tensor, str], Components]
 """Packs such rows of the named matrix, with no more patches than they have, and holds what comes
 out of them against them."""
 
@@ -60,7 +60,7 @@ class Matrix:
     """Its first row within its expert's matrix, which others may be joined to."""
     first_patch: int
     """Its first patch, likewise."""
-    places: Mapping[Part, torch.Tensor]
+    places: Mapping[Component, torch.Tensor]
 
     def runs(self) -> Iterator[tuple[int, int]]:
         """Yield first and last row, exclusive, of what is packed at once: whole blocks of rows."""
@@ -81,20 +81,20 @@ class Matrix:
             rows = buffer[: (stop - start) * num_in].view(-1, num_in)
             fill(self, start, rows)
             parts = make(rows, self.tensor.name)
-            for part in (Part.WEIGHT, Part.EXPONENT, Part.BASE):
+            for part in (Component.WEIGHT, Component.EXPONENT, Component.BASE):
                 rows_each = (stop - start) // len(parts[part])  # bases are of 64 rows together
                 place = self.places[part][start // rows_each : stop // rows_each]
                 _put(parts[part], place, buffer.view(torch.uint8))
-            ends = parts[Part.PATCH_BLOCKS].cpu()
-            own = parts[Part.PATCHES].cpu()
+            ends = parts[Component.PATCH_BLOCKS].cpu()
+            own = parts[Component.PATCHES].cpu()
             patches.append(own + torch.tensor([(self.first_row + start) * num_in, 0]))
             blocks.append(ends + self.first_patch + num_patches)
             num_patches += len(own)
-        reserve = len(self.places[Part.PATCHES])
+        reserve = len(self.places[Component.PATCHES])
         if num_patches > reserve:
             raise TooManyEscapes(num_patches, reserve)
-        self.places[Part.PATCHES][:num_patches].copy_(torch.cat(patches))
-        self.places[Part.PATCH_BLOCKS].copy_(torch.cat(blocks))
+        self.places[Component.PATCHES][:num_patches].copy_(torch.cat(patches))
+        self.places[Component.PATCH_BLOCKS].copy_(torch.cat(blocks))
         return self.tensor.nbytes
 
 
@@ -127,7 +127,7 @@ def bringing_kernels(device: torch.device) -> Iterator[None]:
         yield
 
 
-def pack_a_little(device: torch.device) -> Parts:
+def pack_a_little(device: torch.device) -> Components:
     """Pack a small matrix, of which a weight needs a patch."""
     # triton compiles kernels anew for sizes that are no multiples of 16: few models have them
     values = torch.ones(PATCH_ROWS, 1024, dtype=torch.bfloat16)
@@ -156,12 +156,12 @@ def open_recoding(
     # begins behind what is queued, which may still read the memory that is filled
     stream, one_at_a_time = open_stream(device), threading.Lock()
 
-    def make(rows: torch.Tensor, name: str) -> Parts:
+    def make(rows: torch.Tensor, name: str) -> Components:
         with one_at_a_time if is_cuda else nullcontext():  # or each would need memory of its own
             parts = _pack_exactly(rows.to(device), name)
-            used = int(parts[Part.PATCH_BLOCKS][-1, 1])
+            used = int(parts[Component.PATCH_BLOCKS][-1, 1])
             # cut, or each thread would keep room for as many patches as there are weights
-            return parts | {Part.PATCHES: parts[Part.PATCHES][:used].clone()}
+            return parts | {Component.PATCHES: parts[Component.PATCHES][:used].clone()}
 
     with ExitStack() as stack:
         stack.callback(_give_back, device)
@@ -217,7 +217,7 @@ def _give_back(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _pack_exactly(values: torch.Tensor, name: str) -> Parts:
+def _pack_exactly(values: torch.Tensor, name: str) -> Components:
     """Pack rows, and hold what their parts stand for against them, bit for bit."""
     parts = pack(values, reserve=values.numel())
     if values.is_cuda:
@@ -241,9 +241,9 @@ def find_matrices(
     found: list[Matrix] = []
     for weight, parts in list_coded(targets).items():
         names = {part: name for part, (name, _) in parts.items()}
-        if not targets[names[Part.WEIGHT]].is_recoded:
+        if not targets[names[Component.WEIGHT]].is_recoded:
             continue
-        whole = destinations[names[Part.WEIGHT]]
+        whole = destinations[names[Component.WEIGHT]]
         pieces = zip(*(targets[each].pieces for each in names.values()), strict=True)
         for of_parts in pieces:
             by_part = dict(zip(names, of_parts, strict=True))
@@ -255,23 +255,25 @@ def find_matrices(
 def _split(
     weight: str,
     whole: torch.Tensor,
-    pieces: Mapping[Part, Piece],
-    places: Mapping[Part, torch.Tensor],
+    pieces: Mapping[Component, Piece],
+    places: Mapping[Component, torch.Tensor],
 ) -> Iterator[Matrix]:
     """Yield the matrices of one stored tensor: of each expert where it holds all."""
-    stored = pieces[Part.WEIGHT].source.made_of
+    stored = pieces[Component.WEIGHT].source.made_of
     assert stored is not None
     assert all(piece.source.made_of == stored for piece in pieces.values())
-    first_row, first_patch = (_first_row(pieces[part]) for part in (Part.WEIGHT, Part.PATCHES))
+    first_row, first_patch = (
+        _first_row(pieces[part]) for part in (Component.WEIGHT, Component.PATCHES)
+    )
     if len(stored.shape) == 2:
         places = {part: place.unsqueeze(0) for part, place in places.items()}
     matrix = stored._replace(shape=stored.shape[-2:])
-    for number in range(len(places[Part.WEIGHT])):
+    for number in range(len(places[Component.WEIGHT])):
         of_matrix = {part: place[number] for part, place in places.items()}
         yield Matrix(
             matrix._replace(offset=stored.offset + number * matrix.nbytes),
             weight,
-            int(of_matrix[Part.WEIGHT].storage_offset() - whole.storage_offset()),
+            int(of_matrix[Component.WEIGHT].storage_offset() - whole.storage_offset()),
             first_row,
             first_patch,
             of_matrix,

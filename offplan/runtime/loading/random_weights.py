@@ -5,7 +5,7 @@ from functools import cache
 
 import torch
 
-from offplan.forms.form import BITS, Kind, Part, WordOrder
+from offplan.forms.form import BITS, Component, Kind, WordOrder
 from offplan.runtime.forms.reference import ONES
 from offplan.runtime.loading.packed import Matrix
 from offplan.runtime.loading.target import Codes, Target
@@ -72,7 +72,7 @@ class Noise:
                 destination.fill_(1.0)
             elif name.endswith(_BALANCING):
                 destination.zero_()
-            elif codes is not None and codes.part is not Part.WEIGHT:
+            elif codes is not None and codes.part is not Component.WEIGHT:
                 destination.copy_(_fill_of(codes).to(destination.dtype))
             elif codes is None and not destination.dtype.is_floating_point:
                 rows = destinations.get(f"{name.rpartition('.')[0]}.weight")
@@ -113,22 +113,22 @@ def _fill_of(codes: Codes) -> torch.Tensor:
     """Return what stands beside codes: scales of the right spread, zeros in the middle."""
     form, part, last = codes.form, codes.part, codes.shape[-1]
     scale = _SPREAD / _OF_CODES.get(form.kind, _FP8_SPREAD)
-    if part is Part.ZERO and form.kind in BITS and form.word_order is not WordOrder.NONE:
+    if part is Component.ZERO and form.kind in BITS and form.word_order is not WordOrder.NONE:
         bits = BITS[form.kind]
         # a word of those in the middle, as a number of 32 bits that has a sign
         return torch.tensor((1 << (bits - 1)) * ONES[bits], dtype=torch.int64)
-    if part is Part.GROUP_INDEX:
+    if part is Component.GROUP_INDEX:
         block = form.block or (1, last)
         return torch.arange(last) // block[1]
-    if part is Part.CODES:
+    if part is Component.CODES:
         return torch.linspace(-1, 1, last)
-    if part in (Part.GLOBAL_SCALE, Part.NESTED_CODES):
+    if part in (Component.GLOBAL_SCALE, Component.NESTED_CODES):
         return torch.tensor(scale)
-    if part is Part.GLOBAL_DIVISOR:
+    if part is Component.GLOBAL_DIVISOR:
         return torch.tensor(1 / scale)
-    if part is Part.NESTED_SCALE or (part is Part.SCALE and form.kind is Kind.NVFP4):
+    if part is Component.NESTED_SCALE or (part is Component.SCALE and form.kind is Kind.NVFP4):
         return torch.tensor(1.0)
-    if part is not Part.SCALE or (codes.dtype is torch.uint8 and form.kind in _LOOKED_UP):
+    if part is not Component.SCALE or (codes.dtype is torch.uint8 and form.kind in _LOOKED_UP):
         return torch.tensor(0)
     if codes.dtype is torch.uint8:  # exponents of two
         return torch.tensor(scale).log2().round() + 127

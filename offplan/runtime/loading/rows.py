@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from offplan.forms.form import BITS, Form, Part, WordOrder
+from offplan.forms.form import BITS, Component, Form, WordOrder
 from offplan.runtime.forms.reference import ONES
 from offplan.runtime.loading.target import Target
 from offplan.runtime.refusal import refuse
@@ -31,10 +31,14 @@ def lay_out_rows(
     """
     for name, target in targets.items():
         codes = target.codes
-        if codes is None or codes.part is Part.GROUP_INDEX or not target.stored_form.is_by_columns:
+        if (
+            codes is None
+            or codes.part is Component.GROUP_INDEX
+            or not target.stored_form.is_by_columns
+        ):
             continue
         matrices = loaded[name].view(-1, *target.pieces[0].tensor.shape)
-        order = orders.get(codes.weight) if codes.part is Part.WEIGHT else None
+        order = orders.get(codes.weight) if codes.part is Component.WEIGHT else None
         step = max(1, RUN_BYTES // matrices[0].nbytes)
         for start in range(0, len(matrices), step):
             place = matrices[start : start + step]
@@ -67,20 +71,20 @@ def order_of(name: str, index: torch.Tensor, num_groups: int, size: int) -> torc
 
 
 def in_rows(
-    form: Form, part: Part, stored: torch.Tensor, order: torch.Tensor | None = None
+    form: Form, part: Component, stored: torch.Tensor, order: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return a part of matrices that are stored by columns, [matrices, ...], laid out in rows.
 
     Inputs come in the ``order`` of each matrix, [matrices, in], if there is one.
     """
     bits, is_awq = BITS[form.kind], form.word_order is WordOrder.AWQ
-    if is_awq and part is Part.ZERO:
+    if is_awq and part is Component.ZERO:
         stored = _pack(lambda place: _codes(stored, 4 * AWQ_NIBBLES[place]), 4)
-    elif is_awq and part is Part.WEIGHT:
+    elif is_awq and part is Component.WEIGHT:
         shifts = 4 * torch.tensor(AWQ_NIBBLES, dtype=torch.int32, device=stored.device)
         of_words = stored.unflatten(1, (-1, 8)).unsqueeze(-1)  # the inputs of a word
         stored = _pack(lambda place: _codes(of_words[:, :, place], shifts), 4).flatten(2)
-    elif form.word_order is WordOrder.GPTQ and part is Part.ZERO:
+    elif form.word_order is WordOrder.GPTQ and part is Component.ZERO:
         stored = stored + ONES[bits]
     rows = stored.mT
     if order is None:

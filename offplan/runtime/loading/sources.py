@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.quantise import describe_unread
-from offplan.forms.form import Kind, Part
+from offplan.forms.form import Component, Kind
 from offplan.forms.recognise import FEW_BITS
 from offplan.held.stage import Stage
 from offplan.runtime.loading.target import Source
@@ -36,7 +36,7 @@ class Gathered:
         return self.sources[0].parameter
 
     @property
-    def part(self) -> Part:
+    def part(self) -> Component:
         """The part that all sources are."""
         return self.sources[0].part
 
@@ -64,7 +64,7 @@ def _walk(stage: Stage) -> Iterator[Source]:
         for parameter in layer.parameters
     }
     for parameter in stage.parameters:
-        for part in parameter.parts:
+        for part in parameter.components:
             tensors = parameter.of(part)
             of_values = parameter.made_of or [None] * len(tensors)
             for tensor, value in zip(tensors, of_values, strict=True):
@@ -79,7 +79,7 @@ def gather(
     A weight's parts go where its values would. Returns also the sources that go nowhere. Raises
     CheckpointError for forms that are not understood, and for matrices of several forms in one.
     """
-    gathered: dict[tuple[str, Part], Gathered] = {}
+    gathered: dict[tuple[str, Component], Gathered] = {}
     unused: list[Source] = []
     for source, (name, pattern, converter) in zip(sources, _rename(skeleton, sources), strict=True):
         if name not in state:
@@ -115,7 +115,7 @@ def _rename(skeleton: PreTrainedModel, sources: Sequence[Source]) -> Iterator[Re
 def _check_understood(name: str, parameter: Parameter) -> None:
     """Raise CheckpointError, which lists what was found, for what is sized and not understood."""
     if parameter.form.kind is Kind.OTHER:
-        codes, *beside = (parameter.of(part)[0] for part in parameter.parts)
+        codes, *beside = (parameter.of(part)[0] for part in parameter.components)
         found = ", ".join(f"{t.name} {t.dtype} {list(t.shape)}" for t in (codes, *beside))
         what = "what fits no known form, or not the one that its config says"
         bits = 8 * codes.nbytes // max(1, prod(parameter.shape))

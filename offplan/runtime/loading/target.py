@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
-from offplan.forms.form import Form, Part
+from offplan.forms.form import Component, Form
 from offplan.forms.names import part_of
 from offplan.transformers_private import WeightConverter, convert
 
@@ -20,7 +20,7 @@ class Source(NamedTuple):
     tensor: TensorInfo
     parameter: Parameter
     """The checkpoint's parameter that the tensor is of."""
-    part: Part
+    part: Component
     layer: int | None
     """Index of the layer that it is stored for; None outside the layers."""
     made_of: TensorInfo | None
@@ -88,7 +88,7 @@ class Codes:
     """Name of the weight that the part belongs to, in the model as it was built."""
     form: Form
     """Form in which it is held once loaded: in rows what the checkpoint stores by columns."""
-    part: Part
+    part: Component
     shape: tuple[int, ...]
     dtype: torch.dtype
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offplan.backends import Backend
-from offplan.forms.form import RAW, Part
+from offplan.forms.form import RAW, Component
 from offplan.held.stage import Stage
 from offplan.hostcores.coordinator import choose_cores
 from offplan.hostcores.library import Activation, Dense, Team
@@ -23,7 +23,7 @@ from offplan.hostmem.block import HostBlock
 from offplan.hostmem.cgroups import core_quota
 from offplan.machine.measure_time import Timing, figure, time_on_host, time_work
 from offplan.plan import Offload, Rule
-from offplan.runtime.forms.reference import Parts
+from offplan.runtime.forms.reference import Components
 from offplan.runtime.host_cores import cores
 from offplan.runtime.host_cores.executor import ByCoresModule, ExpertsTask, task_of
 from offplan.runtime.host_cores.handover import Handover, nearest_cores
@@ -140,7 +140,7 @@ def _measure_round_trip(device: torch.device) -> dict[str, object]:
     One thread computes them: the rate of products has what a team takes to gather.
     """
     weight = (torch.randn(16, 128) * 0.02).to(torch.bfloat16)
-    matrix = cores.describe(RAW, {Part.WEIGHT: weight})
+    matrix = cores.describe(RAW, {Component.WEIGHT: weight})
     x = torch.randn(1, 128, device=device).to(torch.bfloat16)
     handover, allowed = Handover(device, num_threads=1), os.sched_getaffinity(0)
     # a caller that waits busily on the thread's core, one of the first, would halve its time there
@@ -208,8 +208,8 @@ def _lend_default(device: torch.device, kernels: int) -> Iterator[tuple[list[Pro
     values.copy_((torch.randn(1, one // 2) * 0.02).to(torch.bfloat16))
     split = num_experts * 2 * inner * hidden
     flat = values.view(-1)
-    up = {Part.WEIGHT: flat[:split].view(num_experts, 2 * inner, hidden)}
-    down = {Part.WEIGHT: flat[split:].view(num_experts, hidden, inner)}
+    up = {Component.WEIGHT: flat[:split].view(num_experts, 2 * inner, hidden)}
+    down = {Component.WEIGHT: flat[split:].view(num_experts, hidden, inner)}
     experts = cores.Experts(up=cores.describe(RAW, up), down=cores.describe(RAW, down))
     experts.num_experts, experts.is_gated = num_experts, 1
     experts.activation, experts.alpha, experts.limit = Activation.SILU, 1.0, float("inf")
@@ -225,7 +225,7 @@ def _lend_default(device: torch.device, kernels: int) -> Iterator[tuple[list[Pro
 
 
 def _send(
-    experts: cores.Experts, parts: list[Parts], num_chosen: int, first: int, kernels: int
+    experts: cores.Experts, parts: list[Components], num_chosen: int, first: int, kernels: int
 ) -> Product:
     """Send one token through experts from ``first`` on, which products before it have not read."""
     num = experts.num_experts
@@ -243,7 +243,7 @@ def _send(
     return Product(lambda team: team.multiply_experts(task), whole * num_chosen // num, keeps)
 
 
-def _multiply(weight: cores.Matrix, parts: Parts, kernels: int) -> Product:
+def _multiply(weight: cores.Matrix, parts: Components, kernels: int) -> Product:
     x = torch.randn(1, weight.num_in).to(torch.bfloat16)
     out = torch.empty(1, weight.num_out, dtype=torch.bfloat16)
     task = Dense(kernels, weight, 1, x.data_ptr(), out.data_ptr(), 0)
@@ -251,8 +251,8 @@ def _multiply(weight: cores.Matrix, parts: Parts, kernels: int) -> Product:
     return Product(lambda team: team.multiply(task), _count_bytes(parts), keeps)
 
 
-def _count_bytes(parts: Parts) -> int:
-    return sum(value.nbytes for part, value in parts.items() if part is not Part.PATCHES)
+def _count_bytes(parts: Components) -> int:
+    return sum(value.nbytes for part, value in parts.items() if part is not Component.PATCHES)
 
 
 def _step(num: int) -> int:
