@@ -46,7 +46,7 @@ from offplan.plan import Offload, Rule, load_plan
 from offplan.runtime.device import find_device, settle
 from offplan.runtime.generate import Arrival, Measured, generate
 from offplan.runtime.joined import Continued, JoinedTexts
-from offplan.runtime.measuring.moments import mark, seconds_between
+from offplan.runtime.measuring.timed_link import mark, seconds_between
 from offplan.runtime.rendering import Renderer
 from offplan.runtime.rows import Rows
 from offplan.runtime.rules import TokenRules

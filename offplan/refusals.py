@@ -11,8 +11,7 @@ from itertools import chain
 from offplan.backends import Backend
 from offplan.capabilities.table import APART
 from offplan.checkpoint.model import Model
-from offplan.checkpoint.parameter import Parameter
-from offplan.checkpoint.roles import Role, role_of
+from offplan.checkpoint.parameter import Parameter, Role, role_of
 from offplan.errors import PlanError
 from offplan.forms.form import RAW, Component
 from offplan.held.stage import Stage

@@ -50,7 +50,7 @@ from offplan.engines.taken import QUANTIZATION, READ_IN_PLACE, Taken
 from offplan.engines.vllm import WORKER_VERSIONS
 from offplan.errors import ExportError
 from offplan.forms.form import Component
-from offplan.forms.packed import PACKED, can_pack
+from offplan.forms.host_kernels import PACKED, can_pack
 from offplan.kernel_sizes import are_gathered
 from offplan.runtime.forms.packing import pack_in_runs
 from offplan.runtime.forms.reference import Components, expand
@@ -335,8 +335,7 @@ def _multiplier(
     """
     if experts.is_cuda:
         from offplan.runtime.forms import operators  # needs triton
-        from offplan.runtime.forms.gather import gather
-        from offplan.runtime.forms.pairs import sort_pairs
+        from offplan.runtime.forms.gather import gather, sort_pairs
 
         pairs = sort_pairs(experts, layer.local_num_experts)
         _, order, starts = pairs

@@ -27,11 +27,11 @@ from offplan.library.sessions import open_session
 from offplan.placement import Phase
 from offplan.plan import Budget, Goal, Offload, Rule, Workload, dump_plan, load_plan
 from offplan.planner.make import make_plan
+from offplan.report.explain import explain_plan
 from offplan.report.plan import describe_offload
-from offplan.report.why import explain_plan
 from offplan.runtime.executors import EXECUTORS
 from offplan.runtime.generate import generate
-from offplan.runtime.memory.servers import SERVERS, Server
+from offplan.runtime.memory.store import SERVERS, Server
 from offplan.schedule import Compute, Serve, build_steady_request
 from tests.costs.builders import dense_model, make_machine, moe_model, place_rules, rule
 from tests.held import hold_by, place, predict
@@ -182,7 +182,7 @@ CHOICES = [
 
 
 @pytest.mark.parametrize("num_layers", [3, pytest.param(4, marks=pytest.mark.sweep)])
-@pytest.mark.parametrize(("make_model", "bytes_per_s", "kept"), CHOICES)
+@pytest.mark.parametrize(("make_model", "bytes_per_s", "disk_cache"), CHOICES)
 @pytest.mark.slow
 @pytest.mark.no_cover  # brute force, which takes three times as long when it is traced
 def test_the_planner_chooses_it_where_it_is_fastest(

@@ -12,8 +12,7 @@ from offplan.library.repricing import hold_planned, price_on
 from offplan.machine.profile import load_profile
 from offplan.plan import load_plan
 from offplan.records import load_yaml
-from offplan.report.portrait import portray
-from offplan.report.poster import draw_poster
+from offplan.report.portrait import draw_poster, portray
 from tests.cli import CLI, ROOT, RUNS
 
 PLANS = ROOT / "plans"

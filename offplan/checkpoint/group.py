@@ -7,8 +7,7 @@ from math import prod
 
 from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.jsontext import quote
-from offplan.checkpoint.parameter import Parameter
-from offplan.checkpoint.roles import ATTENTION_OUTPUTS, MLP_OUTPUTS
+from offplan.checkpoint.parameter import ATTENTION_OUTPUTS, MLP_OUTPUTS, Parameter
 from offplan.checkpoint.tensors import DTYPE_BITS, FLOATS, TensorInfo, Tensors, split_expert
 from offplan.errors import CheckpointError
 from offplan.forms.form import OTHER, Component

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from offplan.checkpoint.headers import LENGTH_BYTES, MAX_HEADER_BYTES, header_length, parse_header
 from offplan.checkpoint.tensors import TensorInfo
-from offplan.kept import KeptAnswers
+from offplan.disk_cache import KeptAnswers
 
 _SIZE_BYTES = 8
 _GGUF = b"GGUF"

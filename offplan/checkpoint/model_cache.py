@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import DTYPE_BITS, TensorInfo, Tensors, split_expert
-from offplan.kept import KeptAnswers, installed_versions
+from offplan.disk_cache import KeptAnswers, installed_versions
 
 _FIRST = ".experts.0."
 """The part of the name of a layer's first expert that has its index."""

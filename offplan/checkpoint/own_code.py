@@ -1,6 +1,7 @@
 """A checkpoint's own Python code: what it is, and its classes where the caller lets it run."""
 
 import hashlib
+import re
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,6 +12,7 @@ from offplan.errors import CheckpointError
 
 if TYPE_CHECKING:
     from offplan.checkpoint.model import Model
+
 
 CONFIG_CLASS, MODEL_CLASS = "AutoConfig", "AutoModelForCausalLM"
 """Keys of a config's ``auto_map``; each names a module and a class in it."""
@@ -84,3 +86,27 @@ def refuse_code(config: Mapping[str, Any]) -> str:
         "which runs with all your rights: read that code, then let it run with "
         "`trust_remote_code=True`"
     )
+
+
+_COMMAND = re.compile(r"`pip install ([^`]+)`")
+_NEEDED = re.compile(r"requires the (\S+) library")
+
+
+def name_packages(error: BaseException | None) -> str | None:
+    """Say which packages an error, or what it came of, found missing, and how to install them.
+
+    Returns None for an error of another kind. Source: transformers 5.23, ``requires_backends`` and
+    ``check_imports``, whose texts have the command.
+    """
+    while error is not None and not isinstance(error, ImportError):
+        error = error.__cause__
+    if error is None:
+        return None
+    commands = " ".join(_COMMAND.findall(str(error))).split()
+    named = _NEEDED.findall(str(error)) or filter(None, [error.name])
+    found = " ".join(dict.fromkeys(commands or named))
+    if not found or not found.isprintable():
+        return None
+    if commands:
+        return f"it needs packages that are not installed: pip install {found}"
+    return f"it needs the package {found}, which is not installed: install it"

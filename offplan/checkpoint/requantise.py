@@ -11,9 +11,8 @@ from offplan.checkpoint.config_only import with_dtype
 from offplan.checkpoint.experts import describe_experts
 from offplan.checkpoint.group import group_parameters, resize
 from offplan.checkpoint.model import Model
-from offplan.checkpoint.parameter import Parameter
+from offplan.checkpoint.parameter import Parameter, Role, role_of
 from offplan.checkpoint.quantise import Use, quantise
-from offplan.checkpoint.roles import Role, role_of
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import CheckpointError
 from offplan.forms.form import Kind

@@ -7,10 +7,15 @@ import transformers
 
 from offplan.checkpoint.config import class_type, read_model_type
 from offplan.checkpoint.jsontext import describe, quote
-from offplan.checkpoint.missing import name_packages
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.model_types import SINCE
-from offplan.checkpoint.own_code import CONFIG_CLASS, load_own_class, names_code, refuse_code
+from offplan.checkpoint.own_code import (
+    CONFIG_CLASS,
+    load_own_class,
+    name_packages,
+    names_code,
+    refuse_code,
+)
 from offplan.errors import CheckpointError
 
 _DROPPED = {"auto_map", "quantization_config", "return_dict"}

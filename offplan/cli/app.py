@@ -8,23 +8,20 @@ from typing import Annotated
 import typer
 
 import offplan
-from offplan.cli.analyze import analyze
+from offplan.cli.analyze import analyze, plan
 from offplan.cli.bench import bench
 from offplan.cli.chat import chat
 from offplan.cli.check import check
+from offplan.cli.common_options import with_habits
 from offplan.cli.diff import diff
-from offplan.cli.explain import explain
+from offplan.cli.explain import explain, show
 from offplan.cli.export import export
-from offplan.cli.habits import with_habits
-from offplan.cli.machines import machines
+from offplan.cli.machines import machines, schema
 from offplan.cli.measure import measure
-from offplan.cli.plan import plan
 from offplan.cli.replan import replan
 from offplan.cli.report import report
 from offplan.cli.run import run
-from offplan.cli.schema import schema
 from offplan.cli.serve import serve
-from offplan.cli.show import show
 
 EXIT_CODES = (
     "Exit codes: 0 done, 1 failed, 2 bad usage or bad input, 3 no plan fits, 4 the model, or "

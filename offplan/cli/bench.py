@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offplan.cli import options
+from offplan.cli.options import flattens
 from offplan.cli.output import ProgressBar, check_stdout, print_note, print_result, waiting
-from offplan.cli.takes import flattens
 
 if TYPE_CHECKING:  # it imports torch
     from offplan.runtime.session import Session

@@ -15,11 +15,11 @@ from offplan.cli.output import (
     ProgressBar,
     check_stdout,
     print_note,
+    printable,
     printing_to_stderr,
     save_file,
     waiting,
 )
-from offplan.cli.printable import printable
 from offplan.errors import InputError, OffplanError
 
 if TYPE_CHECKING:

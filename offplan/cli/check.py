@@ -64,10 +64,10 @@ def check(
     from offplan.cli.planning import open_plan
     from offplan.library.machines import require_gpu
     from offplan.plan import load_plan
-    from offplan.report.check import MARKS, findings_payload, render_findings, worst_verdict
+    from offplan.report.diff import MARKS, findings_payload, render_findings, worst_verdict
     from offplan.upkeep.checking import check_plan
     from offplan.upkeep.engine_start import check_start, read_start
-    from offplan.upkeep.finding import Finding
+    from offplan.upkeep.figures import Finding
 
     plans = [path for given in plans for path in _expand(given)]
     if measure and file_only:

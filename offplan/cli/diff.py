@@ -7,8 +7,7 @@ import typer
 
 from offplan.choices import TableFormat
 from offplan.cli import options
-from offplan.cli.output import ProgressBar, print_note, print_result
-from offplan.cli.printable import printable
+from offplan.cli.output import ProgressBar, print_note, print_result, printable
 from offplan.errors import CheckpointError, DriftError, HubError, InputError
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def diff(
     from offplan.plan import load_plan
     from offplan.report.diff import difference_payload, markdown_difference, render_difference
     from offplan.upkeep.comparing import compare_plans
-    from offplan.upkeep.revisions import load_revision
+    from offplan.upkeep.rewriting import load_revision
 
     if len(plans) > 2:
         raise InputError(f"{len(plans)} plans are named: name one or two")

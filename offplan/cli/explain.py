@@ -33,3 +33,15 @@ def explain(
     neighbours = find_neighbours(question, priced)
     payload = explanation_payload(terms, neighbours)
     print_result(payload, *render_explanation(priced, terms, neighbours), json=json)
+
+
+def show(plan: options.Plan, json: options.Json = False) -> None:
+    """Show what a plan file says: the question, the decision, memory and times.
+
+    Nothing else is read, neither the model nor the machine.
+    """
+    from offplan.plan import load_plan
+    from offplan.report.plan import render_plan_file
+
+    loaded = load_plan(plan)
+    print_result(loaded.model_dump(mode="json"), *render_plan_file(loaded), json=json)

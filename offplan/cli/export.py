@@ -7,8 +7,7 @@ import typer
 
 from offplan.choices import ExportFormat
 from offplan.cli import options
-from offplan.cli.output import print_note, print_result, waiting
-from offplan.cli.printable import printable
+from offplan.cli.output import print_note, print_result, printable, waiting
 from offplan.errors import InputError
 
 
@@ -46,7 +45,7 @@ def export(
     from offplan.capabilities.ranks import ONE_RANK, OPTIONS, Ranks
     from offplan.cli.planning import open_plan
     from offplan.engines.engine import format_version
-    from offplan.engines.formats import render_export
+    from offplan.engines.export import render_export
     from offplan.engines.registry import ENGINES, find_engine
     from offplan.library.exporting import describe_cost, export_here, plan_for
     from offplan.report.answer import describe_fetch

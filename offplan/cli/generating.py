@@ -1,13 +1,14 @@
 """A session generates what ``run`` asks for, and says how fast while it does."""
 
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from offplan.checkpoint.model import Model
-from offplan.cli.live import LiveLine
-from offplan.cli.output import print_note, waiting
+from offplan.cli.output import QUIET, print_note, waiting
+from offplan.cli.output_sink import Teller
 from offplan.cli.request import GenerationRequest
-from offplan.cli.told import Teller
 from offplan.errors import InputError, NotANumberError
 from offplan.library.repricing import compare_counts, predict_workload
 from offplan.plan import Plan
@@ -20,6 +21,47 @@ from offplan.runtime.rows import Rows
 from offplan.runtime.sampling import make_chooser
 from offplan.runtime.session import Session
 from offplan.runtime.texts import Text
+from offplan.units import format_rate
+
+_EVERY_S = 0.25
+
+
+class LiveLine:
+    """Tokens a second and use of the link, on stderr: silent unless that is a terminal."""
+
+    def __init__(
+        self, num_texts: int, link_bytes: Callable[[], int], *, shown: bool = True
+    ) -> None:
+        """Count from here on; ``link_bytes`` says what has crossed the link so far."""
+        self._shown = shown and sys.stderr.isatty() and not QUIET.get()
+        self._num_texts, self._link_bytes = num_texts, link_bytes
+        self._num_ended = self._num_tokens = 0
+        self._last = time.perf_counter(), 0, link_bytes()
+
+    def count(self, num_tokens: int, *, num_ended: int = 0) -> None:
+        """Count tokens that have come, and texts that ended; now and then show both."""
+        self._num_tokens += num_tokens
+        self._num_ended += num_ended
+        then, tokens, moved = self._last
+        now = time.perf_counter()
+        if not self._shown or now - then < _EVERY_S:
+            return
+        self._last = now, self._num_tokens, self._link_bytes()
+        rate = (self._num_tokens - tokens) / (now - then)
+        link = format_rate((self._last[2] - moved) / (now - then))
+        text = (
+            f"{self._num_ended:,} of {self._num_texts:,} texts, {self._num_tokens:,} tokens, "
+            f"{rate:,.1f} a second; {link} over the link"
+        )
+        print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> "LiveLine":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # for what comes next
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def generate_request(

@@ -5,7 +5,9 @@ was finished and goes on from there.
 """
 
 import json
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,11 +17,44 @@ from typing import IO, Any
 
 from offplan.checkpoint.jsontext import quote, unique_keys
 from offplan.cli.inputs import read_input
-from offplan.cli.locked import open_locked
 from offplan.cli.output import STANDARD, check_writable, print_note, writing
 from offplan.errors import InputError, OffplanError
 from offplan.serve.errors import ApiError
 from offplan.serve.requests import ChatRequest, CompletionRequest, Request, parse_request
+
+
+def open_locked(path: Path) -> IO[str]:
+    """Open a file of ASCII to append to, or begin it, and lock it until it is closed.
+
+    The lock is the system's, and ends with the process, however that ends. A file system without
+    locks is told of on stderr, and the file is opened all the same.
+
+    Raises InputError if another process has locked the file, and OSError.
+    """
+    file = path.open("a", encoding="ascii")
+    try:
+        _lock(file)
+    except BlockingIOError:
+        file.close()
+        raise InputError(
+            f"{path} is being written by another offplan run: wait until that ends, or name "
+            "another file"
+        ) from None
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        print_note(f"{path} cannot be locked ({reason}): let no other run write it meanwhile")
+    return file
+
+
+def _lock(file: IO[str]) -> None:
+    if sys.platform == "win32":
+        import errno
+
+        raise OSError(errno.ENOLCK, "no locks")
+    import fcntl
+
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
 
 _BATCH_KEYS = {"custom_id", "method", "url", "body"}
 """Keys of a line of OpenAI's batch files."""

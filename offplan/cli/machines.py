@@ -4,8 +4,9 @@ from typing import Annotated
 
 import typer
 
+from offplan.choices import FileKind
 from offplan.cli import options
-from offplan.cli.output import print_result
+from offplan.cli.output import print_json, print_result
 
 
 def machines(
@@ -28,3 +29,19 @@ def machines(
     shipped = {name: load_profile(name) for name in shipped_profiles()}
     payload = {name: machine_payload(each) for name, each in shipped.items()} if json else {}
     print_result({"machines": payload}, render_machines(shipped), json=json)
+
+
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def schema(
+    file: Annotated[
+        FileKind, typer.Argument(**options.choice(FileKind), help="Which file's.")
+    ] = "plan",
+) -> None:
+    """Print the JSON schema of a plan file, or of a machine profile, for editors."""
+    from offplan.machine.profile import profile_schema
+    from offplan.plan import Plan
+
+    wanted = Plan.model_json_schema() if file == "plan" else profile_schema()
+    print_json({"$schema": _DIALECT, **wanted})

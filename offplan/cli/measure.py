@@ -7,6 +7,7 @@ import typer
 
 from offplan.choices import DeviceName
 from offplan.cli import options
+from offplan.cli.options import flattens
 from offplan.cli.output import (
     STANDARD,
     ProgressBar,
@@ -16,7 +17,6 @@ from offplan.cli.output import (
     print_result,
     save_file,
 )
-from offplan.cli.takes import flattens
 from offplan.errors import InputError
 
 

@@ -1,11 +1,13 @@
 """Arguments and options that several commands share."""
 
+import functools
+import inspect
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 
@@ -338,3 +340,45 @@ class GoalOptions:
     def num_copying(self) -> int:
         """GPUs that copy at once."""
         return self.tensor_parallel
+
+
+Options = TypeVar("Options")
+
+
+def takes(record: Callable[..., Options]) -> Callable[[Callable[[Options], None]], Any]:
+    """Have a command that is given a record take the record's fields as arguments and options.
+
+    In place of a field that is a record itself the command takes that one's fields.
+    """
+    parts: dict[str, Any] = {
+        name: kind for name, kind in record.__annotations__.items() if is_dataclass(kind)
+    }
+
+    def decorate(command: Callable[[Options], None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            for name, kind in parts.items():
+                values[name] = kind(**{each.name: values.pop(each.name) for each in fields(kind)})
+            command(record(**values))
+
+        signature = inspect.signature(record)
+        flat = [
+            each
+            for name, parameter in signature.parameters.items()
+            for each in (options_of(parts[name]) if name in parts else [parameter])
+        ]
+        vars(run)["__signature__"] = signature.replace(parameters=flat)
+        run.__annotations__ = {each.name: each.annotation for each in flat} | {"return": None}
+        return run
+
+    return decorate
+
+
+def flattens(command: Callable[..., None]) -> Callable[..., None]:
+    """Have a command that is given records beside options take the records' fields."""
+    return takes(command)(functools.wraps(command)(lambda done: done))  # type: ignore[no-any-return]
+
+
+def options_of(record: Callable[..., Any]) -> list[inspect.Parameter]:
+    """List the parameters that make a record."""
+    return [*inspect.signature(record).parameters.values()]

@@ -4,19 +4,27 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from threading import Timer
 from typing import IO, TYPE_CHECKING, Any
 
-from offplan.cli.printable import printable
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
 from offplan.errors import InputError, OffplanError
 from offplan.report.wording import name_options
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+
+def printable(text: str) -> str:
+    """Write as escapes what a terminal would obey or cannot show; lines and tabs stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
 
 JSON_VERSION = 1
 QUIET = ContextVar("quiet", default=False)
@@ -39,7 +47,7 @@ def print_result(
 
 def print_report(*parts: "RenderableType", file: IO[str] | None = None) -> None:
     """Print tables, an empty line between them, to ``file`` or stdout."""
-    from offplan.cli.console import PlainConsole
+    from offplan.cli.output import PlainConsole
     from offplan.report.table import report_width
 
     width = report_width(file or sys.stdout)
@@ -205,3 +213,19 @@ def printing_to_stderr() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
+
+
+class PlainConsole(Console):
+    """Prints what names say as it stands: ``[/x]`` is no markup, and no terminal obeys an escape.
+
+    Names of models, tensors and machines come from strangers.
+    """
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Render a part of a report, as rich does, with ``printable`` text alone."""
+        for segment in super().render(renderable, options):
+            yield segment._replace(
+                text=segment.text if segment.control else printable(segment.text)
+            )

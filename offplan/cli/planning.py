@@ -15,7 +15,7 @@ from offplan.library.planned import open_planned_model
 from offplan.library.repricing import list_changes, price_again, price_as_run, price_on
 from offplan.machine.name import parse_name
 from offplan.plan import WORKLOADS, Plan, Workload, dump_plan, load_plan
-from offplan.planner.context import find_longest_context
+from offplan.planner.infeasible import find_longest_context
 from offplan.planner.question import Question
 from offplan.records import Record, explain
 from offplan.units import format_budget, format_bytes

@@ -14,10 +14,10 @@ from offplan.cli.output import (
     ProgressBar,
     check_writable,
     print_result,
+    printable,
     save_file,
     waiting,
 )
-from offplan.cli.printable import printable
 from offplan.errors import InputError
 from offplan.lean import import_less
 from offplan.stores import StoreName
@@ -179,8 +179,7 @@ class Query:
 
     def save_picture(self, question: "Question", plan: "Plan") -> None:
         """Answer ``--svg``."""
-        from offplan.report.portrait import portray
-        from offplan.report.poster import draw_poster
+        from offplan.report.portrait import draw_poster, portray
 
         if self.svg is not None:
             picture = draw_poster(portray(plan, question.hold(plan.offload), question.machine))

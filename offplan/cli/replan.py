@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from offplan.cli import options
+from offplan.cli.options import flattens
 from offplan.cli.output import (
     STANDARD,
     ProgressBar,
@@ -17,7 +18,6 @@ from offplan.cli.output import (
     save_file,
     waiting,
 )
-from offplan.cli.takes import flattens
 from offplan.errors import InputError, PlanError
 
 

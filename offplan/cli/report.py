@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offplan.cli import options
-from offplan.cli.output import ProgressBar, check_writable, save_file
-from offplan.cli.printable import printable
+from offplan.cli.output import ProgressBar, check_writable, printable, save_file
 from offplan.errors import InfeasibleError, InputError
 
 if TYPE_CHECKING:
@@ -48,9 +47,7 @@ def report(
     from offplan.plan import dump_plan, load_plan
     from offplan.planner.frontier import find_frontier
     from offplan.report.bench_file import load_bench
-    from offplan.report.page import write_page
-    from offplan.report.portrait import Portrait, portray
-    from offplan.report.poster import draw_poster
+    from offplan.report.portrait import Portrait, draw_poster, portray, write_page
     from offplan.report.trace import write_trace
 
     if output is None and trace is None and svg is None:

@@ -3,6 +3,7 @@
 import sys
 from dataclasses import asdict
 
+from offplan.cli.options import takes
 from offplan.cli.output import (
     ProgressBar,
     check_stdout,
@@ -11,7 +12,6 @@ from offplan.cli.output import (
     waiting,
 )
 from offplan.cli.run_options import RunOptions
-from offplan.cli.takes import takes
 from offplan.errors import InputError
 
 
@@ -42,9 +42,9 @@ def run(given: RunOptions) -> None:
 
     with waiting("starting torch"):
         from offplan.cli.generating import generate_request
+        from offplan.cli.output_sink import open_teller
         from offplan.cli.request import make_request
         from offplan.cli.threads import settle_threads
-        from offplan.cli.told import open_teller
         from offplan.library.sessions import check_context, load_session
         from offplan.library.settling import replan_without
         from offplan.report.payload import run_payload

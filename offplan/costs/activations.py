@@ -3,10 +3,9 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
-from offplan.checkpoint.matrices import output_width
+from offplan.checkpoint.layers import output_width
 from offplan.checkpoint.model import Layer
-from offplan.checkpoint.parameter import Parameter
-from offplan.checkpoint.roles import Role, role_of
+from offplan.checkpoint.parameter import Parameter, Role, role_of
 from offplan.checkpoint.windows import Mixer
 from offplan.costs.work import (
     PassShape,

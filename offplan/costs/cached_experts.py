@@ -19,8 +19,8 @@ from typing import NamedTuple
 from offplan.backends import Backend
 from offplan.capabilities.cached_experts import Division, ExpertsFound, ExpertSlots
 from offplan.checkpoint.model import Experts
-from offplan.costs.at_use import AtUse, CachedTimes
 from offplan.costs.cores import CoresUse
+from offplan.costs.in_place_costs import AtUse, CachedTimes
 from offplan.costs.pass_compute import PassCompute
 from offplan.costs.term import Input
 from offplan.costs.timeline import PassTimes, to_ps, to_seconds

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from offplan.checkpoint.parameter import Parameter
 from offplan.costs import cached_experts, cores, packing, parts
-from offplan.costs.at_use import CachedTimes
+from offplan.costs.in_place_costs import CachedTimes
 from offplan.costs.term import Input
 from offplan.costs.timeline import PieceTimes
 from offplan.costs.work import LayerWork, PassShape

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from offplan.costs.activations import activation_parts
 from offplan.costs.capabilities import GPU_BYTES
+from offplan.costs.engine_times import cache_bytes
 from offplan.costs.term import Input, Term, list_figures, sum_up
-from offplan.costs.vllm_cache import cache_bytes
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Placement

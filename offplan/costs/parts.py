@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from operator import sub
 from typing import NamedTuple
 
-from offplan.checkpoint.roles import Role, role_of
+from offplan.checkpoint.parameter import Role, role_of
 from offplan.costs.activations import activation_bytes, pair_bytes, phase_bytes, waiting_bytes
 from offplan.costs.pass_compute import PassCompute
 from offplan.costs.term import Input

@@ -4,9 +4,9 @@ from collections import Counter
 from functools import partial
 
 from offplan.backends import Backend
-from offplan.costs.at_use import AtUse, read_ps
 from offplan.costs.calls import count_calls
 from offplan.costs.capabilities import CACHED_TIMES, PIECE_TIMES
+from offplan.costs.in_place_costs import AtUse, read_ps
 from offplan.costs.link import copy_ps, rows_bytes, uva_slowdown
 from offplan.costs.pass_compute import PassCompute
 from offplan.costs.timeline import PassTimes, to_ps

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offplan.costs.timeline import PassTimes
-from offplan.held.pass_rules import PassRules
+from offplan.held.layout import PassRules
 from offplan.placement import PIECE_SLOTS, Phase, Placement
 
 Ints = NDArray[np.int64]

@@ -1,6 +1,6 @@
 """A number of a prediction, with its formula and what goes into it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,3 +67,14 @@ def sum_up(path: str, parts: Mapping[str, int]) -> Term:
     formula = first + "".join(f" {'+-'[parts[name] < 0]} {name}" for name in others)
     named = {name: abs(parts[name]) for name in (first, *others)}
     return Term(path, sum(parts.values()), "bytes", formula, list_sizes(named))
+
+
+def least_that(holds: Callable[[int], bool], low: int, high: int, step: int = 1) -> int:
+    """Return a number that holds and is at most ``step`` above one that does not.
+
+    ``low`` does not hold, ``high`` does, and what lies above a number that holds does too.
+    """
+    while high - low > max(1, step):
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high

@@ -7,10 +7,9 @@ from offplan.backends import Backend
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
-from offplan.engines.mxfp4 import NOTE, Kernels, lay_out_experts
-from offplan.engines.names import EngineParameter, engine_parameters
+from offplan.engines.names import NOTE, EngineParameter, Kernels, engine_parameters, lay_out_experts
 from offplan.errors import ExportError
-from offplan.held.pass_rules import PassRules
+from offplan.held.layout import PassRules
 from offplan.held.stage import Stage
 from offplan.placement import Placement
 from offplan.plan import Offload, Plan, Rule

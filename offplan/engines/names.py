@@ -7,16 +7,19 @@ Source: vLLM 0.33, ``packed_modules_mapping`` and ``fused_moe``.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 from offplan.checkpoint.model import Layer
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import DTYPE_BITS, Tensors, split_expert
-from offplan.forms.form import Component
-from offplan.forms.packed import parts_of
+from offplan.errors import ExportError
+from offplan.forms.form import Component, Kind
+from offplan.forms.host_kernels import parts_of
 from offplan.held.stage import Stage
+from offplan.plan import Rule
+from offplan.segments import cover_names, list_runs, match_segments
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -144,3 +147,88 @@ def _rename(name: str, renamed: Mapping[str, str]) -> str:
     for old, new in renamed.items():
         dotted = dotted.replace(f".{old}.", f".{new}.")
     return dotted.strip(".")
+
+
+def engine_segments(rule: Rule, parameters: Iterable[EngineParameter]) -> list[str]:
+    """Say the rule's segments in the engine's names; empty when the rule matches everything.
+
+    Raises ExportError if an engine's parameter holds more than the rule chooses.
+    """
+    if not rule.cpu_offload_params:
+        return []
+    wanted: set[str] = set()
+    unwanted: set[str] = set()
+    for each in parameters:
+        chosen = {p.name for p in each.parameters if rule.matches(p.name)}
+        others = {p.name for p in each.parameters} - chosen
+        if chosen and others:
+            inside, outside = (", ".join(sorted(names)) for names in (chosen, others))
+            raise ExportError(
+                f"vLLM holds {inside} and {outside} in one parameter, {each.name}: it offloads all "
+                "of them or none"
+            )
+        (wanted if chosen else unwanted).add(each.name)
+    return choose_segments(rule.cpu_offload_params, wanted, unwanted)
+
+
+def choose_segments(
+    preferred: Sequence[str], wanted: Collection[str], unwanted: Collection[str]
+) -> list[str]:
+    """Find few segments that match all of ``wanted`` and none of ``unwanted``.
+
+    The preferred ones are kept when they do.
+    """
+    fits = all(match_segments(preferred, name) for name in wanted)
+    if fits and not any(match_segments(preferred, name) for name in unwanted):
+        return list(preferred)
+    found = cover_names(wanted, unwanted, {run for name in wanted for run in list_runs(name)})
+    assert found is not None, "a whole name is a run that covers itself"
+    return found
+
+
+NOTE = (
+    "experts stored as MXFP4 are counted as the largest that any of the engine's kernels for "
+    "NVIDIA GPUs makes of them: which ones it takes depends on the GPU"
+)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The sizes that kernels give experts, or the largest that any of several gives them."""
+
+    hidden: int = 256
+    """Weights that the hidden size is rounded up to a multiple of."""
+    gate_up: int = 256
+    """Weights that gate and up round the intermediate size up to a multiple of."""
+    down: int = 256
+    """Weights that down rounds it up to a multiple of."""
+    bias_growth: int = 2
+    """Times the bytes that biases are stored in: 2 where they are widened to float32."""
+    code_growth: int = 1
+    """Times the bytes of codes and scales: 4 where they are expanded to bfloat16."""
+
+    def lay_out(self, each: EngineParameter) -> EngineParameter:
+        """Return an engine's parameter that holds experts, with the bytes that it takes."""
+        *_, rows, columns = (1, *each.parameters[0].shape)
+        is_down, is_bias = ".w2_" in each.name, each.name.endswith("_bias")
+        out, into = (self.hidden, self.down) if is_down else (self.gate_up, self.hidden)
+        if is_bias:
+            rows, columns, into = columns, 1, 1
+        if not is_down:  # which has rows of gate and up, unless they are stored apart
+            rows //= 2 // len(each.parameters)
+        rounded = _round_up(rows, out) * _round_up(columns, into)
+        growth = self.bias_growth if is_bias else self.code_growth
+        return replace(each, nbytes=each.nbytes * rounded * growth // (rows * columns))
+
+
+def lay_out_experts(
+    parameters: Iterable[EngineParameter], kernels: Kernels
+) -> dict[EngineParameter, EngineParameter]:
+    """Return what kernels make of each parameter of experts stored as MXFP4, and of no other."""
+    experts = [each for each in parameters if each.parameters[0].is_expert]
+    coded = {each.layer for each in experts if each.parameters[0].form.kind is Kind.MXFP4}
+    return {each: kernels.lay_out(each) for each in experts if each.layer in coded}
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

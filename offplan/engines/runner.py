@@ -20,15 +20,13 @@ from offplan.engines.engine import (
     page_locked_bytes,
     require_stored_weights,
 )
-from offplan.engines.mxfp4 import lay_out_experts
-from offplan.engines.names import engine_parameters
+from offplan.engines.names import engine_parameters, lay_out_experts
 from offplan.engines.ranks import Divider
 from offplan.engines.registry import find_engine
 from offplan.engines.taken import StageTaken, choose_packed
 from offplan.errors import ExportError
 from offplan.held.held import hold_counted, hold_whole, recode_stages
-from offplan.held.layout import Layout, grow
-from offplan.held.pass_rules import PassRules
+from offplan.held.layout import Layout, PassRules, grow
 from offplan.held.runner import Runner
 from offplan.held.runtimes import RUNTIMES
 from offplan.held.stage import Stage

@@ -18,11 +18,10 @@ from offplan.engines.engine import (
     note_overshoot,
     relaid,
 )
-from offplan.engines.mxfp4 import Kernels
-from offplan.engines.names import EngineParameter, engine_parameters
+from offplan.engines.names import EngineParameter, Kernels, engine_parameters
 from offplan.errors import ExportError
 from offplan.forms.form import Kind
-from offplan.held.pass_rules import PassRules
+from offplan.held.layout import PassRules
 from offplan.held.stage import Stage
 from offplan.placement import Placement
 from offplan.plan import Backend, Plan, Rule

@@ -23,7 +23,7 @@ from offplan.engines.vllm import (
 )
 from offplan.errors import ExportError
 from offplan.forms.form import Component, Kind
-from offplan.forms.packed import can_pack
+from offplan.forms.host_kernels import can_pack
 from offplan.held.stage import Stage
 from offplan.placement import Placement, place
 from offplan.plan import Backend, Offload

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from offplan.costs.vllm_cache import cache_bytes
+from offplan.costs.engine_times import cache_bytes
 from offplan.costs.work import step_tokens
 from offplan.engines.engine import (
     Engine,
@@ -19,13 +19,17 @@ from offplan.engines.engine import (
     note_overshoot,
     relaid,
 )
-from offplan.engines.mxfp4 import Kernels, lay_out_experts
-from offplan.engines.names import EngineParameter, engine_parameters
-from offplan.engines.segments import engine_segments
+from offplan.engines.names import (
+    EngineParameter,
+    Kernels,
+    engine_parameters,
+    engine_segments,
+    lay_out_experts,
+)
 from offplan.errors import ExportError
 from offplan.files import load_facts
 from offplan.forms.form import Kind
-from offplan.held.pass_rules import PassRules
+from offplan.held.layout import PassRules
 from offplan.held.stage import Stage
 from offplan.placement import Placement
 from offplan.plan import Backend, Plan, Rule

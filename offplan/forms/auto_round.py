@@ -9,10 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from offplan.forms.form import OTHER, Component, Form, Kind, WordOrder
-from offplan.forms.matching import IN_STACK, compile_pattern
+from offplan.forms.matching import (
+    IN_STACK,
+    compile_pattern,
+    is_record,
+    is_size,
+    names_of,
+    read_words,
+)
 from offplan.forms.quantisation import Quantisation, leave_unread, note_scales
 from offplan.forms.scheme import Scheme
-from offplan.forms.stated import is_record, is_size, names_of, read_words
 
 _NAME = re.compile(r"[\w.]+\.\d+\.[\w.]+")
 """Tells names of modules from patterns, where a key may be either."""

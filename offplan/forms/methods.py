@@ -11,10 +11,20 @@ from typing import Any, NamedTuple
 from offplan.forms.auto_round import read_auto_round
 from offplan.forms.compressed_tensors import read_compressed_tensors
 from offplan.forms.form import OTHER, Component, Form, Kind, WordOrder
-from offplan.forms.matching import IN_STACK, has_run, matches_wildcard, skips, targets
+from offplan.forms.matching import (
+    IN_STACK,
+    block_of,
+    grouped_form,
+    has_run,
+    is_record,
+    matches_wildcard,
+    names_of,
+    read_words,
+    skips,
+    targets,
+)
 from offplan.forms.quantisation import Quantisation, leave_unread, note_scales
 from offplan.forms.scheme import BNB4_STATE_BYTES, Scheme
-from offplan.forms.stated import block_of, grouped_form, is_record, names_of, read_words
 
 _E4M3 = ("e4m3", "float8_e4m3fn")
 _MODELOPT_FORMS = {

@@ -7,12 +7,11 @@ from dataclasses import replace
 from offplan.capabilities.packing import OUTPUT_HEAD, Packing, Unpacked, is_matrix
 from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.model import Layer, Model
-from offplan.checkpoint.parameter import Parameter
-from offplan.checkpoint.roles import Role, role_of
+from offplan.checkpoint.parameter import Parameter, Role, role_of
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import PlanError
 from offplan.forms.form import Component
-from offplan.forms.packed import PACKED, can_pack, parts_of
+from offplan.forms.host_kernels import PACKED, can_pack, parts_of
 from offplan.held.runner import OWN_RUNTIME, Runner
 from offplan.held.stage import Stage
 from offplan.kernel_sizes import CODES_ROWS

@@ -9,8 +9,7 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tables import Table
 from offplan.held.counted import CountedPasses
-from offplan.held.layout import AS_STORED, Layout
-from offplan.held.pass_rules import PassRules
+from offplan.held.layout import AS_STORED, Layout, PassRules
 from offplan.held.stage import Stage
 from offplan.plan import Offload, Plan
 

@@ -16,8 +16,7 @@ from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tables import Table
 from offplan.checkpoint.tensors import DTYPE_BITS
 from offplan.held.counted import CountedPasses
-from offplan.held.layout import AS_STORED, Layout
-from offplan.held.pass_rules import PassRules
+from offplan.held.layout import AS_STORED, Layout, PassRules
 from offplan.held.unit import Unit, group_units
 from offplan.plan import Workload
 from offplan.routing.profile import BatchReuse, RoutingProfile

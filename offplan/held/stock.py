@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from offplan.checkpoint.model import Model
+from offplan.disk_cache import KeptAnswers, installed_packages, installed_versions
 from offplan.errors import CheckpointError
 from offplan.held.counted import CountedPasses
 from offplan.held.runner import Counter, OwnRuntime
 from offplan.held.stage import Stage
-from offplan.kept import KeptAnswers, installed_packages, installed_versions
 from offplan.plan import Plan
 
 _PATIENCE_S = 600

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 from offplan.checkpoint.requantise import requantise
+from offplan.disk_cache import KeptAnswers, installed_versions
 from offplan.engines.runner import lower
 from offplan.errors import InfeasibleError, PlanError
 from offplan.held.held import hold_counted
-from offplan.kept import KeptAnswers, installed_versions
 from offplan.plan import Plan
 from offplan.planner.make import make_plan
 from offplan.planner.question import Question

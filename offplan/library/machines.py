@@ -18,7 +18,7 @@ from offplan.held.held import find_recoding, hold, hold_counted
 from offplan.held.stage import Stage
 from offplan.hostcores.build import check_platform
 from offplan.hostcores.coordinator import choose_cores
-from offplan.hostmem.cgroups import core_quota
+from offplan.hostmem.limits import core_quota
 from offplan.library.runnable import find_way
 from offplan.machine.name import parse_name
 from offplan.machine.profile import LayerTime, MachineProfile, load_profile
@@ -148,9 +148,8 @@ def _add_model(
     afresh: bool,
 ) -> MachineProfile:
     """Add to a profile what a model's layers take on its machine, the one at hand."""
-    from offplan.machine.layer_cache import LAYER_TIMES
     from offplan.planner.space import prefill_chunks
-    from offplan.runtime.measuring.layer_key import layer_times_key
+    from offplan.runtime.measuring.layer_cache import LAYER_TIMES, layer_times_key
     from offplan.runtime.measuring.layer_times import measure_layer_times, measure_model_reads
     from offplan.runtime.measuring.pass_times import measure_pass_times
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from offplan.capabilities.way import OWN, Way
 from offplan.checkpoint.model import Model
+from offplan.disk_cache import KeptAnswers, installed_packages, installed_versions
 from offplan.errors import CheckpointError, OffplanError, PlanError
 from offplan.held.held import hold
 from offplan.held.runner import Counter
 from offplan.held.runtimes import RUNTIMES
 from offplan.held.stage import Stage
-from offplan.kept import KeptAnswers, installed_packages, installed_versions
 from offplan.lean import import_less, imports_less
 from offplan.placement import Placement, place
 from offplan.plan import Goal, Offload

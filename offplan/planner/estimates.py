@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from offplan.planner.aims import Floats
 from offplan.planner.candidates import NO_RULE, Ints
-from offplan.planner.patterns import group_patterns
+from offplan.planner.classes import group_patterns
 from offplan.planner.prices import Prices
 from offplan.planner.space import Space
 

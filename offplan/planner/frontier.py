@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from offplan.costs.memory import MARGIN
-from offplan.costs.threshold import least_that
+from offplan.costs.term import least_that
 from offplan.plan import Plan
 from offplan.planner.aims import Fastest
 from offplan.planner.find import PlanResult, find_plan

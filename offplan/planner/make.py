@@ -2,18 +2,16 @@
 
 from dataclasses import replace
 
-from offplan.costs.threshold import least_that
+from offplan.costs.term import least_that
 from offplan.errors import InfeasibleError
 from offplan.plan import Offload
 from offplan.planner.aims import Nearest, limits_ps
-from offplan.planner.context import find_longest_context
-from offplan.planner.find import PlanResult, find_plan
-from offplan.planner.infeasible import RESOLUTION, explain_infeasible
+from offplan.planner.find import PlanResult, find_plan, plan_throughput
+from offplan.planner.infeasible import RESOLUTION, explain_infeasible, find_longest_context
 from offplan.planner.packed import find_best, reaches
 from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space
-from offplan.planner.throughput import plan_throughput
 from offplan.units import format_budget, format_bytes, format_seconds
 
 

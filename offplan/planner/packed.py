@@ -11,7 +11,7 @@ from offplan.capabilities.packing import Packing
 from offplan.held.packing import packable
 from offplan.plan import Budget, Offload
 from offplan.planner.aims import NEVER, WITHIN, Aim, Nearest, limits_ps
-from offplan.planner.patterns import list_patterns
+from offplan.planner.classes import list_patterns
 from offplan.planner.search import MAX_RULES, Found, Search, Searcher
 from offplan.planner.space import Space, find_room
 

@@ -13,9 +13,9 @@ from offplan.held.unit import Unit
 from offplan.placement import Phase, build_slab, off_gpu_bytes
 from offplan.planner.aims import Floats
 from offplan.planner.candidates import NO_RULE, Candidates, Ints
+from offplan.planner.classes import list_patterns
 from offplan.planner.numbers import Numbers, Own
 from offplan.planner.option import Option
-from offplan.planner.patterns import list_patterns
 from offplan.planner.space import Space
 
 MOST = 2**30

@@ -21,12 +21,11 @@ from offplan.plan import Budget, Offload
 from offplan.planner.aims import NEVER, Aim, Fastest, Floats, limits_ps
 from offplan.planner.candidates import NO_RULE, Candidates, Ints, choose, count_on
 from offplan.planner.estimates import Rules, estimate, list_rules, most_rounded_ps
-from offplan.planner.firsts import Firsts, Rows, list_firsts
 from offplan.planner.in_place import InPlaceRules
-from offplan.planner.limits import check_range
+from offplan.planner.limits import check_range, make_check
 from offplan.planner.options import list_options
 from offplan.planner.prices import Prices
-from offplan.planner.runnable import make_check
+from offplan.planner.single_rule_plans import Firsts, Rows, list_firsts
 from offplan.planner.space import Room, Space, find_room
 from offplan.planner.stages import Stages
 from offplan.planner.writing import list_plainness, write_candidate, write_rules

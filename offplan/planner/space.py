@@ -29,9 +29,9 @@ from offplan.capabilities.table import Recoding
 from offplan.checkpoint.model import Layer
 from offplan.checkpoint.tables import Table
 from offplan.costs.activations import activation_bytes
-from offplan.costs.at_use import AtUse, read_ps
 from offplan.costs.calls import count_calls
 from offplan.costs.compute import ModelCompute
+from offplan.costs.in_place_costs import AtUse, read_ps
 from offplan.costs.link import rows_bytes, uva_slowdown
 from offplan.costs.memory import kv_cache_bytes, overhead_bytes
 from offplan.costs.pass_compute import PassCompute

@@ -20,8 +20,8 @@ from offplan.placement import place
 from offplan.plan import Offload
 from offplan.planner.aims import Floats
 from offplan.planner.candidates import NO_RULE, Candidates, Ints
+from offplan.planner.classes import list_patterns
 from offplan.planner.option import Option
-from offplan.planner.patterns import list_patterns
 from offplan.planner.prices import Prices
 from offplan.planner.space import Setting, Space
 

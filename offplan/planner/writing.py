@@ -6,7 +6,7 @@ import numpy as np
 
 from offplan.plan import Offload, Rule
 from offplan.planner.candidates import NO_RULE, Candidates, Ints
-from offplan.planner.patterns import list_patterns
+from offplan.planner.classes import list_patterns
 from offplan.planner.prices import Prices
 from offplan.planner.space import Space
 

@@ -10,24 +10,125 @@ from rich.text import Text
 
 from offplan.backends import Backend
 from offplan.capabilities.table import Recoding
+from offplan.capabilities.way import Way
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.tables import describe_tables
 from offplan.checkpoint.weights import has_weights
 from offplan.engines.export import export_plan
 from offplan.errors import ExportError
 from offplan.held.stage import Stage
+from offplan.library.alternatives import Alternative
 from offplan.library.analysis import Analysis
 from offplan.machine.profile import MachineProfile
 from offplan.plan import WORKLOADS, Plan, Rule, Workload
 from offplan.planner.question import Question
-from offplan.report.advice import describe_advice, describe_fitting, describe_type
-from offplan.report.analysis import describe_running
+from offplan.report.machine import render_machine
 from offplan.report.model import render_model
-from offplan.report.shares import describe_shares
+from offplan.report.plan import render_plan
+from offplan.report.shares import describe_shares, render_shares
 from offplan.report.strip import MemoryBar, make_layer_strip, memory_parts
 from offplan.report.wording import name_options
 from offplan.stores import STORES
 from offplan.units import format_budget, format_bytes, format_frequency, format_rate, format_seconds
+
+_REPOSITORIES = {8: "FP8", 4: "GPTQ, AWQ, W4A16, MXFP4 or NVFP4"}
+"""The words that repositories on the Hub which store so many bits a weight have in their names."""
+
+
+def describe_alternatives(analysis: Analysis) -> list[str]:
+    """Describe what checkpoints of fewer bits would give, in a line; nothing without any."""
+    told = [
+        f"{_name_bits(each)} ({format_bytes(each.total_bytes)}) {_describe_speed(each)}"
+        for each in analysis.alternatives
+    ]
+    if not told:
+        return []
+    return [
+        f"A checkpoint of this model in fewer bits would give here: {'; '.join(told)}. Its answers "
+        "differ from this one's; offplan estimates its size and speed from the same shapes."
+    ]
+
+
+def describe_fitting(analysis: Analysis) -> list[str]:
+    """Describe the checkpoints of fewer bits that fit where this one does not; nothing without."""
+    found = analysis.alternatives
+    if not found:
+        return []
+    told = " ".join(f"{_name_bits(each)} fit and give {_describe_speed(each)}." for each in found)
+    names = " or ".join(_REPOSITORIES[each.bits] for each in found)
+    return [f"{told} Look for a repository of this model with {names} in its name."]
+
+
+def _name_bits(alternative: Alternative) -> str:
+    return "FP8" if alternative.bits == 8 else f"{alternative.bits} bits"
+
+
+def _describe_speed(alternative: Alternative) -> str:
+    host = format_bytes(alternative.host_bytes) if alternative.host_bytes else "nothing"
+    return f"{format_frequency(alternative.tokens_per_s)} tokens a second with {host} on the host"
+
+
+def describe_type(analysis: Analysis) -> list[str]:
+    """Name weights of float32, which another type would halve; nothing for others."""
+    if analysis.stage.dtype != "float32" or (analysis.machine and analysis.machine.is_cpu):
+        return []
+    return [
+        "Its weights are float32, twice the bytes of bfloat16. --dtype bfloat16 plans for a "
+        "checkpoint in bfloat16, where MODEL is a config.json alone."
+    ]
+
+
+def describe_advice(analysis: Analysis, plan: Plan) -> list[str]:
+    """Name what a plan's figures leave out, a line for each; often nothing."""
+    lines = [*describe_type(analysis), *describe_alternatives(analysis)]
+    if reads_experts(plan, analysis.stage) and plan.routing is None:
+        lines.append(
+            "The prediction assumes that tokens choose all experts equally often, which is the "
+            "slowest case. `offplan run PLAN --record-routing FILE` records what they choose; "
+            "--cached-experts auto --routing FILE plans by the record."
+        )
+    return [*lines, *map(name_options, analysis.sample.advise())]
+
+
+def reads_experts(plan: Plan, stage: Stage) -> bool:
+    """Return True if decode steps of offplan's own runtime read some experts over the link."""
+    if not plan.goal.is_own:
+        return False
+    experts = [(n.index, p.name) for n in stage.layers for p in n.parameters if p.is_expert]
+    return any(
+        rule.selects_layer(layer) and rule.matches(name)
+        for rule in plan.offload.rules
+        if not rule.decode.streams
+        for layer, name in experts
+    )
+
+
+def describe_running(model: Model, why_not: str | None, way: Way) -> str:
+    """Say in a line whether ``run`` can execute a model, or the text part of it, and which way."""
+    if why_not is not None:
+        return f"Plans only: {name_options(why_not)}"
+    if not way.is_own:
+        return f"`offplan run` can execute this model, by {way.whose} passes."
+    if not model.towers:
+        return "`offplan run` can execute this model."
+    left = format_bytes(model.tower_bytes)
+    return (
+        "`offplan run` executes the text part alone; what reads images or sound "
+        f"({left}) stays unloaded."
+    )
+
+
+def render_analysis(analysis: Analysis) -> list[RenderableType]:
+    """Show all that a plan rests on, part by part: the model, the machine, reasons and terms."""
+    parts = render_model(analysis.model)
+    if analysis.machine is not None:
+        parts.append(render_machine(analysis.machine))
+    if analysis.result is not None:
+        parts += render_plan(analysis.result)
+        if analysis.shares:
+            parts.append(render_shares(analysis.shares))
+    return parts
+
 
 _SOME_FOLDER = "DIR"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)

@@ -7,9 +7,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from offplan.planner.find import tokens_per_s
 from offplan.planner.frontier import Point
-from offplan.planner.throughput import tokens_per_s
-from offplan.report.bar import ShareBar
+from offplan.report.strip import ShareBar
 from offplan.report.table import make_table
 from offplan.stores import STORES
 from offplan.units import format_bytes, format_frequency, format_seconds

@@ -11,7 +11,7 @@ from rich.text import Text
 from offplan.checkpoint.model import Layer, Model
 from offplan.checkpoint.tensors import is_index
 from offplan.forms.form import RAW
-from offplan.report.bar import ShareBar
+from offplan.report.strip import ShareBar
 from offplan.report.table import make_table
 from offplan.units import format_bytes, format_bytes_alike
 

@@ -16,10 +16,10 @@ from offplan.plan import Plan, Prediction
 from offplan.planner.find import PlanResult
 from offplan.report.bench import PHASES, measured_phase
 from offplan.report.bench_file import OWN_RUNTIME, Ran
+from offplan.report.explain import explain_plan
 from offplan.report.machine import machine_payload
 from offplan.report.model import outside_segments
 from offplan.report.run import RunResult
-from offplan.report.why import explain_plan
 from offplan.report.wording import name_options
 
 if TYPE_CHECKING:  # they import torch

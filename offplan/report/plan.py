@@ -10,9 +10,9 @@ from rich.text import Text
 from offplan.costs.floor import Floor
 from offplan.plan import Plan, Rule
 from offplan.planner.find import PlanResult
+from offplan.report.explain import explain_plan
 from offplan.report.strip import memory_parts
 from offplan.report.table import make_table
-from offplan.report.why import explain_plan
 from offplan.stores import STORES
 from offplan.units import (
     format_budget,

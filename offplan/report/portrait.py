@@ -1,8 +1,11 @@
 """All that is drawn of one plan, and the words beside it."""
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from xml.etree.ElementTree import Element, tostring
 
+import offplan
 from offplan.costs.lanes import RequestLanes, trace_plan
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
@@ -15,11 +18,10 @@ from offplan.report.answer import (
     describe_speed,
 )
 from offplan.report.bench_file import OWN_RUNTIME, BenchFile
-from offplan.report.pictures.canvas import Canvas
+from offplan.report.pictures.canvas import LINE, STYLE, Canvas, element
 from offplan.report.pictures.compared import draw_comparison
 from offplan.report.pictures.frontier import draw_frontier
-from offplan.report.pictures.layers import draw_layers
-from offplan.report.pictures.memory import draw_memory
+from offplan.report.pictures.layers import draw_layers, draw_memory
 from offplan.report.pictures.timeline import draw_lanes
 from offplan.report.run import list_differences
 from offplan.report.shares import describe_shares
@@ -113,3 +115,101 @@ def portray(plan: Plan, stages: Sequence[Stage], machine: MachineProfile) -> Por
     # an engine's queues are not the schedule's
     lanes = trace_plan(plan, stages[0], linked) if plan.goal.engine is None else None
     return Portrait(plan, stages, machine, lanes)
+
+
+WIDTH = 800
+MARGIN = 24
+_CHARACTERS = 104
+"""Characters of a line of text that surely fit the width."""
+
+
+def draw_poster(portrait: Portrait) -> str:
+    """Return what is said and drawn of a plan as the text of an SVG file."""
+    title, *lines = portrait.say()
+    figures = Canvas()
+    figures.figures(portrait.headline())
+    head, *texts = _write(title, [], "plain"), _write("", lines, "plain")
+    canvases = [(title, head), ("The figures", figures), *((title, text) for text in texts)]
+    for heading, told, canvas in portrait.draw():
+        canvases += [(heading, _write(heading, [told], "faint")), (heading, canvas)]
+    top, drawn = MARGIN, []
+    for name, canvas in canvases:
+        drawn.append(canvas.draw(name, top))
+        top += canvas.height + LINE // 2
+    height = str(top + MARGIN - LINE // 2)
+    inner = element("svg", *drawn, x=str(MARGIN), width=str(WIDTH - 2 * MARGIN), height=height)
+    page = element("rect", width="100%", height="100%", style="fill: var(--page)")
+    look = element("style", STYLE)
+    size = {"width": str(WIDTH), "height": height, "viewBox": f"0 0 {WIDTH} {height}"}
+    kind = {"class_": "offplan", "xmlns": "http://www.w3.org/2000/svg"}
+    return tostring(element("svg", look, page, inner, **kind, **size), encoding="unicode") + "\n"
+
+
+def _write(heading: str, lines: Sequence[str], kind: str) -> Canvas:
+    """Write a heading and what stands below it."""
+    canvas = Canvas()
+    canvas.space()
+    if heading:
+        canvas.text(heading, "strong")
+    for line in lines:
+        for part in textwrap.wrap(line, _CHARACTERS):
+            canvas.text(part, kind)
+    return canvas
+
+
+_LAYOUT = """\
+body { margin: 0; background: var(--page); color: var(--text); line-height: 1.45; }
+main { max-width: 56rem; margin: 0 auto; padding: 1rem; overflow-wrap: anywhere; }
+h1 { font-size: 1.4rem; margin: 0.5rem 0; }
+h2 { font-size: 1.05rem; margin: 2rem 0 0; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr));
+  gap: 0.6rem; margin: 0.8rem 0; }
+.figures div { border: 1px solid var(--rest); border-radius: 6px; padding: 0.6rem 0.8rem; }
+.figures b { display: block; font-size: clamp(1.25rem, 6vw, 1.9rem); line-height: 1.3;
+  white-space: nowrap; }
+.figures span { color: var(--faint); }
+p.faint { color: var(--faint); margin: 0.2rem 0 0.6rem; }
+pre { overflow-x: auto; font-size: 12px; }
+"""
+
+
+def write_page(portrait: Portrait, file: str, notes: Sequence[str]) -> str:
+    """Write a page about a plan and its ``file``; ``notes`` say what is not shown, and why."""
+    title, *lines = portrait.say()
+    figures = [
+        element("div", element("b", figure), element("span", told))
+        for figure, told in portrait.headline()
+    ]
+    parts = [
+        element("h1", title),
+        element("div", *figures, class_="figures"),
+        *(element("p", line) for line in lines),
+    ]
+    for heading, told, canvas in portrait.draw():
+        faint = element("p", told, class_="faint")
+        picture = canvas.draw(heading)
+        parts.append(element("section", element("h2", heading), faint, picture))
+    parts += [element("p", note, class_="faint") for note in notes]
+    text = element("pre", file)
+    parts.append(element("details", element("summary", "The plan file"), text))
+    parts.append(element("p", f"Made by offplan {offplan.__version__}.", class_="faint"))
+    return "<!DOCTYPE html>\n" + tostring(
+        _document(title, parts), encoding="unicode", method="html"
+    )
+
+
+def _document(title: str, parts: Sequence[Element]) -> Element:
+    head = [
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        # a page that a plan's own words are in is to do nothing but show them
+        element(
+            "meta",
+            http_equiv="Content-Security-Policy",
+            content="default-src 'none'; style-src 'unsafe-inline'",
+        ),
+        element("title", title),
+        element("style", STYLE + _LAYOUT),
+    ]
+    body = element("body", element("main", *parts), class_="offplan")
+    return element("html", element("head", *head), body, lang="en")

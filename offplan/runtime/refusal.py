@@ -1,8 +1,8 @@
 """The ways to say that ``run`` cannot run a model, or not on such texts."""
 
 from offplan.checkpoint.jsontext import describe
-from offplan.checkpoint.missing import name_packages
 from offplan.checkpoint.model import Model
+from offplan.checkpoint.own_code import name_packages
 from offplan.errors import CheckpointError
 
 

@@ -3,16 +3,118 @@
 Source: the reference of OpenAI's API, "The chat completion object" and "The completion object".
 """
 
+import json
+import re
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from offplan.runtime.joined import Added
-from offplan.serve.calls import CallParser
 from offplan.serve.requests import ChatRequest, Request
-from offplan.serve.token_names import TokenNames
+from offplan.transformers_private import REASONING, ResponseParser
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>\Z")
+
+
+class TokenNames:
+    """Names tokens of a tokenizer, as answers with logprobs do."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def find_bytes(self, token: int) -> bytes:
+        """Return a token's bytes, which may be part of a character; none for an unknown token.
+
+        Source: the byte-level alphabet of GPT-2's tokenizer, and SentencePiece's byte fallback.
+        """
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if not isinstance(piece, str):
+            return b""
+        if found := _BYTE.match(piece):
+            return bytes([int(found[1], 16)])
+        if self._alphabet and all(letter in self._alphabet for letter in piece):
+            return bytes(self._alphabet[letter] for letter in piece)
+        return piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+
+    def name(self, token: int) -> str:
+        """Return a token's text; bytes that are no whole character are written as ``\\xe2``."""
+        return self.find_bytes(token).decode(errors="backslashreplace")
+
+    @cached_property
+    def _alphabet(self) -> dict[str, int]:
+        """Which byte each letter stands for; empty for a tokenizer that has no such letters."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if "ByteLevel" not in repr(getattr(backend, "decoder", None)):
+            return {}
+        from offplan.transformers_private import bytes_to_unicode
+
+        return {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+
+SAID = {"content": "content"} | dict.fromkeys(REASONING, "reasoning_content")
+"""Fields of a template that are text, each with the message's field that it becomes."""
+
+
+class CallParser:
+    """Takes a chat's answer apart as it comes: into what is said, thought and called.
+
+    A call whose arguments cannot be read is left in the text.
+    """
+
+    def __init__(self, template: Any, prompt: str, tools: list[dict[str, Any]]) -> None:
+        """Parse by a response ``template`` what follows ``prompt``, which shows ``tools``."""
+        self._parser: Any = ResponseParser(template, prefix=prompt, tools=tools)
+        self._body = ""
+        """Text so far of the call that is being made."""
+        self.num_calls = 0
+
+    def feed(self, piece: str, *, is_last: bool) -> dict[str, Any]:
+        """Return what a piece of text adds to a message's fields, as a stream's delta has it."""
+        delta: dict[str, Any] = {}
+        if self._parser is None:
+            return {"content": piece} if piece else {}
+        try:
+            events = self._parser.feed(piece)
+            if is_last:
+                events += self._parser.finalize()[1]
+        except ValueError:
+            self._parser = None
+            return {"content": self._body + piece}
+        for event in events:
+            field, kind = event["field"], event["type"]
+            if field in SAID and kind == "region_chunk":
+                said = SAID[field]
+                delta[said] = delta.get(said, "") + event["text"]
+            elif field == "tool_calls" and kind == "region_chunk":
+                self._body += event["text"]
+            elif field == "tool_calls" and kind == "region_close":
+                self._close(event["value"], delta)
+        return delta
+
+    def _close(self, value: Any, delta: dict[str, Any]) -> None:
+        body, self._body = self._body, ""
+        function = value.get("function") if isinstance(value, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(function, dict) or not isinstance(name, str):
+            delta["content"] = delta.get("content", "") + body
+            return
+        arguments = function.get("arguments")
+        call = {
+            "index": self.num_calls,
+            "id": f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": {
+                "name": name,
+                "arguments": arguments
+                if isinstance(arguments, str)
+                else json.dumps(arguments if arguments is not None else {}, ensure_ascii=False),
+            },
+        }
+        self.num_calls += 1
+        delta.setdefault("tool_calls", []).append(call)
 
 
 @dataclass

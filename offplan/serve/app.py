@@ -19,17 +19,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from offplan.runtime.joined import Added, Continued
-from offplan.serve.answers import Answer, Choice, make_answer
-from offplan.serve.clients import identify
+from offplan.serve.answers import Answer, Choice, TokenNames, make_answer
 from offplan.serve.errors import ApiError
 from offplan.serve.guard import Guard, finish_before
 from offplan.serve.metrics import Metrics
 from offplan.serve.reading import Reader, read_drawing
 from offplan.serve.requests import ChatRequest, CompletionRequest, R, parse_request
 from offplan.serve.requests import Request as Asked
-from offplan.serve.token_names import TokenNames
-from offplan.serve.watched import WatchedThread
-from offplan.serve.worker import Event, Job, Worker
+from offplan.serve.turns import identify
+from offplan.serve.worker import Event, Job, WatchedThread, Worker
 
 _QUIET_S = 10.0
 """Seconds without a token after which a stream sends a comment: a long prompt takes minutes, and

@@ -12,7 +12,7 @@ from offplan.runtime.rendering import Renderer
 from offplan.runtime.rules import TokenRules
 from offplan.runtime.sampling import MAX_SEED, Sampling
 from offplan.runtime.texts import Text
-from offplan.serve.calls import CallParser
+from offplan.serve.answers import CallParser
 from offplan.serve.errors import ApiError, refuse_length
 from offplan.serve.requests import ChatRequest, CompletionRequest, Request
 from offplan.transformers_private import find_response_template

@@ -24,8 +24,7 @@ from offplan.progress import Stages, silent
 from offplan.routing.profile import check_routing, load_routing
 from offplan.stores import STORES
 from offplan.units import format_bytes, format_rate
-from offplan.upkeep.figures import list_contradictions
-from offplan.upkeep.finding import Finding, Verdict
+from offplan.upkeep.figures import Finding, Verdict, list_contradictions
 from offplan.upkeep.local_gpu import LocalGPU, find_local_gpu
 from offplan.upkeep.weights import check_weights
 

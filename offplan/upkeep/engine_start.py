@@ -19,7 +19,7 @@ from offplan.held.stage import Stage
 from offplan.plan import Plan, Rule
 from offplan.records import read_text
 from offplan.units import format_bytes
-from offplan.upkeep.finding import Finding
+from offplan.upkeep.figures import Finding
 
 MOST_LOG_BYTES = 2**28
 """Beyond any log's start; a server's answer is shorter."""

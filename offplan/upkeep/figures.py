@@ -1,6 +1,8 @@
 """A plan's figures held against each other: no headers and no profile are needed for that."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
 
 from offplan.costs.memory import MARGIN
 from offplan.plan import PRINTED_TO, PhasePrediction, Plan
@@ -108,3 +110,18 @@ def _differ(one: float, other: float) -> bool:
 def _exceeds(one: float, most: float) -> bool:
     """Return True if a figure exceeds its most by more than printing explains."""
     return one > most * (1 + PRINTED_TO)
+
+
+Verdict = Literal["holds", "drift", "infeasible", "refused", "unknown", "error"]
+"""A fact is as the plan has it, differs, lacks memory, is refused by its runtime, could not be
+compared, or could not be read."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was checked."""
+
+    subject: str
+    verdict: Verdict
+    text: str
+    """Words for people: what was found, and what to do about it."""

@@ -11,7 +11,7 @@ from offplan.errors import InputError, OffplanError
 from offplan.files import write_whole
 from offplan.progress import Progress
 from offplan.records import read_text
-from offplan.upkeep.finding import Finding
+from offplan.upkeep.figures import Finding
 
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 _MAX_LIST_BYTES = 2**24

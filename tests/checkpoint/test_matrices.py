@@ -3,7 +3,7 @@
 import pytest
 
 from offplan.checkpoint.architecture import read_architecture
-from offplan.checkpoint.matrices import output_width
+from offplan.checkpoint.layers import output_width
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.forms.form import Form, Kind

@@ -2,8 +2,7 @@
 
 import pytest
 
-from offplan.checkpoint.parameter import Parameter
-from offplan.checkpoint.roles import Role, role_of
+from offplan.checkpoint.parameter import Parameter, Role, role_of
 from offplan.checkpoint.tensors import TensorInfo
 
 

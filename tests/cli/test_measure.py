@@ -28,7 +28,7 @@ from offplan.machine.profile import (
     parse_profile,
 )
 from offplan.plan import Workload, load_plan
-from offplan.runtime.measuring import cores, layer_key, layer_times
+from offplan.runtime.measuring import cores, layer_cache, layer_times
 from tests.cli import CLI, TINY_MOE
 from tests.held import is_packed
 
@@ -124,18 +124,18 @@ def test_another_gpu_torch_or_runtime_is_timed(
     measure_here(model, WORKLOAD)
     monkeypatch.setattr(torch, "__version__", "0")
     measure_here(model, WORKLOAD)
-    monkeypatch.setattr(layer_key, "read_text", lambda _: "another driver")
+    monkeypatch.setattr(layer_cache, "read_text", lambda _: "another driver")
     measure_here(model, WORKLOAD)
-    monkeypatch.setattr(layer_key, "_sha256", lambda content: str(len(content)))
+    monkeypatch.setattr(layer_cache, "_sha256", lambda content: str(len(content)))
     measure_here(model, WORKLOAD)
     assert machine.num_layer_times == 5
 
 
 def test_the_sources_that_layer_times_depend_on() -> None:
-    names = {path.name for path in layer_key.timed_sources()}
+    names = {path.name for path in layer_cache.timed_sources()}
     assert {"session.py", "runner.py", "attention.py", "skeleton.py", "layer_times.py"} <= names
     assert "kernel_sizes.py" in names
-    assert all(path.is_file() for path in layer_key.timed_sources())
+    assert all(path.is_file() for path in layer_cache.timed_sources())
     assert not {"bench.py", "versus.py", "accelerated.py", "timed_link.py"} & names
     assert not {"generate.py", "prompts.py", "texts.py"} & names
 

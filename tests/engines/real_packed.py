@@ -19,7 +19,7 @@ from offplan.capabilities.packing import Packing
 from offplan.capabilities.ranks import ONE_RANK, Ranks
 from offplan.checkpoint.open import open_model
 from offplan.engines.export import export_plan
-from offplan.forms.packed import PACKED
+from offplan.forms.host_kernels import PACKED
 from offplan.plan import Goal, Plan, Rule, Workload, dump_plan
 from offplan.runtime.forms.reference import expand
 from tests.engines import real_vllm

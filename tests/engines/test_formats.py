@@ -11,8 +11,7 @@ import yaml
 from offplan.checkpoint.model import KVCache
 from offplan.checkpoint.open import open_model
 from offplan.choices import ExportFormat
-from offplan.engines.export import Export, export_plan
-from offplan.engines.formats import render_export
+from offplan.engines.export import Export, export_plan, render_export
 from offplan.errors import ExportError
 from offplan.plan import Budget, Goal, Plan
 from tests.engines.builders import deepseek, keep_caches, make_plan, prefetch, qwen3, uva

@@ -8,8 +8,7 @@ import pytest
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.engines.export import export_plan
-from offplan.engines.mxfp4 import Kernels, lay_out_experts
-from offplan.engines.names import engine_parameters
+from offplan.engines.names import Kernels, engine_parameters, lay_out_experts
 from offplan.engines.runner import find_runner, lower
 from offplan.engines.startup import Startup
 from offplan.engines.vllm import ANY_KERNELS, MARLIN_KERNELS

@@ -12,8 +12,7 @@ import pytest
 from offplan.checkpoint.open import open_model
 from offplan.costs.engine_times import build_engine_pass
 from offplan.engines.engine import format_version
-from offplan.engines.export import Export, export_plan
-from offplan.engines.formats import render_export
+from offplan.engines.export import Export, export_plan, render_export
 from offplan.engines.ranks import split_layers
 from offplan.engines.registry import ENGINES
 from offplan.engines.runner import find_runner

@@ -12,10 +12,8 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.engines import vllm
 from offplan.engines.engine import format_version
-from offplan.engines.export import export_plan
-from offplan.engines.formats import render_export
-from offplan.engines.mxfp4 import lay_out_experts
-from offplan.engines.names import engine_parameters
+from offplan.engines.export import export_plan, render_export
+from offplan.engines.names import engine_parameters, lay_out_experts
 from offplan.engines.ranks import FACTS, split_layers
 from offplan.engines.registry import ENGINES, find_engine
 from offplan.engines.runner import find_runner, lower

@@ -20,8 +20,7 @@ from offplan.backends import BACKENDS
 from offplan.capabilities.ranks import ONE_RANK, Ranks
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.engines.export import export_plan, join_flags
-from offplan.engines.formats import render_export
+from offplan.engines.export import export_plan, join_flags, render_export
 from offplan.engines.runner import lower
 from offplan.engines.vllm import VLLM, WORKER_VERSIONS
 from offplan.engines.worker import find_taken

@@ -25,7 +25,7 @@ from offplan.held.held import hold, hold_whole
 from offplan.held.packing import pack_everything
 from offplan.plan import Budget, Goal, Plan, Rule
 from offplan.upkeep.engine_start import check_start, read_start
-from offplan.upkeep.finding import Finding
+from offplan.upkeep.figures import Finding
 from tests.engines.builders import deepseek, make_plan, prefetch, qwen3, up_to
 
 GIB = 2**30

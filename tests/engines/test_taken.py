@@ -13,14 +13,13 @@ from offplan.capabilities.ranks import Ranks
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.parameter import Parameter
-from offplan.engines.export import export_plan
-from offplan.engines.formats import render_export
+from offplan.engines.export import export_plan, render_export
 from offplan.engines.runner import find_runner, lower
 from offplan.engines.taken import Taken
 from offplan.engines.worker import find_taken
 from offplan.errors import ExportError, PlanError
 from offplan.forms.form import Component, Form, Kind
-from offplan.forms.packed import parts_of
+from offplan.forms.host_kernels import parts_of
 from offplan.held.packing import pack_everything, pack_stage
 from offplan.plan import Backend, Goal, Plan, Rule
 from tests.engines.builders import (

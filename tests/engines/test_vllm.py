@@ -12,9 +12,8 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.engines.engine import EngineDemand
 from offplan.engines.export import export_plan
-from offplan.engines.names import EngineParameter, engine_parameters
+from offplan.engines.names import EngineParameter, choose_segments, engine_parameters
 from offplan.engines.runner import find_runner
-from offplan.engines.segments import choose_segments
 from offplan.engines.vllm import FACTS
 from offplan.errors import ExportError, PlanError
 from offplan.forms.form import Form, Kind

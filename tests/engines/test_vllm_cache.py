@@ -10,8 +10,8 @@ import pytest
 
 from offplan.checkpoint.model import KVCache, Model
 from offplan.checkpoint.open import open_model
+from offplan.costs.engine_times import cache_bytes
 from offplan.costs.predict import predict
-from offplan.costs.vllm_cache import cache_bytes
 from offplan.engines.export import export_plan
 from offplan.engines.runner import lower
 from offplan.engines.vllm import VLLM

@@ -7,8 +7,7 @@ import pytest
 
 from offplan.errors import MemoryLimitError
 from offplan.hostmem import limits
-from offplan.hostmem.cgroups import core_quota
-from offplan.hostmem.limits import pin_limit
+from offplan.hostmem.limits import core_quota, pin_limit
 
 KEEPS = "physical memory, less what the operating system keeps"
 

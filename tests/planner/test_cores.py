@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from offplan.backends import Backend
 from offplan.checkpoint.open import open_model
-from offplan.costs.at_use import AtUse
 from offplan.costs.cores import ROWS_AT_RATE, find_use
+from offplan.costs.in_place_costs import AtUse
 from offplan.costs.predict import derive_prediction
 from offplan.errors import OffplanError
 from offplan.held.unit import group_units

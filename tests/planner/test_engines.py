@@ -21,7 +21,7 @@ from offplan.plan import Goal, Offload, Prediction
 from offplan.planner.aims import NEVER
 from offplan.planner.make import make_plan
 from offplan.planner.question import Question
-from offplan.report.why import explain_plan
+from offplan.report.explain import explain_plan
 from offplan.units import parse_bytes
 from tests.costs.builders import make_machine
 from tests.engines.builders import deepseek, qwen3

@@ -30,10 +30,10 @@ from offplan.machine.profile import MachineProfile
 from offplan.placement import place
 from offplan.plan import Backend, Budget, Goal, ModelRef, Offload, Rule, Workload
 from offplan.planner.candidates import NO_RULE, Candidates
+from offplan.planner.classes import list_patterns
 from offplan.planner.frontier import find_frontier
 from offplan.planner.make import make_plan
 from offplan.planner.neighbours import find_neighbours
-from offplan.planner.patterns import list_patterns
 from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space

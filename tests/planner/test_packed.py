@@ -10,15 +10,15 @@ import pytest
 
 from offplan.capabilities.packing import Packing
 from offplan.checkpoint.open import open_model
-from offplan.forms.packed import parts_of
+from offplan.forms.host_kernels import parts_of
 from offplan.held.held import hold
 from offplan.held.packing import pack_everything
 from offplan.machine.profile import LayerTime, load_profile
 from offplan.plan import Goal, Offload, Workload
+from offplan.planner.classes import list_patterns
 from offplan.planner.find import PlanResult
 from offplan.planner.make import make_plan
 from offplan.planner.neighbours import find_neighbours
-from offplan.planner.patterns import list_patterns
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space
 from tests.costs.builders import DENSE, HIDDEN, dense_model, make_machine, make_model, moe_model

@@ -13,7 +13,7 @@ from offplan.costs.activations import activation_bytes
 from offplan.costs.compute import ModelCompute
 from offplan.costs.memory import list_gpu_memory
 from offplan.costs.predict import price_request
-from offplan.costs.threshold import least_that
+from offplan.costs.term import least_that
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.errors import PlanError
 from offplan.held.held import hold
@@ -21,8 +21,8 @@ from offplan.library.asking import pose
 from offplan.placement import Placement, place
 from offplan.plan import Backend, Goal, Offload, Rule, Workload
 from offplan.planner.candidates import NO_RULE, Candidates, Ints, choose
+from offplan.planner.classes import list_patterns
 from offplan.planner.estimates import estimate, most_rounded_ps
-from offplan.planner.patterns import list_patterns
 from offplan.planner.prices import Prices
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space

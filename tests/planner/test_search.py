@@ -11,7 +11,7 @@ from offplan.errors import InfeasibleError
 from offplan.library.asking import pose
 from offplan.plan import Backend, Budget, Goal, Workload
 from offplan.planner.make import make_plan
-from offplan.report.why import explain_plan
+from offplan.report.explain import explain_plan
 from tests.costs.builders import (
     DENSE,
     MOE,

@@ -5,8 +5,7 @@ from collections import Counter
 import pytest
 
 from offplan.held.held import hold
-from offplan.planner.classes import segment_classes
-from offplan.planner.patterns import group_patterns, list_patterns
+from offplan.planner.classes import group_patterns, list_patterns, segment_classes
 from tests.costs.builders import dense_model, moe_model, rule
 
 

@@ -28,11 +28,10 @@ from offplan.library.asking import pose
 from offplan.placement import place
 from offplan.plan import Backend, Budget, Goal, Offload, Plan, Workload
 from offplan.planner.candidates import NO_RULE, Candidates
-from offplan.planner.classes import segment_classes
+from offplan.planner.classes import list_patterns, segment_classes
 from offplan.planner.find import ALIKE
 from offplan.planner.frontier import find_frontier
 from offplan.planner.make import make_plan
-from offplan.planner.patterns import list_patterns
 from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import PREFETCH_STEPS, Space, prefill_chunks

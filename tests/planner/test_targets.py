@@ -8,7 +8,7 @@ from offplan.errors import InfeasibleError
 from offplan.plan import Goal, Workload
 from offplan.planner.infeasible import RESOLUTION
 from offplan.planner.make import make_plan
-from offplan.report.why import explain_plan
+from offplan.report.explain import explain_plan
 from offplan.units import format_bytes, format_seconds
 from tests.costs.builders import DENSE, MOE, Shapes, make_machine, make_model, moe_model
 from tests.planner.brute_force import BruteForce, Priced

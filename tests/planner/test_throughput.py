@@ -7,10 +7,9 @@ import pytest
 
 from offplan.errors import InfeasibleError
 from offplan.plan import Goal, Workload
-from offplan.planner.find import ALIKE
+from offplan.planner.find import ALIKE, plan_throughput, tokens_per_s
 from offplan.planner.make import make_plan
-from offplan.planner.throughput import plan_throughput, tokens_per_s
-from offplan.report.why import explain_plan
+from offplan.report.explain import explain_plan
 from tests.costs.builders import dense_model, make_machine, moe_model
 from tests.planner.cases import ask
 

@@ -8,8 +8,8 @@ from rich.console import Console
 from offplan.checkpoint.model import Layer
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
-from offplan.report.bar import ShareBar
 from offplan.report.model import group_layers, name_layers
+from offplan.report.strip import ShareBar
 
 
 def show(bar: ShareBar, encoding: str = "utf-8") -> str:

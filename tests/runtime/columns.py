@@ -5,7 +5,7 @@ import torch
 from offplan.forms.form import BITS, Component, Form, WordOrder
 from offplan.runtime.forms import reference
 from offplan.runtime.forms.reference import ONES, Components
-from offplan.runtime.loading.rows import in_rows, order_of
+from offplan.runtime.loading.contents import in_rows, order_of
 
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 

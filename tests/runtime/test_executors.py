@@ -17,7 +17,7 @@ from offplan.held.runtimes import RUNTIMES
 from offplan.library import runnable
 from offplan.placement import Phase
 from offplan.plan import Goal
-from offplan.report.analysis import describe_running
+from offplan.report.answer import describe_running
 from offplan.routing.profile import require_routing
 from offplan.runtime.executors import EXECUTORS
 from offplan.runtime.loading.capability import (

@@ -232,7 +232,7 @@ def test_operators_tell_what_they_return(
     form, parts = hold(form, tame(make_parts(name, *([experts] if experts else [])), form))
     x, pairs = random(1, NUM_IN).to(DTYPES[0]), []
     if experts:
-        from offplan.runtime.forms.pairs import sort_pairs
+        from offplan.runtime.forms.gather import sort_pairs
 
         pairs = list(sort_pairs(torch.tensor([1], device=DEVICE), experts)[1:])
     checks = "test_faketensor"  # schemas are not checked of FP8
@@ -335,7 +335,7 @@ def test_last_blocks_reach_past_the_end(name: str, monkeypatch: pytest.MonkeyPat
 @runs_kernels
 @pytest.mark.parametrize(("name", "tokens"), each_value_once(product(FORMS, TOKENS)))
 def test_products_of_experts(name: str, tokens: int) -> None:
-    from offplan.runtime.forms.pairs import sort_pairs
+    from offplan.runtime.forms.gather import sort_pairs
     from offplan.runtime.forms.products import multiply_pairs
 
     form = FORMS[name]
@@ -360,7 +360,7 @@ def test_products_of_experts(name: str, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [*TOKENS, 20])
 def test_pairs_of_other_ranks_experts_are_left_out(tokens: int) -> None:
     """Their experts are numbered behind the last one, and nothing is read or written for them."""
-    from offplan.runtime.forms.pairs import sort_pairs
+    from offplan.runtime.forms.gather import sort_pairs
     from offplan.runtime.forms.products import multiply_pairs
 
     parts = tame(make_parts("packed", EXPERTS), PACKED)
@@ -384,8 +384,7 @@ def test_pairs_of_other_ranks_experts_are_left_out(tokens: int) -> None:
 @runs_kernels
 @by_form
 def test_gathered_experts_are_those_chosen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from offplan.runtime.forms.gather import gather
-    from offplan.runtime.forms.pairs import sort_pairs
+    from offplan.runtime.forms.gather import gather, sort_pairs
     from offplan.runtime.forms.products import multiply_pairs
 
     monkeypatch.setattr(sys.modules[__name__], "NUM_OUT", few_out(name))
@@ -413,8 +412,7 @@ def test_gathered_experts_are_those_chosen(name: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("none", [9, -1, 2**31 - 1])
 def test_pairs_without_an_expert_gather_nothing(none: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's routers name such experts for made-up tokens, whose scores may be NaN."""
-    from offplan.runtime.forms.gather import gather
-    from offplan.runtime.forms.pairs import sort_pairs
+    from offplan.runtime.forms.gather import gather, sort_pairs
     from offplan.runtime.forms.products import multiply_pairs
 
     monkeypatch.setattr(sys.modules[__name__], "NUM_OUT", few_out("packed"))
@@ -484,7 +482,7 @@ def test_rows_of_packed_values_are_gathered_bit_for_bit(num_in: int) -> None:
     ("num_in", "of_experts", "rows"), each_value_once(product(LENGTHS, [False, True], ROWS))
 )
 def test_products_of_packed_rows_of_every_size(num_in: int, rows: int, of_experts: bool) -> None:
-    from offplan.runtime.forms.pairs import sort_pairs
+    from offplan.runtime.forms.gather import sort_pairs
     from offplan.runtime.forms.products import multiply_pairs, multiply_rows
 
     # no float16 is as large or as small as these

@@ -14,8 +14,8 @@ from offplan.errors import CheckpointError
 from offplan.plan import Rule, Workload
 from offplan.runtime.measuring import layer_times
 from offplan.runtime.measuring.layer_times import READ_ONCE_TOKENS
-from offplan.runtime.model import linear
-from offplan.runtime.model.linear import find_linear
+from offplan.runtime.model import rewrites
+from offplan.runtime.model.rewrites import find_linear
 from offplan.runtime.session import Session
 from offplan.transformers_private import DELTA_RULE
 from tests.held import open_stage
@@ -80,7 +80,7 @@ def test_a_prompt_in_chunks_of_any_length(folder: Path, chunk: int) -> None:
 
 
 def test_a_chunk_in_spans(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "SPAN_TOKENS", 50)
+    monkeypatch.setattr(rewrites, "SPAN_TOKENS", 50)
     with load(folder, chunk=256) as session:
         assert_close(request(session, PROMPT), expect(folder))
 

@@ -25,14 +25,13 @@ from offplan.plan import Rule
 from offplan.progress import Progress
 from offplan.runtime.executors import EXECUTORS
 from offplan.runtime.loading import loader, staging
+from offplan.runtime.loading.checks import map_tensors, verify_places
+from offplan.runtime.loading.fill import Target
 from offplan.runtime.loading.loaded import LoadedModel
-from offplan.runtime.loading.mapping import map_tensors
 from offplan.runtime.loading.offloaded import find_offloaded
 from offplan.runtime.loading.places import assign
 from offplan.runtime.loading.prepared import prepare
 from offplan.runtime.loading.skeleton import build_skeleton
-from offplan.runtime.loading.target import Target
-from offplan.runtime.loading.verify import verify_places
 from offplan.runtime.memory import store
 from offplan.schedule import slots_read
 from tests.checkpoint.files import write_sparse
@@ -329,7 +328,7 @@ from offplan.plan import Offload, Rule
 from offplan.runtime.executors import EXECUTORS
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.prepared import prepare
-from offplan.runtime.loading.mapping import map_tensors
+from offplan.runtime.loading.checks import map_tensors
 from offplan.runtime.loading.skeleton import build_skeleton
 
 def memory(key):

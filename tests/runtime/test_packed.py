@@ -19,7 +19,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-import offplan.forms.packed
+import offplan.forms.host_kernels
 import offplan.runtime.forms.packing
 import offplan.runtime.loading.packed
 import offplan.runtime.loading.staging
@@ -207,7 +207,7 @@ def test_names_of_weights(tmp_path: Path) -> None:
 def pack_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have matrices packed that are too small for it."""
     for module in (
-        offplan.forms.packed,
+        offplan.forms.host_kernels,
         offplan.runtime.forms.packing,
         offplan.runtime.loading.packed,
     ):

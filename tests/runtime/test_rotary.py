@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV2Config
 from transformers.models.deepseek_v2 import modeling_deepseek_v2
 
-from offplan.runtime.model.rotary import apply_rotary_emb, compile_as_real
+from offplan.runtime.model.rewrites import apply_rotary_emb, compile_as_real
 from tests.runtime.conftest import LATENTS, SIZES
 
 

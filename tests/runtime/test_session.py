@@ -24,8 +24,8 @@ from offplan.placement import Phase
 from offplan.runtime.generate import Measured, generate
 from offplan.runtime.loading.skeleton import build_skeleton
 from offplan.runtime.memory import store
+from offplan.runtime.model.cache_mask import filled_blocks, filled_mask, filled_up_to
 from offplan.runtime.model.caches import LayerCaches, Position
-from offplan.runtime.model.filled import filled_blocks, filled_mask, filled_up_to
 from offplan.runtime.model.kernels import find_filled, find_own_experts
 from offplan.runtime.model.latent import Expansion
 from offplan.runtime.model.layers import MAX_VARIANTS, Call, DecoderLayers

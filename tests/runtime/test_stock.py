@@ -26,9 +26,8 @@ from offplan.library.runnable import why_not_run
 from offplan.library.sessions import open_session as open_planned
 from offplan.plan import Budget, Workload, dump_plan
 from offplan.planner.make import make_plan
-from offplan.runtime.loading.checks import list_shared
-from offplan.runtime.loading.mapping import map_tensors
-from offplan.runtime.loading.target import Codes
+from offplan.runtime.loading.checks import list_shared, map_tensors
+from offplan.runtime.loading.fill import Codes
 from offplan.runtime.model.calls import LayerCalls, WeightWatch
 from offplan.runtime.stock.generation import StockGeneration
 from offplan.runtime.stock.passes import (

@@ -95,7 +95,7 @@ def test_the_table_is_that_of_plain_torch(
     sizes: tuple[int, int, int, int], share: float | None, inner: int
 ) -> None:
     from offplan.runtime.cached_experts.table_kernels import address_parts, read_slots, settle
-    from offplan.runtime.forms.pairs import sort_pairs
+    from offplan.runtime.forms.gather import sort_pairs
 
     num_slots, num_experts, num_chosen, batch = sizes
     torch.manual_seed(num_slots)
@@ -246,7 +246,7 @@ def forward_resident(experts: Any, tokens: torch.Tensor, *routed: torch.Tensor) 
     """What ``forward_stored`` does on a GPU, and what multiplies values."""
     from offplan.runtime.forms import operators
     from offplan.runtime.forms.experts import add_rows, holds_codes, send
-    from offplan.runtime.forms.pairs import sort_pairs
+    from offplan.runtime.forms.gather import sort_pairs
     from offplan.runtime.model.experts import forward_experts
 
     if not holds_codes(experts):

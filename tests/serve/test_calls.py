@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from offplan.serve.calls import CallParser
+from offplan.serve.answers import CallParser
 from offplan.transformers_private import find_response_template
 from tests.serve import NAME, TIMEOUT_S, ScriptedRows, Served, scripted_texts, serving, wait_for
 from tests.serve.conftest import Tiny

@@ -9,10 +9,9 @@ import pytest
 
 from offplan.runtime.joined import JoinedTexts
 from offplan.runtime.rows import Rows
-from offplan.serve.clients import identify
 from offplan.serve.guard import Guard
 from offplan.serve.requests import CompletionRequest, parse_request
-from offplan.serve.turns import Turns
+from offplan.serve.turns import Turns, identify
 from offplan.serve.worker import Job
 from tests.serve import (
     KEY,

@@ -9,8 +9,7 @@ from pydantic import ValidationError
 
 from offplan.serve import requests
 from offplan.serve.errors import ApiError, refuse_fields
-from offplan.serve.requests import ChatRequest, CompletionRequest, parse_request
-from offplan.serve.shape import MAX_CONTAINERS
+from offplan.serve.requests import MAX_CONTAINERS, ChatRequest, CompletionRequest, parse_request
 from tests.serve import Served
 
 NUM = 20_000

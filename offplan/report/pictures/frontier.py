@@ -5,8 +5,8 @@ from itertools import pairwise
 from math import ceil, floor, log10
 
 from offplan.plan import Plan
+from offplan.planner.find import tokens_per_s
 from offplan.planner.frontier import Point
-from offplan.planner.throughput import tokens_per_s
 from offplan.report.pictures.canvas import LINE, Canvas
 from offplan.units import format_bytes, format_frequency
 

@@ -227,7 +227,7 @@ def forward_slots(
     """
     from offplan.runtime.cached_experts.table_kernels import read_slots  # they need triton
     from offplan.runtime.forms import operators
-    from offplan.runtime.forms.pairs import sort_pairs
+    from offplan.runtime.forms.gather import sort_pairs
     from offplan.runtime.model.experts import multiply
 
     own = vars(experts)

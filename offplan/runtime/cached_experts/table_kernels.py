@@ -15,9 +15,9 @@ from offplan.kernel_sizes import TABLE_COUNTERS
 from offplan.runtime.cached_experts import expert_table
 from offplan.runtime.cached_experts.expert_table import Runs, Table
 from offplan.runtime.forms import tasks
+from offplan.runtime.forms.gather import list_pairs
 from offplan.runtime.forms.handover_kernels import BLOCK as COPIED
 from offplan.runtime.forms.handover_kernels import copy_share, count_programs, ring
-from offplan.runtime.forms.pairs import list_pairs
 
 PAIRS = 16
 """Pairs that the table's program compares with all experts at a time, at most."""

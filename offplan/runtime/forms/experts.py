@@ -71,8 +71,7 @@ def forward_stored(
         expanded = Expanded(experts, hidden_states.dtype)
         return forward_values(expanded, hidden_states, top_k_index, top_k_weights)
     from offplan.runtime.forms import operators  # needs triton
-    from offplan.runtime.forms.gather import gather
-    from offplan.runtime.forms.pairs import sort_pairs
+    from offplan.runtime.forms.gather import gather, sort_pairs
 
     pairs = sort_pairs(top_k_index.reshape(-1), experts.num_experts)
     expert_of_pair, order, starts = pairs

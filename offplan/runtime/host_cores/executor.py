@@ -27,8 +27,7 @@ from offplan.runtime.forms.stored import StoredLinear, StoredWeight, component_n
 from offplan.runtime.host_cores import cores
 from offplan.runtime.host_cores.server import ByCores
 from offplan.runtime.loading.capability import CapabilityExecutor, Prepared
-from offplan.runtime.memory.servers import Server
-from offplan.runtime.memory.store import WeightStore
+from offplan.runtime.memory.store import Server, WeightStore
 from offplan.transformers_private import is_experts, is_of_transformers, name_first
 
 

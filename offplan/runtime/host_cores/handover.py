@@ -23,7 +23,7 @@ from offplan.errors import OffplanError
 from offplan.hostcores.coordinator import Coordinator, choose_cores, parse_cores
 from offplan.hostcores.library import Dense, Words
 from offplan.hostmem.block import HostBlock
-from offplan.hostmem.cgroups import core_quota
+from offplan.hostmem.limits import core_quota
 from offplan.runtime.forms import tasks
 from offplan.runtime.host_cores import cores
 

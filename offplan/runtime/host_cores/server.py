@@ -8,7 +8,7 @@ import torch
 from offplan.runtime.forms import tasks
 from offplan.runtime.host_cores import cores
 from offplan.runtime.host_cores.handover import Handover
-from offplan.runtime.memory.servers import Server
+from offplan.runtime.memory.store import Server
 
 
 class ByCores(Server):

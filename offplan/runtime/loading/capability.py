@@ -21,10 +21,9 @@ from offplan.held.runner import Counter
 from offplan.held.stage import Stage
 from offplan.placement import Phase, Placement, SlabEntry
 from offplan.plan import Offload
+from offplan.runtime.loading.fill import Target
 from offplan.runtime.loading.skeleton import decoder_layers
-from offplan.runtime.loading.target import Target
-from offplan.runtime.memory.servers import Server
-from offplan.runtime.memory.store import Offloaded, WeightStore
+from offplan.runtime.memory.store import Offloaded, Server, WeightStore
 from offplan.transformers_private import list_experts
 
 Steps = Sequence[tuple[Callable[[], torch.Tensor], Callable[[], AbstractContextManager[Any]]]]

@@ -10,13 +10,13 @@ from offplan.progress import Progress
 from offplan.runtime.forms.experts import mark_in_place
 from offplan.runtime.forms.stored import drop_scratch, share_scratch
 from offplan.runtime.loading.capability import Prepared
+from offplan.runtime.loading.checks import verify_places
 from offplan.runtime.loading.contents import apply_contents
+from offplan.runtime.loading.fill import Target
 from offplan.runtime.loading.loader import load_weights
 from offplan.runtime.loading.packed import OverfullError
 from offplan.runtime.loading.places import assign, find_places, keep_computed, materialise_buffers
 from offplan.runtime.loading.skeleton import decoder_layers
-from offplan.runtime.loading.target import Target
-from offplan.runtime.loading.verify import verify_places
 from offplan.runtime.memory.store import WeightStore
 
 

@@ -20,17 +20,17 @@ import torch
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.progress import Progress
 from offplan.runtime.device import on_device
+from offplan.runtime.loading.fill import Target
 from offplan.runtime.loading.packed import Matrix, find_matrices, open_recoding
 from offplan.runtime.loading.random_weights import Noise
-from offplan.runtime.loading.shards import Shards
 from offplan.runtime.loading.staging import (
     Extent,
     Reader,
+    Shards,
     bytes_of,
     split_extents,
     stored_dtype,
 )
-from offplan.runtime.loading.target import Target
 
 NUM_THREADS = min(4, os.cpu_count() or 1)
 """Threads that read: a read is a copy out of the page cache, which one core does below the speed of

@@ -11,7 +11,7 @@ from offplan.errors import PlanError
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit
 from offplan.placement import Placement
-from offplan.runtime.loading.target import Target
+from offplan.runtime.loading.fill import Target
 from offplan.runtime.memory.store import Offloaded, table_layer
 from offplan.runtime.refusal import refuse
 from offplan.units import format_bytes

@@ -14,14 +14,13 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import CheckpointError, UnpackableError
 from offplan.forms.form import PATCH_ROWS, Component
-from offplan.forms.packed import PACKED
+from offplan.forms.host_kernels import PACKED
 from offplan.held.packing import name_weights
 from offplan.hostmem.block import HostBlock
 from offplan.runtime.device import let_go, on_device, open_stream
 from offplan.runtime.forms.packing import TooManyEscapes, pack, run_rows
 from offplan.runtime.forms.reference import Components, expand
-from offplan.runtime.loading.codes import list_coded
-from offplan.runtime.loading.target import Piece, Target
+from offplan.runtime.loading.fill import Piece, Target, list_coded
 
 Fill = Callable[["Matrix", int, torch.Tensor], object]
 """Puts the values of a matrix, from this row on, into a CPU tensor, bfloat16 of [rows, in]."""

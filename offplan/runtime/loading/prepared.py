@@ -22,9 +22,8 @@ from offplan.runtime.loading.capability import (
     Prepared,
     find_passes,
 )
-from offplan.runtime.loading.checks import list_shared
-from offplan.runtime.loading.codes import hold_codes
-from offplan.runtime.loading.mapping import map_tensors
+from offplan.runtime.loading.checks import list_shared, map_tensors
+from offplan.runtime.loading.fill import hold_codes
 from offplan.runtime.loading.offloaded import check_experts_whole, find_offloaded, pin_split
 from offplan.runtime.loading.packed import bringing_kernels
 from offplan.runtime.loading.skeleton import build_skeleton, decoder_layers

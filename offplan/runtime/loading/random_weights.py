@@ -7,8 +7,8 @@ import torch
 
 from offplan.forms.form import BITS, Component, Kind, WordOrder
 from offplan.runtime.forms.reference import ONES
+from offplan.runtime.loading.fill import Codes, Target
 from offplan.runtime.loading.packed import Matrix
-from offplan.runtime.loading.target import Codes, Target
 
 _SPREAD = 0.02
 """Standard deviation of the weights, whatever their form."""

@@ -19,11 +19,15 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.transformers_config import build_config, cannot_build
 from offplan.runtime.model.attention import ATTENTION_NAME
 from offplan.runtime.model.frequencies import hold_frequencies
-from offplan.runtime.model.indexed import leave_out_indexers
-from offplan.runtime.model.inlined import INLINED_TYPES, hand_over
-from offplan.runtime.model.linear import find_linear, take_in_spans
 from offplan.runtime.model.probe import PROBE, probe_attention
-from offplan.runtime.model.routed import route
+from offplan.runtime.model.rewrites import (
+    INLINED_TYPES,
+    find_linear,
+    hand_over,
+    leave_out_indexers,
+    route,
+    take_in_spans,
+)
 from offplan.runtime.refusal import refuse
 from offplan.transformers_private import (
     choose_attention,

@@ -15,8 +15,7 @@ from offplan.placement import Phase
 from offplan.plan import Offload
 from offplan.progress import Progress
 from offplan.runtime.device import settle
-from offplan.runtime.measuring.moments import mark, seconds_between
-from offplan.runtime.measuring.timed_link import Recording, TimedLink
+from offplan.runtime.measuring.timed_link import Recording, TimedLink, mark, seconds_between
 from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 from offplan.schedule import Copy, Wait, slots_of
 

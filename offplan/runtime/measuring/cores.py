@@ -20,7 +20,7 @@ from offplan.held.stage import Stage
 from offplan.hostcores.coordinator import choose_cores
 from offplan.hostcores.library import Activation, Dense, Team
 from offplan.hostmem.block import HostBlock
-from offplan.hostmem.cgroups import core_quota
+from offplan.hostmem.limits import core_quota
 from offplan.machine.measure_time import Timing, figure, time_on_host, time_work
 from offplan.plan import Offload, Rule
 from offplan.runtime.forms.reference import Components

@@ -17,7 +17,7 @@ from offplan.progress import Progress
 from offplan.runtime.device import settle
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.measuring.layer_times import CPU_REPEATS, place_tables
-from offplan.runtime.measuring.moments import Moment, mark, seconds_between
+from offplan.runtime.measuring.timed_link import Moment, mark, seconds_between
 from offplan.runtime.model.calls import LayerCalls
 from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 

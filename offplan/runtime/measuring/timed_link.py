@@ -1,5 +1,6 @@
 """Links for measuring: one that times what compute waits for, one that overlaps nothing."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -7,9 +8,27 @@ from typing import Any
 import torch
 
 from offplan.runtime.device import settle
-from offplan.runtime.measuring.moments import Moment, mark, seconds_between
 from offplan.runtime.passes.link import Link
 from offplan.schedule import Copy, Wait
+
+Moment = torch.cuda.Event | float
+"""A CUDA event in a stream, or the host's clock in seconds where the host does the work."""
+
+
+def mark(device: torch.device) -> Moment:
+    """Mark when the device gets here: an event on the current stream; synchronises nothing."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(first: Moment, second: Moment) -> float:
+    """Seconds from one moment to a later one; the device must have passed both."""
+    if isinstance(first, float) or isinstance(second, float):
+        return float(second) - float(first)  # type: ignore[arg-type]  # moments of one clock
+    return float(first.elapsed_time(second)) / 1e3
 
 
 @dataclass(frozen=True)

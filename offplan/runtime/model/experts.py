@@ -13,7 +13,7 @@ import triton.language as tl
 
 from offplan.kernel_sizes import EXPERT_MULTIPLE, MAX_PAIRS
 from offplan.runtime.forms.experts import send
-from offplan.runtime.forms.pairs import Pairs, sort_pairs
+from offplan.runtime.forms.gather import Pairs, sort_pairs
 from offplan.runtime.gpu_limits import gpu_limits
 from offplan.transformers_private import ExpertsInterface, name_first
 

@@ -9,7 +9,7 @@ from offplan.checkpoint.model import Model
 from offplan.kernel_sizes import KERNEL_TYPES, MAX_PAIRS, is_power
 from offplan.placement import Phase
 from offplan.runtime.forms.experts import MULTIPLIED_BY, PLAIN_WAY, STORED_EXPERTS_NAME, holds_codes
-from offplan.runtime.model.filled import FindFilled, filled_blocks, filled_mask, filled_up_to
+from offplan.runtime.model.cache_mask import FindFilled, filled_blocks, filled_mask, filled_up_to
 from offplan.transformers_private import ExpertsInterface, list_experts
 
 

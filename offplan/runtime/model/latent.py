@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from offplan.runtime.forms.stored import weight_of
-from offplan.runtime.model.filled import Way
+from offplan.runtime.model.cache_mask import Way
 
 
 def keep_latents(model: nn.Module) -> "list[Expansion]":

@@ -16,7 +16,7 @@ from torch import nn
 
 from offplan.errors import OffplanError
 from offplan.runtime.model.caches import ALL, LayerCaches
-from offplan.runtime.model.rotary import compile_as_real
+from offplan.runtime.model.rewrites import compile_as_real
 from offplan.runtime.refusal import refuse
 
 MAX_VARIANTS = 64

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 
 from offplan.checkpoint.jsontext import describe
 from offplan.errors import CheckpointError
-from offplan.runtime.model.linear import find_linear
+from offplan.runtime.model.rewrites import find_linear
 from offplan.runtime.refusal import refuse, refuse_config
 from offplan.transformers_private import ExpertsInterface, choose_attention, name_cache
 

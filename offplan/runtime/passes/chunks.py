@@ -10,8 +10,8 @@ import torch
 
 from offplan.runtime.loading.capability import Steps
 from offplan.runtime.model.attention import without_cudnn
+from offplan.runtime.model.cache_mask import Way
 from offplan.runtime.model.caches import ALL
-from offplan.runtime.model.filled import Way
 from offplan.runtime.model.layers import Call
 from offplan.runtime.passes.forward import Forward
 

@@ -15,23 +15,21 @@ from offplan.placement import Phase
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.gpu_memory import PeakMemory
+from offplan.runtime.model.active_rows import ExtendedRows
+from offplan.runtime.model.cache_mask import filled_mask
 from offplan.runtime.model.caches import LayerCaches, Position, Swap
-from offplan.runtime.model.extended import ExtendedRows
-from offplan.runtime.model.filled import filled_mask
 from offplan.runtime.model.frequencies import Frequencies
 from offplan.runtime.model.kernels import ExpertKernels, find_filled
 from offplan.runtime.model.latent import keep_latents
 from offplan.runtime.model.layers import Call, DecoderLayers
-from offplan.runtime.model.linear import find_linear
-from offplan.runtime.passes.asked import require_prompt, require_step
+from offplan.runtime.model.rewrites import find_linear
 from offplan.runtime.passes.captured import MakeLogits, Passes
 from offplan.runtime.passes.carried import Carried, CarriedState
 from offplan.runtime.passes.chunks import ChunkedTexts, Reading, as_planned
 from offplan.runtime.passes.executor import Executor
-from offplan.runtime.passes.forward import Forward
-from offplan.runtime.passes.link import Link
+from offplan.runtime.passes.forward import Forward, require_prompt, require_step
+from offplan.runtime.passes.link import Link, PassSchedules
 from offplan.runtime.passes.nan import NanFoundError, NanWatch
-from offplan.runtime.passes.schedules import PassSchedules
 
 
 class ModelRunner:

@@ -34,8 +34,7 @@ from offplan.held.counted import CountedPasses
 from offplan.held.held import hold
 from offplan.held.stock import encode_passes
 from offplan.runtime.loading.alike import list_kinds
-from offplan.runtime.loading.checks import list_shared
-from offplan.runtime.loading.mapping import map_tensors
+from offplan.runtime.loading.checks import list_shared, map_tensors
 from offplan.runtime.loading.offloaded import pin_split
 from offplan.runtime.loading.places import assign, find_places, materialise_buffers
 from offplan.runtime.loading.skeleton import decoder_layers

@@ -15,12 +15,11 @@ from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.gpu_memory import PeakMemory
 from offplan.runtime.model.attention import without_cudnn
 from offplan.runtime.model.calls import LayerCalls, WeightWatch
-from offplan.runtime.passes.asked import require_prompt, require_step
 from offplan.runtime.passes.carried import CarriedState
 from offplan.runtime.passes.executor import Executor
-from offplan.runtime.passes.link import Link
+from offplan.runtime.passes.forward import require_prompt, require_step
+from offplan.runtime.passes.link import Link, PassSchedules
 from offplan.runtime.passes.nan import NanFoundError, NanWatch
-from offplan.runtime.passes.schedules import PassSchedules
 from offplan.runtime.refusal import refuse
 from offplan.runtime.stock.generation import StockGeneration
 from offplan.schedule import (

@@ -1,16 +1,20 @@
 """Names all that a model's layer times depend on, so that they can be kept and found again."""
 
 import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import transformers
+from pydantic import Field, TypeAdapter
 
 import offplan
+from offplan.disk_cache import KeptAnswers
 from offplan.held.stage import Stage
-from offplan.hostmem.cgroups import read_text
+from offplan.hostmem.limits import read_text
+from offplan.machine.profile import LayerTime
 from offplan.plan import Workload
 
 _RUNTIME = Path(__file__).parents[1]
@@ -65,3 +69,20 @@ def timed_sources() -> list[Path]:
 
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+LayerTimes = Annotated[tuple[LayerTime, ...], Field(min_length=1)]
+"""The layer times of one model at one workload on one machine."""
+_ADAPTER: TypeAdapter[LayerTimes] = TypeAdapter(LayerTimes)
+
+
+def _encode(times: LayerTimes) -> bytes:
+    return json.dumps([time.model_dump() for time in times], indent=1).encode()
+
+
+def _decode(content: bytes) -> LayerTimes:
+    return _ADAPTER.validate_python(json.loads(content))
+
+
+LAYER_TIMES = KeptAnswers("layer-times", 2**26, _encode, _decode)
+"""One time takes some 200 bytes: no model's are as long as that."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from offplan.backends import Backend
 from offplan.checkpoint.model_types import SHARED_BEHIND
-from offplan.checkpoint.roles import Role, role_of
+from offplan.checkpoint.parameter import Role, role_of
 from offplan.costs.cores import CoresUse, find_use
 from offplan.costs.link import UnitUse
 from offplan.costs.pass_compute import PassCompute

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 from huggingface_hub import constants
 
-from offplan import kept
+from offplan import disk_cache
 from offplan.capabilities.stock import STOCK
 from offplan.checkpoint import header_cache
 from offplan.checkpoint.assemble import assemble
@@ -19,12 +19,12 @@ from offplan.checkpoint.header_cache import ShardStart
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.model_cache import SIZED, sized_key
 from offplan.checkpoint.tensors import Stored, TensorInfo
+from offplan.disk_cache import KeptAnswers, installed_versions
 from offplan.held import stock
 from offplan.held.counted import CountedPasses
-from offplan.kept import KeptAnswers, installed_versions
 from offplan.library import alternatives, runnable
-from offplan.machine.layer_cache import LAYER_TIMES
 from offplan.machine.profile import LayerTime
+from offplan.runtime.measuring.layer_cache import LAYER_TIMES
 from tests.cli import CLI, ROOT
 
 
@@ -171,7 +171,7 @@ def test_an_answer_of_another_kind_or_format(
     assert other.find(key, "name") is None
     kind.answers.keep(key, kind.given[0], "name")
     assert kind.answers.find(key, "name") == kind.given[0]
-    monkeypatch.setattr(kept, "FORMAT", kept.FORMAT + 1)
+    monkeypatch.setattr(disk_cache, "FORMAT", disk_cache.FORMAT + 1)
     assert kind.answers.find(key, "name") is None
 
 
@@ -270,7 +270,7 @@ def test_experts_that_are_alike_are_kept_by_the_first_and_the_last() -> None:
 def test_versions_name_another_build_of_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = installed_versions()
     assert {*versions} == {"offplan", "torch", "transformers"}
-    installed = kept.distribution
+    installed = disk_cache.distribution
 
     def without_files(name: str) -> object:
         package = installed(name)
@@ -278,7 +278,7 @@ def test_versions_name_another_build_of_one_version(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(package, "read_text", lambda of: "" if of == "RECORD" else read(of))
         return package
 
-    monkeypatch.setattr(kept, "distribution", without_files)
+    monkeypatch.setattr(disk_cache, "distribution", without_files)
     other = installed_versions.__wrapped__()
     assert [name for name in versions if versions[name] != other[name]] == ["torch", "transformers"]
 

@@ -8,16 +8,14 @@ from typing import Any
 
 from offplan.checkpoint.model import Model
 from offplan.cli.lines import Line, Results
-from offplan.cli.output import STANDARD, print_note
-from offplan.cli.printable import printable
+from offplan.cli.output import STANDARD, print_note, printable
 from offplan.cli.request import GenerationRequest
 from offplan.cli.run_options import RunOptions
 from offplan.plan import Plan
 from offplan.report.payload import text_payload
 from offplan.runtime.joined import Added, Continued
 from offplan.runtime.texts import Text
-from offplan.serve.answers import Choice, make_answer
-from offplan.serve.token_names import TokenNames
+from offplan.serve.answers import Choice, TokenNames, make_answer
 
 
 class Teller:
