@@ -275,8 +275,9 @@ def arrange(
     axis = converter.operations[-1].dim - is_stacked if Concatenate in operations else None
     order = [pattern for pattern in converter.source_patterns if pattern in by_pattern]
     pieces = tuple(
-        Piece(source, _index(shape, axis, order.index(pattern), number if is_stacked else None))
+        Piece(source, (number, *index) if is_stacked else index)
         for pattern, stack in by_pattern.items()
+        for index in [_index(shape, axis, order.index(pattern))]
         for number, source in enumerate(stack)
     )
     whole = list(shape)
@@ -296,15 +297,13 @@ def _makes_views(converter: WeightConverter, is_one_each: bool) -> bool:
     return False
 
 
-def _index(
-    shape: Shape, axis: int | None, place: int, number: int | None
-) -> tuple[int | slice, ...]:
-    """Select the tensor at this place along ``axis``, within the stack's ``number``."""
-    index: list[int | slice] = [slice(None)] * len(shape)
+def _index(shape: Shape, axis: int | None, place: int) -> tuple[slice, ...]:
+    """Select the tensor at this place along ``axis``."""
+    index = [slice(None)] * len(shape)
     if axis is not None:
         start = place * shape[axis]
         index[axis] = slice(start, start + shape[axis])
-    return (*([] if number is None else [number]), *index)
+    return tuple(index)
 
 
 def map_codes(skeleton: PreTrainedModel, one: Gathered) -> dict[str, Target]:
