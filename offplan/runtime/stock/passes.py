@@ -1,10 +1,10 @@
 """Counts what transformers' own passes take, by running them without weights.
 
-Parameters are fake: they have shapes and no values, and so has all that is computed with them.
+Parameters have shapes and no values (``shaped.py``), and so has all that is computed with them.
 Where values decide shapes that fails, and small passes run on weights of zeros that take no memory.
 
-Source: torch's ``FakeTensorMode``; its memory tracker, ``torch.distributed._tools.mem_tracker``,
-counts storages as they come and go as ``LiveBytes`` does.
+Source: torch's memory tracker, ``torch.distributed._tools.mem_tracker``, counts storages as they
+come and go as ``LiveBytes`` does.
 """
 
 import gc
@@ -14,16 +14,14 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from math import ceil
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from offplan.capabilities.stock import STOCK
 from offplan.checkpoint.jsontext import describe
@@ -41,6 +39,14 @@ from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.model.calls import LayerCalls
 from offplan.runtime.refusal import refuse
 from offplan.runtime.stock.generation import StockGeneration
+from offplan.runtime.stock.shaped import (
+    ShapedTensor,
+    drop_values,
+    list_tensors,
+    run_operator,
+    storage_of,
+    work_out,
+)
 from offplan.runtime.stock.skeleton import build_stock
 from offplan.transformers_private import decoding_as_on_gpu
 
@@ -55,7 +61,7 @@ FEW_TOKENS = (8, 16, 32, 64)
 LEAST_SIZES, MANY_OPERATORS = 3, 5_000
 """Sizes that a fit needs, and operators of a prompt after which no longer one is run.
 
-An operator takes 0.3 ms here; seconds would make the answer depend on how busy the host is.
+Seconds would make the answer depend on how busy the host is.
 """
 BLOCK_BYTES = 512
 """What the CUDA allocator rounds sizes up to. Source: c10/cuda/CUDACachingAllocator.cpp."""
@@ -86,22 +92,25 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operator, and count what it makes."""
-        for value in tree_leaves((args, kwargs)):
-            if isinstance(value, torch.Tensor):  # a weight's was there before
-                self._seen.setdefault(value.untyped_storage(), None)
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            made = args[0].new_empty(*args[0].shape[:-1], args[1].shape[-1])  # it knows no other
+        kwargs = kwargs or {}
+        given = list_tensors((args, *kwargs.values()))
+        for value in given:  # a weight's was there before
+            self._seen.setdefault(storage_of(value), None)
+        if ShapedTensor in types:
+            made = work_out(func, args, kwargs, given)
         else:
-            made = func(*args, **(kwargs or {}))
+            made = run_operator(func, args, kwargs)
+        returned = list_tensors((made,))
         if not func.is_view:
             self.operators[self.layer] += 1
-            touched = [v for v in tree_leaves((args, kwargs, made)) if isinstance(v, torch.Tensor)]
-            values = (v for v in touched if not isinstance(v, nn.Parameter))
             # what is expanded is there once
-            self.moved[self.layer] += sum(min(v.nbytes, _stored_bytes(v)) for v in values)
-        for value in tree_leaves(made):
-            if isinstance(value, torch.Tensor):
-                self._note(value.untyped_storage())
+            self.moved[self.layer] += sum(
+                min(value.nbytes, storage_of(value).nbytes())
+                for value in (*given, *returned)
+                if not isinstance(value, nn.Parameter)
+            )
+        for value in returned:
+            self._note(storage_of(value))
         return made
 
     def _note(self, storage: Any) -> None:
@@ -117,10 +126,6 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def _stored_bytes(value: torch.Tensor) -> int:
-    return value.untyped_storage().nbytes()
-
-
 def count_passes(model: Model) -> CountedPasses:
     """Count what the passes of a model take; raises CheckpointError for one that cannot be run."""
     with _collecting_between_passes():
@@ -132,6 +137,7 @@ def _collecting_between_passes() -> Iterator[None]:
     """Have ``begin`` alone collect garbage: when Python does depends on all that a process does."""
     was_enabled = gc.isenabled()
     gc.disable()
+    gc.freeze()  # what is there by now need not be looked through
     try:
         yield
     finally:
@@ -163,19 +169,18 @@ def _count(model: Model, sizes: Sequence[int], *, is_fake: bool) -> CountedPasse
     places, state = find_places(skeleton), skeleton.state_dict()
     materialise_buffers(skeleton, torch.device("cpu"), state)
     parameters = dict(skeleton.named_parameters())
-    with FakeTensorMode(allow_non_fake_inputs=True) if is_fake else nullcontext():
-        assign(
-            places,
-            {
-                name: nn.Parameter(_make(value, is_fake=is_fake), requires_grad=False)
-                for name, value in parameters.items()
-            },
-        )
+    assign(
+        places,
+        {
+            name: nn.Parameter(_make(value, is_fake=is_fake), requires_grad=False)
+            for name, value in parameters.items()
+        },
+    )
     layers = decoder_layers(skeleton)
     kinds = list_kinds(model.layers, skeleton.config.get_text_config())
     _run(skeleton, layers, kinds, sizes[0])  # its imports leave frames behind, with their tensors
     gc.collect()
-    gc.freeze()  # what is there by now need not be looked through again
+    gc.freeze()
     counted: list[_Counted] = []
     for num_tokens in sizes:
         counted.append(_run(skeleton, layers, kinds, num_tokens))
@@ -232,7 +237,7 @@ def _find_pinned(skeleton: Any, model: Model) -> tuple[list[str], list[int]]:
 
 def _make(value: torch.Tensor, *, is_fake: bool) -> torch.Tensor:
     if is_fake:
-        return torch.empty(value.shape, dtype=value.dtype)
+        return drop_values(value)
     return torch.zeros((), dtype=value.dtype).expand(value.shape)
 
 
