@@ -1,6 +1,6 @@
 """Which cases of a test are in the quick tier, ``pytest -m 'not slow'``, and which in the sweep."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -34,11 +34,25 @@ def choose_each_value_once(cases: Sequence[tuple[Any, ...]]) -> list[int]:
     return sorted(chosen)
 
 
-def each_value_once(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Leave in CI cases that have every value of every parameter, and the others to the sweep."""
+def others_in_sweep(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
+    """Leave in CI the cases that are ``kept``, and the others to the sweep."""
     listed = [*cases]
-    kept = choose_each_value_once(listed)
+    unknown = [case for case in kept if case not in listed]
+    assert not unknown, f"no cases: {unknown}"
+    named = (each if type(each) is tuple else (each,) for each in listed)
     return [
-        pytest.param(*case, marks=[] if number in kept else pytest.mark.sweep)
-        for number, case in enumerate(listed)
+        pytest.param(*each, marks=[] if case in kept else pytest.mark.sweep)
+        for case, each in zip(listed, named, strict=True)
     ]
+
+
+def each_value_once(
+    cases: Iterable[tuple[Any, ...]], of: Collection[tuple[Any, ...]] | None = None
+) -> list[Any]:
+    """Leave in CI cases that have every value of every parameter, and the others to the sweep.
+
+    Where only some of the values are to be there, ``of`` has the cases to choose from.
+    """
+    listed = [*cases]
+    choices = listed if of is None else [*of]
+    return others_in_sweep(listed, [choices[number] for number in choose_each_value_once(choices)])

@@ -529,6 +529,10 @@ def save_stored(
     return stored, plain
 
 
+FEW_FORMS = ("fp8_block", "int4_zeros", "gptq", "nvfp4", "mxfp4_rows", "int8_bytes")
+"""Of ``FORMS`` one for each way in which codes and scales lie, for what moves them unread."""
+
+
 @cache
 def save_routed(
     folder: Path, family: str, form: str, num_chosen: int

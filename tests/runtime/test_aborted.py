@@ -380,9 +380,19 @@ EXPERTS: dict[str, tuple[str, list[Any]]] = {
 }
 
 
+FEW = (
+    *("kept, read in place by prompts", "in parts, groups of chunks", "by cores", "divided"),
+    *("split", "kept codes"),
+)
+"""Each way in which a layer comes by its experts, once."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "chunk", "late"), each_value_once(product(EXPERTS, (3, 64), (False, True)))
+    ("name", "chunk", "late"),
+    each_value_once(
+        product(EXPERTS, (3, 64), (False, True)), of=[*product(FEW, (3, 64), (False, True))]
+    ),
 )
 def test_experts(find: Find, name: str, chunk: int, late: bool) -> None:
     family, rules = EXPERTS[name]

@@ -15,6 +15,7 @@ from tests.runtime.families import MOST_ROUNDING
 from tests.runtime.fed import BATCH, FED, run_fed, run_in_float32, typical_error
 from tests.runtime.plans import group, offload, open_session
 from tests.runtime.quantise import FORMS, save_stored
+from tests.tiers import others_in_sweep
 
 require_cores()
 
@@ -36,10 +37,15 @@ RULES = {
 }
 ALL_RULES = ("fp8_block", "int4", "nvfp4", "mxfp4")
 """Forms that run by each rule; which layers the cores compute is the same for further ones."""
+KERNELS = ("int8_bytes", "gptq", "awq", "mxfp4_rows", "bnb8")
+"""Forms beside those that the cores' kernels read each in a way of its own."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "form"), CASES)
+@pytest.mark.parametrize(
+    ("family", "form"),
+    others_in_sweep(CASES, [case for case in CASES if case[1] in (*ALL_RULES, *KERNELS)]),
+)
 def test_logits_are_as_near_to_float32(family: str, form: str, tmp_path: Path) -> None:
     stored, plain = save_stored(family, form, tmp_path, dtype=torch.bfloat16)
     exact = run_in_float32(plain)

@@ -34,7 +34,7 @@ from tests.runtime.cached import (
 )
 from tests.runtime.conftest import SIZES, save_tiny
 from tests.runtime.plans import offload, open_session
-from tests.runtime.quantise import FORMS, save_stored
+from tests.runtime.quantise import FEW_FORMS, FORMS, save_stored
 from tests.tiers import each_value_once, first_quick
 
 NUM_EXPERTS = 4
@@ -111,16 +111,17 @@ def test_counts_are_those_of_a_list_of_the_trace(
         assert all(not (c.hits or c.misses) for c in count_experts(session).values())
 
 
+STORED = [*(("qwen3_moe", form) for form in FORMS)]
+STORED += [("deepseek_v3", "fp8_block"), ("gpt_oss", "mxfp4")]
+WAYS = [(1, "prefetch"), (3, "uva")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "form", "num", "prefill"),
     each_value_once(
-        (*case, *way)
-        for case in (
-            *(("qwen3_moe", form) for form in FORMS),
-            *(("deepseek_v3", "fp8_block"), ("gpt_oss", "mxfp4")),
-        )
-        for way in ((1, "prefetch"), (3, "uva"))
+        ((*case, *way) for case in STORED for way in WAYS),
+        of=[(*case, *way) for case in STORED if case[1] in (*FEW_FORMS, "mxfp4") for way in WAYS],
     ),
 )
 def test_stored_forms_equal_resident(

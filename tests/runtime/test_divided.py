@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from tests.runtime.fed import run_fed, run_in_float32, typical_error
 from tests.runtime.plans import group, offload, open_session
 from tests.runtime.quantise import save_stored
 from tests.runtime.stream import AtOnce
-from tests.tiers import first_quick
+from tests.tiers import each_value_once, first_quick, others_in_sweep
 
 require_cores()
 
@@ -47,7 +48,7 @@ def test_logits_are_as_near_to_float32(family: str, form: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "form"), CASES)
+@pytest.mark.parametrize(("family", "form"), others_in_sweep(CASES, CASES[::2]))
 def test_logits_of_a_split_expert_are_as_near(family: str, form: str, tmp_path: Path) -> None:
     stored, plain = save(family, form, tmp_path, **wide(family))
     exact = run_in_float32(plain)
@@ -70,22 +71,26 @@ def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save("qwen3_moe", "values", into, **config, **wide("qwen3_moe"))[0]
 
 
-@pytest.mark.parametrize("prefill", ["prefetch", "uva"])
 @pytest.mark.parametrize(
-    ("num", "share"), first_quick([(1, 0.5), (2, 0.34), (2, None), (3, 0.6), (4, 0.5)])
+    ("share", "prefill"),
+    each_value_once(
+        product([(1, 0.5), (2, 0.34), (2, None), (3, 0.6), (4, 0.5)], ["prefetch", "uva"])
+    ),
 )
 @pytest.mark.slow
 def test_counts_are_those_of_a_list(
-    folder: Path, prefill: str, num: int, share: float | None
+    folder: Path, share: tuple[int, float | None], prefill: str
 ) -> None:
-    with open_session(folder, offload(dividing(num, share, prefill), prefill_chunk=7)) as session:
+    """``share`` is a number of slots, and the part of what is missed that the cores multiply."""
+    num, part = share
+    with open_session(folder, offload(dividing(num, part, prefill), prefill_chunk=7)) as session:
         session.warm_up(1, 7)
         cached_of(session).invalidate()
-        run_beside_lists(session, 1.0 if share is None else share)
+        run_beside_lists(session, 1.0 if part is None else part)
         found = session.count(36)["cached_experts"]
         assert found is not None
         assert 0 < found.by_cores <= found.misses
-        assert share is not None or found.by_cores == found.misses
+        assert part is not None or found.by_cores == found.misses
 
 
 @pytest.mark.parametrize(("num", "share"), first_quick([(2, 0.5), (2, 0.34), (3, 0.25)]))
@@ -278,7 +283,7 @@ def abort(*_: object) -> torch.Tensor:
 
 @pytest.mark.no_cover  # tracing the compiler takes half as long again
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", others_in_sweep(["qwen3_moe", "deepseek_v3"], ["qwen3_moe"]))
 def test_compiled_layers_run_no_code_of_others(
     folder: Path, family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from tests.runtime.interpreted import (
     runs_itself,
     runs_kernels,
 )
-from tests.tiers import each_value_once
+from tests.tiers import each_value_once, others_in_sweep
 
 # the interpreter rounds bfloat16 in a way of its own
 DEVICE, DTYPES = ("cpu", [torch.float16]) if INTERPRETED else ("cuda", [torch.bfloat16, torch.half])
@@ -60,7 +60,21 @@ FORMS = {
     "nf4 nested": Form(Kind.NF4),
     "packed": PACKED,
 }
-by_form = pytest.mark.parametrize("name", FORMS)
+FEW = [
+    *(
+        "fp8",
+        "fp8 channel",
+        "mxfp8 by powers",
+        "mxfp4",
+        "nvfp4",
+        "int4",
+        "int8",
+        "bytes with zeros",
+    ),
+    *("gptq", "gptq in order", "awq", "nf4 nested", "packed"),
+]
+"""One for each way through a kernel: all forms are expanded and multiplied by a matrix's rows."""
+by_form = pytest.mark.parametrize("name", others_in_sweep(FORMS, FEW))
 
 
 def few_out(name: str) -> int:
@@ -218,7 +232,10 @@ def test_expansion_is_exact(
 
 @pytest.mark.gpu
 @runs_kernels
-@pytest.mark.parametrize(("name", "experts"), each_value_once(product(FORMS, [0, EXPERTS])))
+@pytest.mark.parametrize(
+    ("name", "experts"),
+    each_value_once(product(FORMS, [0, EXPERTS]), of=[*product(FEW, [0, EXPERTS])]),
+)
 def test_operators_tell_what_they_return(
     name: str, experts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,7 +350,9 @@ def test_last_blocks_reach_past_the_end(name: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.gpu
 @runs_kernels
-@pytest.mark.parametrize(("name", "tokens"), each_value_once(product(FORMS, TOKENS)))
+@pytest.mark.parametrize(
+    ("name", "tokens"), each_value_once(product(FORMS, TOKENS), of=[*product(FEW, TOKENS)])
+)
 def test_products_of_experts(name: str, tokens: int) -> None:
     from offplan.runtime.forms.gather import sort_pairs
     from offplan.runtime.forms.products import multiply_pairs

@@ -32,16 +32,32 @@ from tests.runtime.families import (
     require,
 )
 from tests.runtime.plans import offload, open_session
-from tests.tiers import each_value_once, first_quick
+from tests.tiers import first_quick, others_in_sweep
 
 LAST = dict(TEXT_PARTS)
 """One text part of each family."""
 RENAMED = "fuyu gemma3 internvl llava llava_next llava_onevision mistral3 qwen2_5_vl qwen2_vl"
 """Families that ``save_pretrained`` gives older names than those of the model's parameters."""
+DOZEN = [
+    ("cosmos3_edge", "cosmos3_edge_text"),
+    ("deepseek_vl_hybrid", "llama"),
+    ("fuyu", "persimmon"),
+    ("gemma4", "gemma4_text"),
+    ("glm4v", "glm4v_text"),
+    ("internvl", "gpt_oss"),
+    ("lfm2_vl", "lfm2_moe"),
+    ("llama4", "llama4_text"),
+    ("mistral3", "ministral3"),
+    ("qwen2_5_vl", "qwen2_5_vl_text"),
+    ("qwen3_5_moe", "qwen3_5_moe_text"),
+    ("step3p7", "step3p5"),
+]
+"""Text parts of every sort: with experts, windows, linear attention, sinks, rotary embeddings of
+three axes, keys that layers share; in a part of the config, at its top, and under older names."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "text"), each_value_once(TEXT_PARTS))
+@pytest.mark.parametrize(("family", "text"), others_in_sweep(TEXT_PARTS, DOZEN))
 def test_a_text_part_is_exact(family: str, text: str) -> None:
     """By offplan's own passes, or else by transformers'."""
     require(family)
@@ -52,7 +68,7 @@ def test_a_text_part_is_exact(family: str, text: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "text"), each_value_once(TEXT_PARTS))
+@pytest.mark.parametrize(("family", "text"), others_in_sweep(TEXT_PARTS, DOZEN))
 def test_transformers_own_passes_of_a_text_part(family: str, text: str) -> None:
     """In bfloat16, where what a class keeps in float32 would show."""
     require(family)
@@ -105,7 +121,9 @@ def flatten(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", RENAMED.split())
+@pytest.mark.parametrize(
+    "family", others_in_sweep(RENAMED.split(), ["fuyu", "internvl", "mistral3", "qwen2_5_vl"])
+)
 def test_names_of_the_parameters_themselves(family: str) -> None:
     outcome = compare(family, "untied", text=LAST[family], change=use_newer_names)
     assert outcome.kind == "exact", outcome.why

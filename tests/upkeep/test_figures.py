@@ -21,6 +21,7 @@ from offplan.upkeep.figures import list_contradictions
 from tests.cli import CLI, ROOT
 from tests.costs.builders import make_machine
 from tests.planner.cases import ask, models, rates, shares, workloads
+from tests.tiers import others_in_sweep
 
 PLANS = sorted((ROOT / "plans").glob("*.yaml"))
 
@@ -67,7 +68,7 @@ REAL = json.loads((ROOT / "tests" / "planner" / "totals.json").read_text("utf-8"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(0, len(REAL), len(REAL) // 36))
+@pytest.mark.parametrize("number", others_in_sweep(range(len(REAL)), range(0, len(REAL), 5)))
 def test_a_plan_of_a_real_model_agrees_with_itself(number: int) -> None:
     name, machine, memory, batch, prompt, output, context, *_ = REAL[number]
     workload = Workload(batch=batch, prompt_tokens=prompt, output_tokens=output, context=context)
