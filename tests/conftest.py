@@ -60,20 +60,14 @@ def planned_unasked(request: pytest.FixtureRequest) -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what the whole suite leaves out as slow too, so that ``-m 'not slow'`` is the loop.
 
-    Coverage leaves out the slow tests of prices and of the search: they look at thousands of plans
-    by the same lines, most of which quick tests run too, and take three times as long when traced.
-    Of any other slow test it has the first case: further ones, of which there are a thousand, run
-    few lines more, and tiny models take half as long again when traced.
+    Coverage is that of the quick tier: slow tests take half as long again when traced, and thrice
+    as long where they look at thousands of plans.
     """
-    begun: set[str] = set()
     for item in items:
         if item.get_closest_marker("sweep") or item.get_closest_marker("engines"):
             item.add_marker("slow")
-        function = item.nodeid.partition("[")[0]
-        is_further = item.path.parent.name in PRICED or function in begun
-        if is_further and item.get_closest_marker("slow"):
+        if item.get_closest_marker("slow"):
             item.add_marker("no_cover")
-        begun.add(function)
 
 
 def pytest_pycollect_makeitem(collector: pytest.Module, obj: object) -> list[pytest.Item] | None:

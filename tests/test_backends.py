@@ -40,7 +40,7 @@ from tests.planner.cases import MODELS, UNLIMITED, ask, budget_for
 from tests.runtime import plans
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import group, offload, run_each_greedily
-from tests.tiers import each_value_once
+from tests.tiers import each_value_once, others_in_sweep
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7]])
 BATCH = torch.tensor([[3, 14, 15, 9, 26], [58, 9, 7, 9, 3], [2, 38, 4, 6, 2]])
@@ -178,13 +178,17 @@ CHOICES = [
     *((dense_model, 50e9, 0.0), (dense_model, 0.9e9, 0.25), (dense_model, 1e6, 0.25)),
     *((moe_model, 50e9, 0.25), (moe_model, 0.9e9, 0.0), (moe_model, 1e6, 0.0)),
 ]
-"""Every two of a model, a rate and what is kept: any search finds the best of all single rules."""
+"""Every two of a model, a rate and what is kept: any search finds the best of all single rules.
+
+In CI each rate, with both models and both of what is kept.
+"""
 
 
 @pytest.mark.parametrize("num_layers", [3, pytest.param(4, marks=pytest.mark.sweep)])
-@pytest.mark.parametrize(("make_model", "bytes_per_s", "disk_cache"), CHOICES)
+@pytest.mark.parametrize(
+    ("make_model", "bytes_per_s", "kept"), others_in_sweep(CHOICES, CHOICES[1:4])
+)
 @pytest.mark.slow
-@pytest.mark.no_cover  # brute force, which takes three times as long when it is traced
 def test_the_planner_chooses_it_where_it_is_fastest(
     monkeypatch: pytest.MonkeyPatch,
     make_model: Callable[[int], Model],
@@ -277,6 +281,7 @@ def tokens_of(steps: Iterator[torch.Tensor]) -> list[list[int]]:
     return [tokens.tolist() for tokens in steps]
 
 
+@pytest.mark.slow
 def test_from_a_question_to_tokens(fast: Backend, folder: Path, tmp_path: Path) -> None:
     """A plan that the planner makes is written, read, and run: tokens and bytes are as promised."""
     model = open_model(str(folder))

@@ -317,7 +317,7 @@ def test_contributing_names_files_that_are_there() -> None:
     found = set(re.findall(path, text))
     named = {each for each in found if "NAME" not in each and not each.startswith(".venv")}
     assert len(named) > 40
-    places = (ROOT, ROOT / "offplan", ROOT / "docs")
+    places = (ROOT, ROOT / "offplan", ROOT / "docs", ROOT / "tests")
     assert not [each for each in named if not any((at / each).exists() for at in places)]
 
 

@@ -46,6 +46,7 @@ def test_parts_are_nearer_to_the_share() -> None:
     assert longest[0] > 1.2 * longest[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "inner"),
     [

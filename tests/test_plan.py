@@ -142,6 +142,7 @@ def test_yaml_round_trip(plan: Plan) -> None:
     assert (again.offload, again.budget) == (plan.offload, plan.budget)
 
 
+@pytest.mark.slow
 @given(plans())
 def test_json_is_exact(plan: Plan) -> None:
     assert parse_plan(plan.model_dump(mode="json"), "json") == plan
@@ -171,6 +172,7 @@ def test_made_plan_reads_back_from_its_file(tmp_path: Path) -> None:
     assert again.offload == example_plan.offload
 
 
+@pytest.mark.slow
 def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(dump_plan(example()).replace("workload: {", "workload: {batch: 7, "))

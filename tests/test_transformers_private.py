@@ -71,6 +71,7 @@ def test_a_version_that_was_not_tried_prints_one_line() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_no_other_file_reaches_for_what_transformers_does_not_document() -> None:
     """Neither modules beyond those of its reference, nor names of objects that begin with ``_``."""
     package = Path(transformers_private.__file__).parent

@@ -73,6 +73,7 @@ def test_another_generation_config_is_drift(
     assert (f"  {KEY}: null\n" in out or KEY not in out) == (found == "none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [edit(transformers_version="6"), edit()])
 def test_what_changes_no_text_is_no_drift(
     cli: CLI, plan: Path, copy: Path, change: Callable[[Path], object]
@@ -97,6 +98,7 @@ def test_a_plan_from_before_it_was_recorded(cli: CLI, plan: Path, copy: Path) ->
     assert (code, sorted(out.splitlines())) == (0, sorted(whole.splitlines()))
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_model_without_any(cli: CLI, plan: Path, copy: Path) -> None:
     (copy / FILE).unlink()
     code, out, _ = cli("plan", copy, "--machine", "cpu")
@@ -107,6 +109,7 @@ def test_a_plan_of_a_model_without_any(cli: CLI, plan: Path, copy: Path) -> None
     assert cli("check", plan, "--file-only").code == 0
 
 
+@pytest.mark.slow
 def test_a_config_alone(cli: CLI, plan: Path, copy: Path, tmp_path: Path) -> None:
     (tmp_path / "alone").mkdir()
     alone = tmp_path / "alone" / "config.json"

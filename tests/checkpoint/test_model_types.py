@@ -69,6 +69,7 @@ def default_config(name, **changes):
         return None
 
 
+@pytest.mark.slow
 def test_ties():
     table = model_types.TIED_BY_DEFAULT
     found = {name: CONFIG_MAPPING[name].tie_word_embeddings for name in known(table)}
@@ -158,6 +159,7 @@ def test_matrices_stored_the_other_way_round():
     assert found == set(known(model_types.CONV1D_TYPES))
 
 
+@pytest.mark.slow
 def test_orientation_of_experts():
     transposed = {name for name in CAUSAL if "is_transposed=True" in source(name)}
     # these two say it otherwise: in code of their own, in what loading turns round
@@ -186,6 +188,7 @@ def test_routers_that_heed_no_number_of_the_config(name):
     assert read_architecture(config.to_dict()).routing.num_per_token == routed.shape[-1]
 
 
+@pytest.mark.slow
 def test_shared_experts_are_added_last():
     ending = re.compile(
         r"hidden_states = self\.experts\(.*\)\.view\(\*orig_shape\)\n"

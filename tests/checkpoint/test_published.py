@@ -62,7 +62,8 @@ def write_published(folder, name):
 
 
 LARGE = """
-DeepSeek-R1 DeepSeek-V3.2 DeepSeek-V4-Flash-NVFP4 GLM-5.2-FP8 Kimi-K2-Instruct Kimi-K2.5
+DeepSeek-R1 DeepSeek-V3.2 DeepSeek-V4-Flash DeepSeek-V4-Flash-NVFP4 GLM-5.2-FP8
+Kimi-K2-Instruct Kimi-K2.5
 MiMo-V2-Flash MiniMax-M2.5-NVFP4 MiniMax-M3-NVFP4
 NVIDIA-Nemotron-3.5-Lightning-30B-A3B-NVFP4 Qwen3-235B-A22B-FP8 Qwen3-Coder-480B-A35B
 Qwen3-Next-80B-A3B Qwen3.5-122B-A10B-NVFP4
@@ -169,6 +170,7 @@ def test_a_type_that_is_asked_for_is_that_of_all_that_is_not_quantised(tmp_path)
     assert asked.total_bytes - stated.total_bytes == pytest.approx(2 * embedding, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     # transformers lists the class of the text part, too, under the other two's model types

@@ -167,6 +167,7 @@ def test_an_answer_for_an_engine_is_not_about_run(cli: CLI) -> None:
     assert "`offplan run` can execute" not in cli(*asked).err
 
 
+@pytest.mark.slow
 def test_no_model_runs_on_a_gpu_that_run_does_not_support(cli: CLI, tmp_path: Path) -> None:
     profile = tmp_path / "mi300x.yaml"
     profile.write_text(

@@ -41,6 +41,7 @@ def test_the_report(cli: CLI) -> None:
     assert max(map(len, out.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_predicted_and_measured_have_the_same_keys(cli: CLI) -> None:
     data = bench(cli, "plans/tiny-moe.yaml")
     facts = ["device", "batch", "prompt_tokens", "num_steps", "num_repeats"]
@@ -92,6 +93,7 @@ def test_a_plan_for_an_engine_is_predicted_as_it_runs_here(cli: CLI, tmp_path: P
     assert "ratios of times say nothing" in page.read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_bytes_moved_are_those_predicted(cli: CLI) -> None:
     data = bench(cli, "plans/tiny-moe.yaml")
     for phase in ("decode", "prefill"):

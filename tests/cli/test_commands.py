@@ -186,6 +186,7 @@ def test_analyze_json_without_a_machine(cli: CLI) -> None:
     assert "not measured" in data["unmeasured"]
 
 
+@pytest.mark.slow
 def test_analyze_says_what_does_not_fit_and_exits_0(cli: CLI) -> None:
     arguments = ("plans/tiny-moe", "--machine", "cpu", "--gpu-memory", "100KiB", *SMALL)
     code, out, _ = cli("analyze", *arguments, "--json")
@@ -367,6 +368,7 @@ def test_nothing_is_overwritten_without_force(cli: CLI, plan_file: Path) -> None
     assert plan_file.read_text().startswith("offplan: 1\n")
 
 
+@pytest.mark.slow
 def test_export(cli: CLI, plan_file: Path) -> None:
     text = plan_file.read_text()
     start = text.index("  rules:\n")
@@ -484,6 +486,7 @@ def test_a_plan_for_the_worker_is_exported_with_its_file(cli: CLI, tmp_path: Pat
     assert (code, "the log says that no plan is in force" in strip_lines(out)) == (4, True)
 
 
+@pytest.mark.slow
 def test_a_start_is_held_against_an_export(cli: CLI, plan_file: Path, tmp_path: Path) -> None:
     planned = ("plan", TINY_MOE, *OFFLOADING, "--for", "vllm", "-o", plan_file, "--force")
     assert cli(*planned).code == 0
@@ -509,6 +512,7 @@ def test_another_model_is_drift(cli: CLI, plan_file: Path) -> None:
     assert "plan it again" in err
 
 
+@pytest.mark.slow
 def test_machines(cli: CLI) -> None:
     code, out, err = cli("machines")
     assert (code, err) == (0, "")
@@ -564,6 +568,7 @@ def test_a_full_disk_exits_1_without_a_traceback(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_quiet_says_nothing_but_errors(cli: CLI, plan_file: Path) -> None:
     said = cli("plan", TINY_MOE, *OFFLOADING)
     assert said.err.endswith(RUNS)
@@ -572,6 +577,7 @@ def test_quiet_says_nothing_but_errors(cli: CLI, plan_file: Path) -> None:
     assert (code, out, "--force overwrites it" in err) == (2, "", True)
 
 
+@pytest.mark.slow
 def test_stdout_as_output(cli: CLI) -> None:
     plan = cli("plan", TINY_MOE, *OFFLOADING).out
     assert cli("plan", TINY_MOE, *OFFLOADING, "-o", "-").out == plan

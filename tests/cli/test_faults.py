@@ -57,6 +57,7 @@ def test_a_checkpoint_that_is_not_the_plans(cli: CLI, command: str) -> None:
     expect(cli, command, ROOT / "tests/models/qwen3-8b/config.json", 4, "plan it again")
 
 
+@pytest.mark.slow
 @COMMANDS
 def test_files_exchanged_while_starting(
     cli: CLI, monkeypatch: pytest.MonkeyPatch, copy: Path, command: str
@@ -71,6 +72,7 @@ def test_files_exchanged_while_starting(
     expect(cli, command, copy, 2, "has changed since its header was read")
 
 
+@pytest.mark.slow
 @COMMANDS
 @pytest.mark.parametrize("method", first_quick(["__init__", "_allocate"]))
 def test_gpu_out_of_memory(
@@ -83,6 +85,7 @@ def test_gpu_out_of_memory(
     expect(cli, command, TINY_MOE, 1, "--gpu-memory")
 
 
+@pytest.mark.slow
 @COMMANDS
 def test_an_interrupt(cli: CLI, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     def interrupt(*_: object) -> None:

@@ -239,6 +239,7 @@ def test_results_of_something_else_are_kept(run: Run, asked: Path, tmp_path: Pat
         assert path.read_text("latin-1") == odd
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "content"),
     first_quick(

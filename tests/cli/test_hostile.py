@@ -19,6 +19,7 @@ PROFILE = ROOT / "offplan" / "machine" / "profiles" / "cpu.yaml"
 ODD = ["a\x1b[31mb", "a\udcffb", "a\u202eb"]
 
 
+@pytest.mark.slow
 def test_names_are_no_markup(cli: CLI, tmp_path: Path) -> None:
     machine = tmp_path / "machine.yaml"
     text = PROFILE.read_text("utf-8").replace("name: CPU", "name: 'CPU [/x] [red] :smile:'")
@@ -98,6 +99,7 @@ def test_tokens_past_the_vocabulary(cli: CLI, copy: Path) -> None:
     assert (code, "makes token 1000000 of the prompt, and the model has" in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_prompt_in_any_locale(cli: CLI) -> None:
     plan = ROOT / "plans" / "tiny-moe.yaml"
     prompt = os.fsencode("né").decode("ascii", "surrogateescape")
@@ -238,6 +240,7 @@ def test_faults_while_modules_are_imported(module: str, error: str, code: int, t
     assert done.stderr.startswith(f"offplan: {told}")
 
 
+@pytest.mark.slow
 def test_generating_ends_where_nobody_reads(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     os.close(reader)

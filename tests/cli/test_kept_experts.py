@@ -92,6 +92,7 @@ def test_a_plan_names_its_profile_and_every_command_knows_it(
     assert (code, "routing.json" in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_show_says_that_parts_are_left_out(cli: CLI, profile: Path, tmp_path: Path) -> None:
     shown = []
     for parts in ("auto", "off"):

@@ -21,6 +21,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 def test_the_list_of_machines_imports_nothing_that_prices() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LISTING], capture_output=True, text=True, check=True, cwd=ROOT

@@ -79,6 +79,7 @@ def test_replan_moves_paths_with_the_file(cli: CLI, folder: Path) -> None:
     assert cli("replan", "plans/new.yaml", "-o", "-").out == text
 
 
+@pytest.mark.slow
 def test_paths_start_at_the_file_that_a_link_leads_to(cli: CLI, folder: Path) -> None:
     links = folder / "links"
     links.mkdir()
@@ -90,6 +91,7 @@ def test_paths_start_at_the_file_that_a_link_leads_to(cli: CLI, folder: Path) ->
     assert "source: model\n" in Path("plan.yaml").read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_replan_answers_for_a_smaller_budget(cli: CLI, folder: Path) -> None:
     write_plan(("gpu_memory: 1 MiB", "gpu_memory: 1000 KiB"))
     code, out, err = cli("check", "plan.yaml")
@@ -187,12 +189,14 @@ not told  this machine  there is no GPU here to compare with
 """
 
 
+@pytest.mark.slow
 def test_check_of_a_plan_that_holds(cli: CLI, folder: Path) -> None:
     code, out, err = cli("check", "plan.yaml")
     assert (code, strip_lines(out), err) == (0, HOLDS, "")
     assert "this machine" not in cli("check", "plan.yaml", "--file-only").out
 
 
+@pytest.mark.slow
 def test_check_finds_another_model(cli: CLI, folder: Path) -> None:
     change_config()
     code, out, err = cli("check", "plan.yaml")
@@ -219,6 +223,7 @@ def test_check_finds_what_exceeds_the_budget(cli: CLI, folder: Path) -> None:
     assert "NO ROOM   prediction    edited, or made by another version: it takes" in out
 
 
+@pytest.mark.slow
 def test_check_finds_other_figures_of_the_machine(cli: CLI, folder: Path) -> None:
     profile = ROOT / "offplan" / "machine" / "profiles" / "cpu.yaml"
     shutil.copy(profile, "mine.yaml")
@@ -236,6 +241,7 @@ def test_check_finds_other_figures_of_the_machine(cli: CLI, folder: Path) -> Non
     assert "ok        prediction    memory is what the decision takes; times need" in out
 
 
+@pytest.mark.slow
 def test_check_of_several_plans_ends_as_the_worst(cli: CLI, folder: Path) -> None:
     shutil.copy("plan.yaml", "other.yaml")
     write_plan(("step: 2.426 ms", "step: 3 ms"))
@@ -249,6 +255,7 @@ def test_check_of_several_plans_ends_as_the_worst(cli: CLI, folder: Path) -> Non
     assert cli("check", "other.yaml", "plan.yaml", "--model", "model").code == 2
 
 
+@pytest.mark.slow
 def test_check_has_a_result_for_each_file(cli: CLI, folder: Path) -> None:
     shutil.copytree("model", "damaged")
     Path("damaged/model-00002-of-00003.safetensors").unlink()
@@ -269,6 +276,7 @@ def test_check_has_a_result_for_each_file(cli: CLI, folder: Path) -> None:
     assert "gone.yaml ERROR plan cannot read" in " ".join(out.split())
 
 
+@pytest.mark.slow
 def test_check_of_files_alone_asks_no_network(
     cli: CLI, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,6 +295,7 @@ def test_check_of_files_alone_asks_no_network(
     assert out.count("ok        profile") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "code", "found"),
     [
@@ -329,6 +338,7 @@ def test_check_looks_at_the_host(cli: CLI, folder: Path, monkeypatch: pytest.Mon
     assert "not told page locks ulimit -l is 8 KiB, less than 96 KiB" in out
 
 
+@pytest.mark.slow
 def test_check_takes_the_plans_of_a_folder(cli: CLI, folder: Path) -> None:
     (folder / "notes.yaml").write_text("a: note")
     (folder / "other.yml").write_text((folder / "plan.yaml").read_text())

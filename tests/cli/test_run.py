@@ -85,6 +85,7 @@ def test_without_a_prompt_it_runs_the_workload(cli: CLI) -> None:
     assert (data["batch"], data["prompt_tokens"], data["output_tokens"]) == (1, 32, 96)
 
 
+@pytest.mark.slow
 def test_dummy_weights_need_no_checkpoint(cli: CLI) -> None:
     arguments = ("--dummy-weights", "--max-new-tokens", 2, "--device", "cpu", "--json")
     config = "plans/tiny-moe/config.json"

@@ -115,6 +115,7 @@ def test_results_of_something_else_are_let_go(
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+@pytest.mark.slow
 def test_a_file_system_without_locks(
     cli: CLI, command: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

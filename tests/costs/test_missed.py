@@ -31,6 +31,7 @@ def draw(repeat: float) -> np.ndarray[Any, Any]:
     return steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_slots", first_quick([12, 32, 50]))
 @pytest.mark.parametrize("repeat", first_quick([0.0, 0.5, 0.8]))
 def test_they_are_those_of_a_list(repeat: float, num_slots: int) -> None:

@@ -62,6 +62,7 @@ def add_product(coordinator: Coordinator) -> tuple[int, torch.Tensor, torch.Tens
     return coordinator.add(task), out, x.double() @ values_of(form, parts).mT
 
 
+@pytest.mark.slow
 def test_each_bell_is_answered(coordinator: Coordinator) -> None:
     stream, nothing = Stream(coordinator), coordinator.add(None)
     jobs = [add_product(coordinator) for _ in range(3)]
@@ -116,6 +117,7 @@ def test_closing_answers_whoever_waits(words: Words) -> None:
     coordinator.check()
 
 
+@pytest.mark.slow
 def test_two_at_a_time() -> None:
     library, memory = cores.load(), [Words(), Words()]
     both = [Coordinator(library, library.team(2), ctypes.addressof(each)) for each in memory]

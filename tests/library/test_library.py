@@ -100,6 +100,7 @@ def test_choices_are_those_there_are() -> None:
     assert Goal.model_fields["objective"].annotation == ObjectiveName
 
 
+@pytest.mark.slow
 def test_the_example_of_the_page() -> None:
     page = (ROOT / "docs" / "library.md").read_text("utf-8")
     code, shown = re.findall(r"^```\w*\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[:2]
@@ -109,6 +110,7 @@ def test_the_example_of_the_page() -> None:
     assert printed.getvalue() == shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", first_quick([str, Path]))
 def test_a_path_is_a_text_or_a_path(kind: type) -> None:
     file, folder = kind("plans/tiny-moe.yaml"), kind("plans/tiny-moe")

@@ -222,6 +222,7 @@ def test_nothing_is_fetched_for_a_model_that_cannot_run(both_ways: Path) -> None
     check_before_fetching(open_model(str(both_ways)), offload(), 1, CPU)  # loading says so itself
 
 
+@pytest.mark.slow
 def test_long_texts_that_sparse_attention_leaves_tokens_of(tmp_path: Path) -> None:
     _save_changed("deepseek_v32", {"index_topk": 8}, tmp_path)
     model, told = open_model(str(tmp_path), name="on/the-hub"), "texts of more than 8 tokens"

@@ -152,6 +152,7 @@ def test_what_the_budget_has_no_room_for(folder: Path) -> None:
     assert abs((grown[1] - grown[0]) - (resident[1] - resident[0])) < 4096
 
 
+@pytest.mark.slow
 def test_streamed_weights_end_opening_by_name(folder: Path) -> None:
     change(folder, Q, hide)
     change(folder, DOWN, hide)

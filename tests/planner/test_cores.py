@@ -162,12 +162,14 @@ def test_cores_that_are_slower_than_priced_are_told_of() -> None:
     assert note_cores(without, here, 0.01, 0.02) == note_cores(plan, "CPU", 0.01, 0.02) == []
 
 
+@pytest.mark.slow
 def test_what_has_no_kernel_is_left_to_the_link(tmp_path: Path) -> None:
     stored, _ = save_stored("qwen3", "int8", tmp_path)  # float32, in groups of 64
     question = ask(open_model(str(stored)), MACHINE, 0.5, Workload(context=640), WITH_CORES)
     assert "host" not in backends_of(make_plan(question).plan.offload)
 
 
+@pytest.mark.slow
 def test_from_a_question_to_tokens(tmp_path: Path) -> None:
     try:
         check_platform()

@@ -57,6 +57,7 @@ def test_budgets_are_those_of_cards() -> None:
     assert spread_budgets(3, 5) == {3, 4, 5}
 
 
+@pytest.mark.slow
 def test_a_frontier_may_be_one_point() -> None:
     """As where a small model takes hardly anything beside the overhead."""
     machine = make_machine(gpu_memory=2**41)

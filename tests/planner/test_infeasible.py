@@ -16,6 +16,7 @@ from tests.planner.cases import MODELS, ask, budget_for, plan_for
 from tests.tiers import first_quick
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first_quick(MODELS))
 def test_shortfall_is_exactly_what_is_missing(name: str) -> None:
     model, machine = MODELS[name], make_machine()
@@ -43,6 +44,7 @@ def test_host_memory_is_kept() -> None:
     assert plan_for(model, machine, roomy).prediction.host_memory_bytes <= room
 
 
+@pytest.mark.slow
 def test_plans_that_the_host_has_no_room_for_are_not_weighed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -249,6 +249,7 @@ def test_an_expert_is_split_where_that_is_sooner() -> None:
     assert whole.prediction.objective_s > plan.prediction.objective_s
 
 
+@pytest.mark.slow
 def test_experts_whose_rows_are_inputs_are_not_the_cores(tmp_path: Path) -> None:
     """gpt-oss in bfloat16, whose matrices are stored as [experts, in, out]."""
     config = ROOT / "benchmarks" / "models" / "gpt-oss-20b" / "config.json"

@@ -52,6 +52,7 @@ def test_more_memory_a_faster_link_or_gpu_is_never_slower(
         assert make_plan(question).best_s <= before.best_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("h2d", first_quick([1e9, 20e9]))
 def test_two_rules_never_lose_by_memory(h2d: float) -> None:
     model, machine = make_model([DENSE, *[MOE] * 6]), make_machine(h2d=h2d, uva=0.9 * h2d)

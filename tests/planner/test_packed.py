@@ -34,6 +34,7 @@ def plan(name: str, share: float, goal: Goal | None = None, **others: Any) -> Pl
     return make_plan(ask(MODELS[name], MACHINE, share, goal=goal or Goal(), **others))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first_quick(MODELS))
 @pytest.mark.parametrize("share", first_quick([0.2, 0.6, 0.95]))
 def test_what_the_link_holds_up_is_packed(name: str, share: float) -> None:
@@ -150,6 +151,7 @@ def test_a_head_is_packed_with_the_embedding_that_it_is_tied_to(tmp_path: Path) 
     )
 
 
+@pytest.mark.slow
 def test_a_packed_head_that_is_faster_lowers_the_floor() -> None:
     model = MODELS["dense"]
     key = hold(model, pack_everything(model)).outside_key
@@ -165,6 +167,7 @@ def test_a_packed_head_that_is_faster_lowers_the_floor() -> None:
         assert found.floor.objective_s <= found.plan.prediction.objective_s
 
 
+@pytest.mark.slow
 def test_a_scratch_that_takes_more_than_packing_saves_raises_no_floor() -> None:
     model = make_model([DENSE | {"mlp.up_proj.weight": (48 * HIDDEN, HIDDEN)}])
     for share in (0.3, 0.6, 0.9):

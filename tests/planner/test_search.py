@@ -86,12 +86,12 @@ def test_one_output_token_takes_the_shortest_prompt_then_the_shortest_step(
 @pytest.mark.parametrize(
     ("layers", "share", "h2d", "num_rules"),
     [
-        ([DENSE] * 3, 0.1, 10e9, 2),
+        pytest.param([DENSE] * 3, 0.1, 10e9, 2, marks=pytest.mark.sweep),
         ([DENSE, MOE], 0.7, 1e9, 2),
-        ([FEW_DENSE] * 4, 0.6, 5e9, 2),
+        pytest.param([FEW_DENSE] * 4, 0.6, 5e9, 2, marks=pytest.mark.sweep),
         ([FEW_DENSE] * 3, 0.8, 5e9, 1),
         ([FEW_MOE, FEW_DENSE, FEW_MOE], 0.4, 5e9, 2),
-        ([FEW_MOE] * 5, 0.2, 5e9, 2),
+        pytest.param([FEW_MOE] * 5, 0.2, 5e9, 2, marks=pytest.mark.sweep),
         # of a layer more, of which there are thrice as many plans
         pytest.param([FEW_DENSE] * 5, 0.6, 5e9, 2, marks=pytest.mark.sweep),
         pytest.param([FEW_DENSE, FEW_MOE] * 2, 0.4, 5e9, 2, marks=pytest.mark.sweep),
@@ -111,6 +111,7 @@ def test_two_rules_equal_brute_force(
     assert (result.second_rule_gain > 1) == (num_rules == 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "share"), [("dense", 0.3), ("moe", 0.5)])
 def test_nothing_on_a_second_gpu_is_read_in_place(name: str, share: float) -> None:
     """Were it allowed, it would be best: its rate is twice that of copies."""

@@ -38,7 +38,7 @@ from offplan.planner.space import PREFETCH_STEPS, Space, prefill_chunks
 from tests.costs.builders import make_machine, rule
 from tests.costs.exact import run_request
 from tests.engines.configs import DENSE, LATENT, MOE
-from tests.tiers import each_value_once
+from tests.tiers import each_value_once, others_in_sweep
 
 WORKLOAD = Workload(prompt_tokens=600, output_tokens=20, context=700)
 PACKABLE = DENSE | {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 128}
@@ -159,7 +159,7 @@ def test_no_plan_is_faster_over_all_stages(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [0.0, 0.1, 0.3, 0.6])
+@pytest.mark.parametrize("part", others_in_sweep([0.0, 0.1, 0.3, 0.6], [0.1]))
 def test_host_memory_is_that_of_all_stages(part: float, tmp_path: Path) -> None:
     """The second one has fewer layers, and page-locks less."""
     model = read("dense", 5, tmp_path)

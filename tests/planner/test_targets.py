@@ -13,7 +13,7 @@ from offplan.units import format_bytes, format_seconds
 from tests.costs.builders import DENSE, MOE, Shapes, make_machine, make_model, moe_model
 from tests.planner.brute_force import BruteForce, Priced
 from tests.planner.cases import FEW_DENSE, FEW_MOE, ask, assert_fastest
-from tests.tiers import each_value_once
+from tests.tiers import each_value_once, others_in_sweep
 
 MODEL, MACHINE = moe_model(4), make_machine(gpu_memory=2**23)
 SHORT = Workload(prompt_tokens=512)
@@ -73,13 +73,14 @@ def test_a_target_that_no_memory_reaches() -> None:
     assert error.value.shortfall_bytes is None
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_targets_are_not_what_is_missing() -> None:
     with pytest.raises(InfeasibleError, match="no plan fits"):
         make_plan(ask(MODEL, MACHINE, -0.5, goal=Goal(max_tpot=1e-9)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("h2d", [1e9, 20e9])
+@pytest.mark.parametrize("h2d", others_in_sweep([1e9, 20e9], [20e9]))
 def test_targets_equal_brute_force(h2d: float) -> None:
     """The fastest within targets, or the nearest to them: as if every plan were looked at."""
     model, machine = (

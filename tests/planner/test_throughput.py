@@ -12,6 +12,7 @@ from offplan.planner.make import make_plan
 from offplan.report.explain import explain_plan
 from tests.costs.builders import dense_model, make_machine, moe_model
 from tests.planner.cases import ask
+from tests.tiers import others_in_sweep
 
 MODEL, MACHINE = moe_model(4), make_machine()
 EIGHT = Workload(batch=8, prompt_tokens=16, output_tokens=20, context=64)
@@ -40,7 +41,7 @@ def test_throughput_chooses_the_batch_that_gives_most() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("room", [-0.15, -0.05])
+@pytest.mark.parametrize("room", others_in_sweep([-0.15, -0.05], [-0.05]))
 def test_batches_that_fit_with_a_packed_head_alone_are_tried(room: float) -> None:
     model, machine = dense_model(4), make_machine(h2d=1e9, uva=0.9e9)
     question = ask(model, machine, room, EIGHT, MOST)

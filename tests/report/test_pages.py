@@ -76,6 +76,7 @@ def report(cli: CLI, folder: Path, *arguments: object) -> str:
     return path.read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_a_page_stands_alone(cli: CLI, tmp_path: Path) -> None:
     text = report(cli, tmp_path, PLAN, "--bench", write_bench(tmp_path / "bench.json"))
     page = Page(text)
@@ -164,6 +165,7 @@ def test_the_scale_of_speeds_has_round_ticks() -> None:
     assert list_ticks(3.0, 4.0) == [3.0, 4.0]
 
 
+@pytest.mark.slow
 def test_the_pictures_alone(cli: CLI, tmp_path: Path) -> None:
     path = tmp_path / "plan.svg"
     code, out, err = cli("report", PLAN, "--svg", path)
@@ -236,6 +238,7 @@ def test_a_trace_has_both_sides(cli: CLI, tmp_path: Path) -> None:
     assert sums[2, "compute"] == pytest.approx(2 * 8000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "error"),
     first_quick(
@@ -255,6 +258,7 @@ def test_a_file_that_is_no_benchmark(cli: CLI, tmp_path: Path, text: str, error:
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_benchmark_of_another_plan_is_refused(cli: CLI, tmp_path: Path) -> None:
     path = write_bench(tmp_path / "bench.json")
     data = json.loads(path.read_text())

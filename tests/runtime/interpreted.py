@@ -92,6 +92,7 @@ def run_interpreted(path: str, named: str = "", tier: str = "not sweep") -> str:
         sys.executable,
         "-m",
         "pytest",
+        "--noconftest",  # which has the command line imported, and a dozen families
         "-p",
         "no:cacheprovider",
         "-n",

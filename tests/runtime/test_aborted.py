@@ -35,7 +35,7 @@ from tests.runtime.conftest import save_tiny
 from tests.runtime.divided import dividing, save, wide
 from tests.runtime.plans import CONTEXT, LateLink, group, in_parts, offload, open_session
 from tests.runtime.quantise import save_stored
-from tests.tiers import each_value_once
+from tests.tiers import each_value_once, others_in_sweep
 
 TEXTS = {
     name: [(number * step + 5) % 61 + 1 for number in range(CONTEXT)]
@@ -296,6 +296,7 @@ def find(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, 
 Find = Callable[[str], tuple[Path, Path]]
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_aborted_leaves_the_other_texts_right(find: Find) -> None:
     """Decode takes the last layers from the ring, which a prompt has filled anew."""
     decision = offload(group(1, 1, "mlp", decode="uva"), prefill_chunk=8)
@@ -421,7 +422,10 @@ def test_caches_of_every_kind(find: Find, name: str, decode: str, late: bool) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("decode", "late"), each_value_once(product(PREFILLS, (False, True))))
+@pytest.mark.parametrize(
+    ("decode", "late"),
+    others_in_sweep(product(PREFILLS, (False, True)), [("prefetch", True)]),
+)
 def test_packed_layers(find: Find, decode: str, late: bool) -> None:
     rule = group(1, 1, "mlp", decode=decode)
     decision = offload(rule, prefill_chunk=4).model_copy(
@@ -498,7 +502,9 @@ def test_a_pass_that_is_aborted_leaves_compilation_on() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.sweep) for n in (1, 2))])
-@pytest.mark.parametrize("name", ANYWHERE)
+@pytest.mark.parametrize(
+    "name", others_in_sweep(ANYWHERE, ["in place", "latents", "kept", "in parts"])
+)
 def test_at_any_line(find: Find, name: str, seed: int) -> None:
     family, rules = ANYWHERE[name]
     draw = random.Random(seed)

@@ -42,6 +42,7 @@ def test_whole_layers(moe: Path) -> None:
     assert names(moe) == ["model.layers.1", "model.layers.3"]
 
 
+@pytest.mark.slow
 def test_parts_of_layers(moe: Path) -> None:
     layers = ("model.layers.1", "model.layers.3")
     assert sorted(names(moe, "experts")) == [f"{layer}.mlp.experts" for layer in layers]
@@ -58,6 +59,7 @@ def test_sparse_attention_is_refused(tmp_path: Path) -> None:
         bench_accelerate(question(save_tiny("deepseek_v32", tmp_path)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", first_quick([None, "falcon", "nemotron_h", "rwkv"]))
 def test_it_computes_the_same(
     family: str | None, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -61,6 +61,7 @@ def folder(tmp_path: Path) -> Path:
     return save_stored("qwen3_moe", "fp8_block", tmp_path, torch.bfloat16, num_hidden_layers=3)[0]
 
 
+@pytest.mark.slow
 def test_a_layer_that_the_prompt_left_in_the_ring_is_not_for_the_cores(folder: Path) -> None:
     decision = offload(group(1, 1, "experts", decode="host"), prefetch_step=2)
     with open_session(folder, decision) as session, session.stream():

@@ -35,7 +35,7 @@ from tests.runtime.cached import (
 from tests.runtime.conftest import SIZES, save_tiny
 from tests.runtime.plans import offload, open_session
 from tests.runtime.quantise import FEW_FORMS, FORMS, save_stored
-from tests.tiers import each_value_once, first_quick
+from tests.tiers import each_value_once, first_quick, others_in_sweep
 
 NUM_EXPERTS = 4
 NAMES = ["qwen3_moe_tied"]
@@ -136,7 +136,7 @@ def test_stored_forms_equal_resident(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", others_in_sweep(["qwen3_moe", "deepseek_v3"], ["deepseek_v3"]))
 def test_packed_experts_equal_resident(family: str, tmp_path: Path) -> None:
     _, plain = save_stored(family, "fp8_block", tmp_path, torch.bfloat16, num_experts_per_tok=2)
     packing = {"packing": Packing(group_size=2, num_in_group=2)}
@@ -169,7 +169,6 @@ def count_copied_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return copied
 
 
-@pytest.mark.no_cover  # tracing the compiler takes half as long again
 @pytest.mark.slow
 def test_compiled_layers_with_slots_run_no_code_of_those_without(
     folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -226,6 +225,7 @@ def test_memory_holds_the_slots(folder: Path) -> None:
     assert not any("slots" in vars(each) for each in experts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", first_quick([1, 2]))
 def test_texts_that_join_and_leave_beside_a_prompt_that_fails(tmp_path: Path, num: int) -> None:
     """Texts of unlike lengths in rows of the cache have the resident logits, bit for bit."""
@@ -261,6 +261,7 @@ def test_texts_that_join_and_leave_beside_a_prompt_that_fails(tmp_path: Path, nu
     assert all(map(torch.equal, got, expected))
 
 
+@pytest.mark.slow
 def test_a_router_that_heeds_no_number_of_the_config(tmp_path: Path) -> None:
     """Phi-MoE's chooses two experts, and so does the plan."""
     config = PhimoeConfig(

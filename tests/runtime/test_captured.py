@@ -20,6 +20,7 @@ from offplan.runtime.session import Session
 from offplan.schedule import Schedule
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import group, offload, open_session
+from tests.tiers import others_in_sweep
 
 CHUNK = 6
 DECISION = offload(group(2, 1, "mlp", decode="uva"), group(2, 1, "self_attn"), prefill_chunk=CHUNK)
@@ -83,7 +84,7 @@ KINDS = ["qwen3", "deepseek_v2", "dynamic", "longrope", "shared_keys", "linear"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", others_in_sweep(KINDS, ["deepseek_v2", "dynamic", "linear"]))
 def test_prompts_of_any_length_and_batch_in_between(
     graphs: Graphs, tmp_path: Path, kind: str
 ) -> None:
@@ -141,6 +142,7 @@ def test_prompts_of_one_row_are_captured_where_that_was_asked_for(
             assert graphs.captured.count(Phase.PREFILL) == before + capture_prompt
 
 
+@pytest.mark.slow
 def test_a_captured_prompt_makes_room_for_another(graphs: Graphs, tmp_path: Path) -> None:
     with open_capturing(save_tiny("qwen3", tmp_path / "checkpoint")) as session:
         step = {(Phase.DECODE, 2)}

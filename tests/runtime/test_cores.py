@@ -243,6 +243,7 @@ def test_rows_in_any_order_make_the_same(library: Library, team: Team, name: str
         library.take_rows(RowOrder.OF_PROCESSOR)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", first_quick([6, 70]))
 def test_any_number_of_threads_makes_the_same(library: Library, num_threads: int) -> None:
     """Also of one token, which whoever starts them prepares, and of none that is chosen."""

@@ -127,6 +127,7 @@ def test_max_bytes(checkpoint: Path) -> None:
     assert_same_as_resident(checkpoint, rule, prefetch_step=1)
 
 
+@pytest.mark.slow
 def test_embeddings_on_the_host(checkpoint: Path) -> None:
     if input_embedding(open_model(str(checkpoint))) is None:
         with pytest.raises(PlanError, match="tied"):

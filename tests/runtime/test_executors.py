@@ -108,6 +108,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny("qwen3", tmp_path_factory.mktemp("executors"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [64, 3])
 def test_from_the_check_to_the_end(last: type[Last], folder: Path, chunk: int) -> None:
     rule, logits = group(2, 1), []
@@ -137,6 +138,7 @@ def test_it_counts(last: type[Last], folder: Path) -> None:
         assert session.count(2, before) == {"last": Counts(num_layers / 2)}
 
 
+@pytest.mark.slow
 def test_it_refuses(last: type[Last], folder: Path) -> None:
     with pytest.raises(PlanError, match="seven slots"):
         open_session(folder, offload(group(2, 1), prefetch_step=7))

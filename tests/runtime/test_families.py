@@ -152,6 +152,7 @@ def test_attention_to_both_sides_is_refused(family: str) -> None:
     assert "tokens behind its own" in outcome.why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", "roberta"])
 def test_encoders_that_may_be_decoders_are_refused(family: str) -> None:
     outcome = compare(family, "as a decoder")

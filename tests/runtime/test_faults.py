@@ -4,6 +4,7 @@ import gc
 import json
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from offplan.runtime.session import Session
 from offplan.runtime.stock.runner import StockRunner
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import CONTEXT, group, offload
+from tests.tiers import each_value_once
 
 DECISION = offload(group(2, 1))
 PROMPT = torch.tensor([[3, 14, 15, 9, 26]])
@@ -79,6 +81,7 @@ def shard_of(folder: Path, number: int = 1) -> Path:
     return sorted(folder.glob("*.safetensors"))[number]
 
 
+@pytest.mark.slow
 def test_a_session_gives_back_what_it_locks(driver: Driver, folder: Path) -> None:
     with load(folder):
         assert len(driver.locked) == 2
@@ -254,29 +257,27 @@ PLACES: dict[str, tuple[object, str]] = {
 }
 
 
+ERRORS: dict[str, tuple[BaseException, type[BaseException]]] = {
+    "interrupt": (KeyboardInterrupt(), KeyboardInterrupt),
+    "memory": (OUT_OF_MEMORY, MemoryLimitError),
+    "other": (ValueError("anything"), ValueError),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (KeyboardInterrupt(), KeyboardInterrupt),
-        (OUT_OF_MEMORY, MemoryLimitError),
-        (ValueError("anything"), ValueError),
-    ],
-    ids=["interrupt", "memory", "other"],
-)
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize(("place", "kind"), each_value_once(product(PLACES, ERRORS)))
 def test_whatever_fails_half_way(
     driver: Driver,
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
-    place: tuple[object, str],
-    error: BaseException,
-    expected: type[BaseException],
+    place: str,
+    kind: str,
 ) -> None:
-    monkeypatch.setattr(*place, fail(error))
+    error, expected = ERRORS[kind]
+    monkeypatch.setattr(*PLACES[place], fail(error))
     with pytest.raises(expected):
         load(folder)
-    assert bool(driver.calls) == (place != PLACES["filling"])  # nothing is locked before it begins
+    assert bool(driver.calls) == (place != "filling")  # nothing is locked before it begins
     error.__traceback__ = error.__context__ = None
     gc.collect()
     assert not driver.locked

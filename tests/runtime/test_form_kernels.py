@@ -475,7 +475,7 @@ def test_packed_values_are_expanded_bit_for_bit(num_in: int, experts: int) -> No
 
 @pytest.mark.gpu
 @runs_kernels
-@pytest.mark.parametrize("num_in", LENGTHS)
+@pytest.mark.parametrize("num_in", others_in_sweep(LENGTHS, LENGTHS[1:]))
 def test_rows_of_packed_values_are_gathered_bit_for_bit(num_in: int) -> None:
     """In any order, as often as they are asked for, patches included; what is no row is NaN."""
     from offplan.runtime.forms.products import gather_rows

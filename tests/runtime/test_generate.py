@@ -21,7 +21,7 @@ from offplan.runtime.session import Session
 from offplan.runtime.texts import Text
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import group, offload, open_session
-from tests.tiers import first_quick
+from tests.tiers import first_quick, others_in_sweep
 
 NUM_TOKENS = 8
 PROMPTS = [[3, 14, 15, 9, 26, 5, 35], [58, 9, 7], [2, 38, 4, 6], [58, 9, 7]]
@@ -57,7 +57,11 @@ def generate_together(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["qwen3", "deepseek_v2", "linear", "chunked", "shared_keys", "dynamic", "longrope"]
+    "name",
+    others_in_sweep(
+        ["qwen3", "deepseek_v2", "linear", "chunked", "shared_keys", "dynamic", "longrope"],
+        ["deepseek_v2", "linear", "chunked", "dynamic"],
+    ),
 )
 def test_prompts_of_unlike_lengths(tmp_path: Path, name: str) -> None:
     folder = save_tiny(name, tmp_path)
@@ -140,6 +144,7 @@ def count_operations(step: Callable[[], object]) -> Counter[str]:
     return watch.counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_a_step_of_texts_queues_what_a_step_of_a_batch_does(tmp_path: Path, num_rows: int) -> None:
     prompt, num_tokens = [3, 14, 15], 12

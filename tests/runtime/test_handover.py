@@ -104,6 +104,7 @@ def test_a_failure_is_said(handover: Handover) -> None:
         handover.check()
 
 
+@pytest.mark.slow
 def test_layers_of_one_class_are_compiled_once() -> None:
     server = ByCores(CPU)
     linear: list[Any] = []

@@ -38,6 +38,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_logits_and_loss(session: Session, folder: Path) -> None:
     model, stock = OffplanForCausalLM(session), load_stock(folder)
     with torch.inference_mode():
@@ -58,6 +59,7 @@ def test_logits_and_loss(session: Session, folder: Path) -> None:
     close(model(PROMPT, attention_mask=PADDED).logits[0][seen[0]], alone[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
     first_quick(
@@ -81,6 +83,7 @@ def test_generate(session: Session, folder: Path, asked: dict[str, Any]) -> None
     assert made[1].tolist() == made[0].tolist()
 
 
+@pytest.mark.slow
 def test_a_pipeline_and_a_streamer(capfd: pytest.CaptureFixture[str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(TINY_MOE)
     capfd.readouterr()

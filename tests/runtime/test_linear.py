@@ -79,12 +79,14 @@ def test_a_prompt_in_chunks_of_any_length(folder: Path, chunk: int) -> None:
         assert_close(request(session, PROMPT), expect(folder))
 
 
+@pytest.mark.slow
 def test_a_chunk_in_spans(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewrites, "SPAN_TOKENS", 50)
     with load(folder, chunk=256) as session:
         assert_close(request(session, PROMPT), expect(folder))
 
 
+@pytest.mark.slow
 def test_a_prompt_token_by_token(dense: Path) -> None:
     prompt = PROMPT[:, :9]
     with load(dense, chunk=1) as session:
@@ -161,6 +163,7 @@ def states_of(session: Session) -> list[tuple[int, torch.Tensor]]:
     ]
 
 
+@pytest.mark.slow
 def test_states_stay_where_they_are_and_take_what_was_planned(folder: Path) -> None:
     with load(folder) as session:
         request(session, PROMPT)
@@ -185,6 +188,7 @@ def test_a_decode_step_is_compiled_once_for_each_kind_and_whole(dense: Path) -> 
         assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 def test_other_packages_kernels_are_not_called(
     dense: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

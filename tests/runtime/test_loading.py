@@ -384,6 +384,7 @@ def test_host_memory_peaks_near_the_weights(tmp_path: Path) -> None:
     assert peak < 1.1 * offloaded + resident + 100e6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", first_quick([torch.float32, torch.bfloat16]))
 def test_what_stays_in_float32(tmp_path: Path, stored: torch.dtype) -> None:
     """Router biases near 8 would lose what tells experts apart if they were rounded to bfloat16."""

@@ -43,6 +43,7 @@ def check(profile: MachineProfile, of: str) -> None:
     assert profile.cores_trip.basis == "estimated"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "form"),
     first_quick([("qwen3_moe", "fp8_block"), ("gpt_oss", "mxfp4"), ("qwen3", "nvfp4")]),

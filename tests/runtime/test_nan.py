@@ -69,6 +69,7 @@ def test_a_prompt(
         next(generate(session, PROMPT, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first_quick(["qwen3", "linear", "dynamic"]))
 def test_a_step(tmp_path: Path, name: str) -> None:
     """A token that is only met in the third step; the first tokens are given all the same."""

@@ -248,6 +248,7 @@ def test_what_brings_the_kernels_runs_all_of_them() -> None:
     assert parts[Component.PATCH_BLOCKS].tolist() == [[0, 1]]
 
 
+@pytest.mark.slow
 def test_random_weights_are_those_of_a_plan_without_packing(folder: Path) -> None:
     model = open_model(str(folder))
     plain = load(model, offload(), None)
@@ -271,6 +272,7 @@ def change(folder: Path, name: str, value: torch.Tensor) -> None:
     save_file(tensors, path, {"format": "pt"})
 
 
+@pytest.mark.slow
 def test_every_bit_pattern_is_kept_or_refused(tmp_path: Path) -> None:
     """What no code of its block reaches is kept apart, as long as there is room."""
     folder = save("qwen3", tmp_path)

@@ -27,7 +27,7 @@ from tests.runtime.cached import FEW, Abort, abort_in, run_hostile, run_resident
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import group, in_parts, offload, open_session
 from tests.runtime.quantise import FEW_FORMS, FORMS, save_stored
-from tests.tiers import each_value_once, first_quick
+from tests.tiers import each_value_once, first_quick, others_in_sweep
 
 NAME = "qwen3_moe_tied"
 OTHERS = ["deepseek_v2", "gpt_oss", "chunked", "linear_experts", "deepseek_v3"]
@@ -87,7 +87,10 @@ def test_other_families_equal_resident(folder: Path, name: str, plan: int) -> No
 
 @pytest.mark.parametrize(
     ("name", "chunk"),
-    [("qwen3_moe_tied", 3), ("qwen3_moe_tied", 7), ("sinks", 3), ("linear_experts", 3)],
+    others_in_sweep(
+        [("qwen3_moe_tied", 3), ("qwen3_moe_tied", 7), ("sinks", 3), ("linear_experts", 3)],
+        [("qwen3_moe_tied", 7), ("sinks", 3)],
+    ),
 )
 @pytest.mark.slow
 def test_chunks_that_meet_parts_together(
@@ -208,7 +211,7 @@ def test_stored_forms_equal_resident(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", others_in_sweep(["qwen3_moe", "deepseek_v3"], ["qwen3_moe"]))
 def test_packed_experts_equal_resident(family: str, tmp_path: Path) -> None:
     _, plain = save_stored(family, "fp8_block", tmp_path, torch.bfloat16, num_experts_per_tok=2)
     packing = {"packing": Packing(group_size=2, num_in_group=2)}
@@ -221,6 +224,7 @@ def test_packed_experts_equal_resident(family: str, tmp_path: Path) -> None:
         assert all(map(torch.equal, each, logits[0]))
 
 
+@pytest.mark.slow
 def test_experts_by_cores_in_steps_alone(folder: Path) -> None:
     checkpoint = saved("qwen3_moe_tied", folder)
     plain = offload(in_parts(2, decode="uva"), prefill_chunk=7)
@@ -278,6 +282,7 @@ def test_parts_cross_once_for_each_group_of_chunks(
     assert max(waiting) == 2
 
 
+@pytest.mark.slow
 def test_a_text_of_one_row_has_the_tokens_of_all_rows_meet_a_part(folder: Path) -> None:
     """Seven chunks of one of three rows: six have as many tokens as two of all rows."""
     checkpoint, tokens = saved("qwen3_moe_tied", folder), [*range(13)]
@@ -291,6 +296,7 @@ def test_a_text_of_one_row_has_the_tokens_of_all_rows_meet_a_part(folder: Path) 
     assert torch.equal(logits, expected[0])
 
 
+@pytest.mark.slow
 def test_texts_of_many_logits_and_nan(folder: Path) -> None:
     checkpoint, prompt = saved("qwen3_moe_tied", folder), torch.arange(20).view(2, 10)
     logits, told = [], []
@@ -302,6 +308,7 @@ def test_texts_of_many_logits_and_nan(folder: Path) -> None:
     assert told[0] == told[1]
 
 
+@pytest.mark.slow
 def test_a_prompt_that_ends_amid_a_layer_leaves_nothing_behind(folder: Path) -> None:
     checkpoint, prompt = saved("qwen3_moe_tied", folder), torch.arange(10)[None]
     with open_session(checkpoint, offload(in_parts(2), prefill_chunk=3)) as session:
@@ -333,7 +340,6 @@ def test_a_layer_that_does_not_call_its_experts(folder: Path) -> None:
             session.prefill(torch.arange(3)[None])
 
 
-@pytest.mark.no_cover  # tracing the compiler takes half as long again
 @pytest.mark.slow
 def test_layers_compiled_by_their_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt's layer is cut at its experts; a step's is compiled whole, as without parts."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV2Config
 from transformers.models.deepseek_v2 import modeling_deepseek_v2
@@ -27,6 +28,7 @@ def test_real_products_turn_as_complex_ones_do() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.slow
 def test_complex_products_are_not_compiled() -> None:
     config = DeepseekV2Config(**SIZES, **LATENTS)
     layers = AutoModelForCausalLM.from_config(config).model.layers

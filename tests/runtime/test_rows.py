@@ -92,7 +92,10 @@ class Greedy:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "chunk"), each_value_once(product(FAMILIES, [4, 64])))
+@pytest.mark.parametrize(
+    ("name", "chunk"),
+    each_value_once(product(FAMILIES, [4, 64]), of=[*product(FAMILIES[1::2], [4, 64])]),
+)
 def test_every_text_is_as_if_alone(tmp_path: Path, name: str, chunk: int) -> None:
     folder = save_tiny(name, tmp_path)
     with open_session(folder, offload(group(2, 1), prefill_chunk=chunk)) as session:
@@ -139,6 +142,7 @@ def test_texts_that_join_and_leave_at_random(tmp_path: Path, name: str) -> None:
         texts.check(Alone(folder, 7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", first_quick(["qwen3", "deepseek_v2", "mistral_windowed", "linear"])
 )
@@ -224,6 +228,7 @@ def test_a_step_for_fewer_rows_than_there_are(tmp_path: Path) -> None:
         texts.check(Alone(folder, 64))
 
 
+@pytest.mark.slow
 def test_a_row_that_is_full_is_left_as_it_is(tmp_path: Path) -> None:
     """Steps of the others write to idle rows, of which one has no place left."""
     folder = save_tiny("qwen3", tmp_path)
@@ -247,6 +252,7 @@ def test_a_row_that_is_full_is_left_as_it_is(tmp_path: Path) -> None:
         texts.check(Alone(folder, 64))
 
 
+@pytest.mark.slow
 def test_tokens_on_the_device(tmp_path: Path) -> None:
     folder = save_tiny("qwen3", tmp_path)
     with open_session(folder, offload(group(2, 1))) as session:
@@ -312,6 +318,7 @@ def spoil_token(session: Session, token: int) -> None:
         session.loaded.module.get_input_embeddings().weight[token] = torch.nan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", first_quick(["qwen3", "deepseek_v2", "mistral_windowed", "sinks", "linear"])
 )
@@ -332,6 +339,7 @@ def test_a_nan_that_a_text_left_behind_is_not_seen(tmp_path: Path, name: str) ->
         texts.check(Alone(folder, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leaves", [True, False])
 def test_no_text_goes_on_from_one_of_nan(tmp_path: Path, leaves: bool) -> None:
     """Attention weighs tokens to come by zero, so a NaN reaches those before it in its pass."""
@@ -347,6 +355,7 @@ def test_no_text_goes_on_from_one_of_nan(tmp_path: Path, leaves: bool) -> None:
         texts.check(Alone(folder, 64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leaves", [True, False])
 def test_no_text_goes_on_from_a_nan_that_no_window_reaches(tmp_path: Path, leaves: bool) -> None:
     """Five windows of 8 tokens do not reach from a prompt's end to a NaN at its beginning."""
@@ -363,6 +372,7 @@ def test_no_text_goes_on_from_a_nan_that_no_window_reaches(tmp_path: Path, leave
         texts.check(Alone(folder, 4))
 
 
+@pytest.mark.slow
 def test_a_nan_behind_what_a_prompt_shares_keeps_nothing_from_it(tmp_path: Path) -> None:
     folder = save_tiny("qwen3", tmp_path)
     with open_session(folder, offload(prefill_chunk=4)) as session:
@@ -461,6 +471,7 @@ def test_what_steps_with_idle_rows_choose_is_not_recorded(tmp_path: Path) -> Non
         assert (steps[1][:, [0, 2]] == steps[1][:, [1]]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first_quick(["qwen3_moe_tied", "deepseek_v2", "sinks", "chunked"]))
 def test_idle_rows_are_sent_where_a_text_is(tmp_path: Path, name: str) -> None:
     """They read no expert that no text reads, and the texts are the same, bit for bit."""
@@ -490,6 +501,7 @@ class WithoutRows:
             setattr(self, name, getattr(runner, name))
 
 
+@pytest.mark.slow
 def test_a_runner_without_rows_has_one_text_at_a_time(tmp_path: Path) -> None:
     folder = save_tiny("qwen3", tmp_path)
     with open_session(folder, offload(group(2, 1))) as session:
@@ -508,6 +520,7 @@ def test_a_runner_without_rows_has_one_text_at_a_time(tmp_path: Path) -> None:
         texts.check(Alone(folder, 64))
 
 
+@pytest.mark.slow
 def test_passes_of_transformers_own_have_one_text_at_a_time(tmp_path: Path) -> None:
     folder = save_tiny("qwen3", tmp_path)
     with open_session(folder, offload(group(2, 1)), stock=True) as session:

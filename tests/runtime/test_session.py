@@ -35,7 +35,7 @@ from tests.held import input_embedding
 from tests.runtime.conftest import CONFIGS, NUM_LAYERS, SIZES, save_tiny
 from tests.runtime.interpreted import need_triton
 from tests.runtime.plans import CONTEXT, group, offload, open_session
-from tests.tiers import each_value_once, first_quick
+from tests.tiers import each_value_once, first_quick, others_in_sweep
 
 NUM_TOKENS = 6
 PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7]])
@@ -74,6 +74,7 @@ def test_a_request_after_an_interrupted_one(
         assert tokens_of(session) == expected
 
 
+@pytest.mark.slow
 def test_what_chunks_expand_goes_with_a_prompt_that_does_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +159,7 @@ def test_a_long_prompt_after_a_token_alone(tmp_path: Path) -> None:
         assert config._experts_implementation == "grouped_mm"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_neox"])
 def test_stored_buffers_and_caches_of_another_name(tmp_path: Path, name: str) -> None:
     folder = save_tiny(name, tmp_path)
@@ -223,7 +225,7 @@ def test_a_step_after_calls_of_a_prompt_were_noted(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3", "chunked", "gptj"])
+@pytest.mark.parametrize("name", others_in_sweep(["qwen3", "chunked", "gptj"], ["qwen3"]))
 def test_prompts_and_steps_in_turn_compile_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

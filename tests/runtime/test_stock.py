@@ -154,6 +154,7 @@ def test_offloading_moves_bytes_and_changes_nothing(falcon: Path) -> None:
         assert session.link_bytes - before == sum(slab.nbytes for slab in slabs)
 
 
+@pytest.mark.slow
 def test_a_longer_prompt_than_the_plan_has_room_for_is_refused(tmp_path: Path) -> None:
     decision = offload(group(2, 1), prefill_chunk=8)
     # its cache keeps the window, and it attends to all tokens
@@ -429,6 +430,7 @@ def test_caches_of_a_stage_are_those_that_were_counted(falcon: Path) -> None:
     assert hold(model, way=STOCK).passes is None
 
 
+@pytest.mark.slow
 def test_what_passes_take_is_the_same_on_a_busy_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

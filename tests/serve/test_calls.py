@@ -43,6 +43,7 @@ def set_script(rows: ScriptedRows, tiny: Tiny, text: str) -> None:
     rows.script[:-1] = tiny.tokenizer(text).input_ids
 
 
+@pytest.mark.slow
 def test_calls_whole_and_streamed(calling: Served, rows: ScriptedRows, tiny: Tiny) -> None:
     set_script(rows, tiny, SAID)
     client = calling.client()
@@ -69,6 +70,7 @@ def test_calls_whole_and_streamed(calling: Served, rows: ScriptedRows, tiny: Tin
     assert not calling.faults
 
 
+@pytest.mark.slow
 def test_what_is_no_call_stays_text(calling: Served, rows: ScriptedRows, tiny: Tiny) -> None:
     client = calling.client()
     for said in ("It rains.", "a <tool_call is none", '{"name": "get_weather"}'):
@@ -88,6 +90,7 @@ def test_what_is_no_call_stays_text(calling: Served, rows: ScriptedRows, tiny: T
     assert not calling.faults
 
 
+@pytest.mark.slow
 def test_without_tools_or_a_known_family_all_is_text(
     calling: Served, scripted: Served, rows: ScriptedRows, tiny: Tiny
 ) -> None:

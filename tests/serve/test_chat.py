@@ -69,6 +69,7 @@ def test_a_conversation_with_a_plan(
     assert cli("run", plan, "--prompts", saved, *others).code == 0
 
 
+@pytest.mark.slow
 def test_a_conversation_beyond_the_context(talk: Talk, local: tuple[object, ...]) -> None:
     long = "a" * CONTEXT
     code, out, err = talk(f"{long}\nWeights\n/what\n", *local, "--max-new-tokens", 5)
@@ -84,6 +85,7 @@ def test_what_a_chat_needs(talk: Talk, local: tuple[object, ...], copy: Path) ->
     assert "has no chat template" in talk("", *local).err
 
 
+@pytest.mark.slow
 def test_a_conversation_with_a_server(talk: Talk, served: Served) -> None:
     arguments = ("--url", served.url, "--temperature", 0, "--max-new-tokens", 5)
     code, out, err = talk("Weights\ndo\n", *arguments)

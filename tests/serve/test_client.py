@@ -28,6 +28,7 @@ def test_a_completion(served: Served) -> None:
     assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (7, len(REST) + 1)
 
 
+@pytest.mark.slow
 def test_several_prompts_as_texts_and_as_tokens(served: Served, tiny: Tiny) -> None:
     client, texts = served.client(), ["Weights", "Weights that"]
     for prompts in (texts, tiny.tokenizer(texts).input_ids):

@@ -60,6 +60,7 @@ def strange(request: pytest.FixtureRequest, tiny: Tiny, rows_of_tiny: Rows) -> I
         yield served
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", first_quick(FIELDS))
 def test_a_client_reads_nothing_of_another_ones_prompt(strange: Served, field: str) -> None:
     mine, other = {field: f"mine {field}"}, {field: "another"}
@@ -77,6 +78,7 @@ def test_a_client_reads_nothing_of_another_ones_prompt(strange: Served, field: s
     assert ask(strange, PROBE, **mine) == (text, len(PROBE) - 1), "what is reused is right"
 
 
+@pytest.mark.slow
 def test_a_stranger_who_says_nothing_shares_with_nobody(tiny: Tiny, rows_of_tiny: Rows) -> None:
     texts = JoinedTexts(rows_of_tiny)
     with serving(texts, tiny.model, tiny.tokenizer, guard=make_guard("open")) as served:
@@ -93,6 +95,7 @@ def test_at_home_all_are_one_client(served: Served) -> None:
     assert [ask(served, prompt)[1] for _ in range(2)] == [0, len(prompt) - 1]
 
 
+@pytest.mark.slow
 def test_a_row_that_another_client_had_is_right(tiny: Tiny) -> None:
     with tiny.open() as session:
         texts = JoinedTexts(Rows(session, 1))  # all have the same row

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from offplan.upkeep.figures import list_contradictions
 from tests.cli import CLI, ROOT
 from tests.costs.builders import make_machine
 from tests.planner.cases import ask, models, rates, shares, workloads
-from tests.tiers import others_in_sweep
+from tests.tiers import first_quick, others_in_sweep
 
 PLANS = sorted((ROOT / "plans").glob("*.yaml"))
 
@@ -29,6 +30,14 @@ PLANS = sorted((ROOT / "plans").glob("*.yaml"))
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
 def test_a_shipped_plan_agrees_with_itself(path: Path) -> None:
     assert list_contradictions(load_plan(path)) == ()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def planned_unasked() -> Iterator[None]:
+    """Nobody asks whether transformers would run a model: figures are the same for all passes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("offplan.library.asking.needs_stock", lambda *_: False)
+        yield
 
 
 def printed(plan: Plan) -> Plan:
@@ -68,7 +77,7 @@ REAL = json.loads((ROOT / "tests" / "planner" / "totals.json").read_text("utf-8"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", others_in_sweep(range(len(REAL)), range(0, len(REAL), 5)))
+@pytest.mark.parametrize("number", others_in_sweep(range(len(REAL)), range(1, len(REAL), 5)))
 def test_a_plan_of_a_real_model_agrees_with_itself(number: int) -> None:
     name, machine, memory, batch, prompt, output, context, *_ = REAL[number]
     workload = Workload(batch=batch, prompt_tokens=prompt, output_tokens=output, context=context)
@@ -104,7 +113,7 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("name", first_quick(EDITS))
 def test_an_edit_is_found_without_the_model(cli: CLI, tmp_path: Path, name: str) -> None:
     path = tmp_path / "plan.yaml"
     text = TEXT.replace("source: tiny-moe", "source: nobody/has-this-model")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli import CLI, ROOT
+from tests.tiers import first_quick
 
 TEXT = (ROOT / "plans" / "tiny-moe.yaml").read_text("utf-8")
 
@@ -35,6 +36,7 @@ def check(cli: CLI, plan: Path, *options: str) -> tuple[int, str]:
     return code, " ".join(out.split())
 
 
+@pytest.mark.slow
 def test_digests_beside_the_plan(cli: CLI, plan: Path) -> None:
     code, out = check(cli, plan, "--weights")
     assert (code, "not told weights no digest is known of model-00001-of" in out) == (0, True)
@@ -53,7 +55,7 @@ def test_digests_beside_the_plan(cli: CLI, plan: Path) -> None:
     assert plan.with_suffix(".weights.sha256").read_text("utf-8") == listed
 
 
-@pytest.mark.parametrize("option", ["--weights", "--record-weights"])
+@pytest.mark.parametrize("option", first_quick(["--weights", "--record-weights"]))
 @pytest.mark.parametrize(
     ("content", "told"),
     [
@@ -83,6 +85,7 @@ def test_a_list_that_cannot_be_written(
     ), err
 
 
+@pytest.mark.slow
 def test_digests_that_the_hub_gave_a_folder(cli: CLI, plan: Path) -> None:
     folder = plan.parent / "model" / ".cache" / "huggingface" / "download"
     folder.mkdir(parents=True)
@@ -97,6 +100,7 @@ def test_digests_that_the_hub_gave_a_folder(cli: CLI, plan: Path) -> None:
     assert not plan.with_suffix(".weights.sha256").exists()
 
 
+@pytest.mark.slow
 def test_digests_that_name_files_of_the_hubs_cache(cli: CLI, plan: Path) -> None:
     for path in shards(plan):
         blob = plan.parent / hashlib.sha256(path.read_bytes()).hexdigest()
