@@ -360,7 +360,7 @@ def test_by_every_backend(
 
 
 EXPERTS: dict[str, tuple[str, list[Any]]] = {
-    "disk_cache": ("qwen3_moe_tied", [keeping(2)]),
+    "kept": ("qwen3_moe_tied", [keeping(2)]),
     "kept beside layers in place": (
         "qwen3_moe_tied",
         [keeping(2), group(1, 1, "self_attn", decode="uva")],
@@ -481,7 +481,7 @@ ANYWHERE: dict[str, tuple[str, list[Any]]] = {
     "prefetched": ("float32", [group(1, 1, "mlp")]),
     "latents": ("deepseek_v2", [group(2, 1, decode="uva")]),
     "windows": ("mistral_windowed", [group(2, 1)]),
-    **{name: EXPERTS[name] for name in ("disk_cache", "in parts", "divided")},
+    **{name: EXPERTS[name] for name in ("kept", "in parts", "divided")},
 }
 
 

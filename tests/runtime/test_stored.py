@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ RUNS: list[tuple[torch.Tensor, int, tuple[str, ...]]] = [
 @pytest.mark.parametrize(("family", "form"), each_value_once(CASES))
 def test_tokens_are_those_of_the_values(family: str, form: str, tmp_path: Path) -> None:
     # as few layers as every second one of can be offloaded
-    sizes = {"num_hidden_layers": 2} if family.startswith("qwen3") else {}
+    sizes: dict[str, Any] = {"num_hidden_layers": 2} if family.startswith("qwen3") else {}
     stored, plain = save_stored(family, form, tmp_path, **sizes)
     stock = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
     expected = {id(prompt): run_stock(stock, prompt) for prompt in (PROMPT, BATCH)}

@@ -33,7 +33,7 @@ class ShapedTensor(torch.Tensor):
     kept_in: torch.UntypedStorage
     """Stands for its storage: a view has its base's, which lives as long as they do."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def make(cls, layout: Layout, storage: torch.UntypedStorage) -> "ShapedTensor":
@@ -49,13 +49,13 @@ class ShapedTensor(torch.Tensor):
         made.lies, made.kept_in = layout, storage
         return made
 
-    @property
+    @property  # type: ignore[override]
     def device(self) -> torch.device:
         """The device that models see."""
         return _CPU
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Return what an operator makes."""
