@@ -23,7 +23,7 @@ from offplan.held.unit import Unit
 from offplan.kernel_sizes import MAX_PAIRS
 from offplan.plan import Rule
 from offplan.planner.classes import SegmentClass, expert_class
-from offplan.planner.option import Ladder, Option, Steps, Ways
+from offplan.planner.option import CostCurve, Option, Steps, Ways
 from offplan.planner.space import Space
 from offplan.routed_experts import count_inner, require_experts
 
@@ -104,20 +104,20 @@ class KeepsExperts(Option):
     splits: bool = False
 
     @property
-    def climbs(self) -> bool:
-        """A rung is an expert in a slot."""
+    def has_curve(self) -> bool:
+        """An entry of the cache is an expert in a slot."""
         return True
 
-    def numbers(self, rungs: int, more: int) -> Mapping[str, Any]:
+    def numbers(self, cache_sizes: int, more: int) -> Mapping[str, Any]:
         """Return the keys of kept experts."""
         return {
-            "cached_experts": rungs,
+            "cached_experts": cache_sizes,
             "cached_experts_more": more or None,
             "host_share": self.host_share,
-            "split_expert": True if self.splits and rungs > 1 else None,
+            "split_expert": True if self.splits and cache_sizes > 1 else None,
         }
 
-    def ladder(self, space: Space, kind: int) -> Ladder | None:
+    def cost_curve(self, space: Space, kind: int) -> CostCurve | None:
         """Price each number of experts in slots."""
         slots, experts = self.experts.slots[kind], space.stage.experts
         if slots is None or experts is None:
@@ -142,7 +142,7 @@ class KeepsExperts(Option):
                 read,
                 *(keeping + each for each in waiting),
             )
-        return Ladder(
+        return CostCurve(
             slots.expert_bytes,
             slots.table_bytes + BOUNDARY_BYTES * len(slots.unit_bytes),
             none_ps,
@@ -185,8 +185,8 @@ def _best_shares(space: Space, option: KeepsExperts) -> list[KeepsExperts]:
     shared = [replace(option, host_share=share) for share in SHARES]
     if all(experts.inner[kind] for kind in kinds):
         shared += [replace(each, splits=True) for each in shared if each.host_share != 1]
-    ladders = [each.ladder(space, kinds[0]) for each in shared]
-    steps = np.array([ladder.times_ps[2:4, 1:].sum(axis=0) for ladder in ladders if ladder])
+    curves = [each.cost_curve(space, kinds[0]) for each in shared]
+    steps = np.array([curve.times_ps[2:4, 1:].sum(axis=0) for curve in curves if curve])
     return [shared[number] for number in np.unique(steps.argmin(axis=0))]
 
 

@@ -45,10 +45,10 @@ class Loads(NamedTuple):
     """Waiting for the host's cores, which copies hide."""
     cores_spared: Floats
     """Part of that wait that a slot spares decode of one layer, at most."""
-    rungs_bytes: Floats
-    """Bytes of all rungs."""
+    entries_bytes: Floats
+    """Bytes of the largest caches."""
     none_ps: Floats
-    """Time of a step without any rung."""
+    """Time of a step without caches."""
     prompt_beside: Floats
     """Copies beside whatever computes."""
     slot_bytes: Floats
@@ -58,8 +58,8 @@ class Loads(NamedTuple):
     """Compute of the layers that stream."""
     step_turns: Floats
     step_compute: Floats
-    climbing: Floats
-    """The option that has rungs; NO_RULE for none."""
+    with_curve: Floats
+    """The option that has caches; NO_RULE for none."""
 
     def with_second(self, other: "Loads") -> "Loads":
         """Return what two rules of each plan take together: layers that stream are shared."""
@@ -190,15 +190,15 @@ def _sum_up(space: Space, prices: Prices, option: Ints, numbers: Ints, counts: I
         step_spared=most(step_read * streams),
         step_cores=total(contents.step_cores_ps[layers]),
         cores_spared=most(contents.step_cores_ps[layers] * streams),
-        rungs_bytes=total(own.num_rungs * own.ladders.rung_bytes[option]),
-        none_ps=total(own.ladders.none_ps[option]),
+        entries_bytes=total(own.num_sizes * own.cost_curves.entry_bytes[option]),
+        none_ps=total(own.cost_curves.none_ps[option]),
         prompt_beside=own.pieces_ps(option, counts),
         slot_bytes=most(np.maximum(prompt_bytes, step_bytes)),
         prompt_turns=total(streams),
         prompt_compute=np.array([total(streams * each[example]) for each in space.table.layer_ps]),
         step_turns=total(streams_again),
         step_compute=total(streams_again * np.array(space.decode.layer_ps)[example]),
-        climbing=np.where(own.climbs[option], option, NO_RULE),
+        with_curve=np.where(own.has_curve[option], option, NO_RULE),
     )
     shape = len(space.settings), len(counts) + 1
     padded = (np.pad(each, [(0, 0)] * (each.ndim - 1) + [(0, 1)]) for each in columns)
@@ -210,7 +210,7 @@ def estimate(
 ) -> tuple[Floats, Floats]:
     """Estimate the picoseconds of each plan's prompt and decode step.
 
-    ``spare`` are the bytes that each has left for rungs.
+    ``spare`` are the bytes that each has left for caches.
 
     If decode streams, it has left as many of a prompt's copies as there are slots. Otherwise the
     layers that share a slot with none are not copied again: of n layers over K slots 2 K - n. That
@@ -230,9 +230,9 @@ def estimate(
     copied_again = np.where(loads.step_turns > num_slots, copied_again, 0)
     kept = np.where(loads.step_turns > 0, 0, num_slots)
     read = np.maximum(0, loads.step_read - kept * loads.step_spared)
-    if spare is not None and own.num_rungs:
-        share = spare / np.maximum(1, loads.rungs_bytes)
-        read = read + loads.none_ps * own.curve(loads.climbing.astype(int), share)
+    if spare is not None and own.num_sizes:
+        share = spare / np.maximum(1, loads.entries_bytes)
+        read = read + loads.none_ps * own.curve(loads.with_curve.astype(int), share)
     resident_ps, row_ps = table.resident_ps[setting], table.row_ps[setting]
     by_cores = np.maximum(0, loads.step_cores - kept * loads.cores_spared)
     in_turn = num_slots == 1

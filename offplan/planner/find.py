@@ -12,7 +12,7 @@ from offplan.planner.aims import NEVER, Soonest
 from offplan.planner.infeasible import explain_infeasible
 from offplan.planner.packed import find_best
 from offplan.planner.question import Question
-from offplan.planner.search import MAX_RULES, Found, Searcher
+from offplan.planner.search import MAX_RULES, Candidate, Searcher
 from offplan.planner.space import Space, find_room
 
 ALIKE = 1.01
@@ -81,7 +81,7 @@ def find_plan(searcher: Searcher, question: Question, below_s: float = NEVER) ->
     )
 
 
-def _trades(found: Found) -> bool:
+def _trades(found: Candidate) -> bool:
     return any(rule.trades_request for rule in found.offload.rules)
 
 

@@ -73,7 +73,7 @@ class InPlaceRules:
         space, found = self.space, {}
         for number, option in enumerate(self.prices.options):
             ways = option.prefill, option.decode
-            if ways[0] is ways[1] and not (option.decode.streams or option.climbs):
+            if ways[0] is ways[1] and not (option.decode.streams or option.has_curve):
                 taken = space.taken(option.segment_class)
                 sizes = [unit.nbytes for kind in space.kind_of for unit in taken[kind]]
                 leaving = {size: off_gpu_bytes(size, *ways) for size in set(sizes)}

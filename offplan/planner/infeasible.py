@@ -10,7 +10,7 @@ from offplan.plan import MOST_CACHED, Backend, Offload, Rule
 from offplan.planner.aims import Fastest, limits_ps
 from offplan.planner.packed import reaches
 from offplan.planner.question import Question
-from offplan.planner.search import Found, Search, Searcher
+from offplan.planner.search import Candidate, Search, Searcher
 from offplan.planner.space import Space, find_room
 from offplan.units import format_budget, format_bytes, format_bytes_enough
 
@@ -64,7 +64,7 @@ def _explain_engine(
     }
 
     @cache
-    def find(name: str, num_bytes: int) -> Found | None:
+    def find(name: str, num_bytes: int) -> Candidate | None:
         return searcher.find(given.model_copy(update={name: num_bytes}), any_plan).best
 
     def finds(name: str, num_bytes: int) -> bool:

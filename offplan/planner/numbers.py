@@ -1,7 +1,7 @@
 """The numbers of all options' rules, in arrays: what they take of the GPU, and what they cost.
 
-``planner.option`` says what each option has: a ladder, pieces, or neither. The row after the last
-option, and that of an option without either, has nothing but zeros.
+``planner.option`` says what each option has: a cost curve, pieces, or neither. The row
+after the last option, and that of an option without either, has nothing but zeros.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from offplan.costs.steady import PassTable, PieceTable
 from offplan.placement import PIECE_SLOTS
 from offplan.planner.aims import Floats
 from offplan.planner.candidates import NO_RULE, Ints
-from offplan.planner.option import Ladder, Option, Pieces
+from offplan.planner.option import CostCurve, Option, Pieces
 from offplan.planner.space import Space
 
-Each = TypeVar("Each", Ladder, Pieces)
+Each = TypeVar("Each", CostCurve, Pieces)
 
 
 class Own(NamedTuple):
@@ -29,8 +29,8 @@ class Own(NamedTuple):
     """The rule's option; NO_RULE where none has numbers, [candidates]."""
     takes: Ints
     """1 for the layers that the rule takes, [candidates, layers]."""
-    rungs: Ints
-    """The rungs that each layer has memory for, [candidates, layers]."""
+    cache_sizes: Ints
+    """Entries that each layer's cache has memory for, [candidates, layers]."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Numbers:
         return of(*columns)
 
     @cached_property
-    def ladders(self) -> Ladder:
-        """The ladders: arrays of shape [options + 1, kinds], and ``times_ps`` of more."""
-        return self._stack(Ladder, lambda option, kind: option.ladder(self.space, kind))
+    def cost_curves(self) -> CostCurve:
+        """The cost curves: arrays of shape [options + 1, kinds], and ``times_ps`` of more."""
+        return self._stack(CostCurve, lambda option, kind: option.cost_curve(self.space, kind))
 
     @cached_property
     def _pieces(self) -> Pieces:
@@ -65,19 +65,19 @@ class Numbers:
         return self._stack(Pieces, lambda option, kind: option.pieces(self.space, kind))
 
     @cached_property
-    def climbs(self) -> NDArray[np.bool_]:
-        """True if an option has ladders, [options + 1]."""
-        return np.array([*(option.climbs for option in self.options), False])
+    def has_curve(self) -> NDArray[np.bool_]:
+        """True if an option has cost curves, [options + 1]."""
+        return np.array([*(option.has_curve for option in self.options), False])
 
     @cached_property
-    def num_rungs(self) -> int:
-        """Rungs of every ladder; 0 where there is none."""
-        return int(self.climbs.any()) and self.ladders.times_ps.shape[-1] - 1
+    def num_sizes(self) -> int:
+        """Entries of the largest cache on every cost curve; 0 where there is none."""
+        return int(self.has_curve.any()) and self.cost_curves.times_ps.shape[-1] - 1
 
     @cached_property
     def _times_ps(self) -> list[Ints]:
-        """The times of ladders one by one, [options + 1, kinds, rungs + 1] each."""
-        return [*np.ascontiguousarray(self.ladders.times_ps.transpose(2, 0, 1, 3))]
+        """The times of cost curves one by one, [options + 1, kinds, num_sizes + 1] each."""
+        return [*np.ascontiguousarray(self.cost_curves.times_ps.transpose(2, 0, 1, 3))]
 
     @cached_property
     def shared_bytes(self) -> Ints:
@@ -85,7 +85,7 @@ class Numbers:
 
         They are those of all kinds of layers: a larger rule of an option never frees less.
         """
-        shape, pieces = (len(self.climbs), len(self.space.settings)), self._pieces
+        shape, pieces = (len(self.has_curve), len(self.space.settings)), self._pieces
         largest = (pieces.gpu_bytes - pieces.spared_bytes).max(axis=1).reshape(shape[0], -1)
         return np.broadcast_to(largest, shape)
 
@@ -109,23 +109,23 @@ class Numbers:
 
     @cached_property
     def _curves(self) -> Floats:
-        """A decode step's time over that with no rung, [options + 1, rungs + 1].
+        """A decode step's time over that with no cache, [options + 1, num_sizes + 1].
 
-        It is that of the last kind of layer that has a ladder.
+        It is that of the last kind of layer that has a cost curve.
         """
-        step_ps = self.ladders.times_ps[..., 2:4, :].sum(axis=-2)
-        step_ps[..., 0] = self.ladders.none_ps
+        step_ps = self.cost_curves.times_ps[..., 2:4, :].sum(axis=-2)
+        step_ps[..., 0] = self.cost_curves.none_ps
         kinds = np.arange(step_ps.shape[1])
-        last = np.where(self.ladders.rung_bytes > 0, kinds, 0).max(axis=1)
+        last = np.where(self.cost_curves.entry_bytes > 0, kinds, 0).max(axis=1)
         of_last = step_ps[np.arange(len(last)), last]
         curves: Floats = of_last / np.maximum(1, of_last[:, :1])
         return curves
 
     def curve(self, option: Ints, share: Floats) -> Floats:
-        """A decode step's time over that with no rung, with a share of all rungs."""
-        rungs, curves = np.clip(share, 0, 1) * self.num_rungs, self._curves
-        below = np.floor(rungs).astype(np.int64)
-        part, above = rungs - below, np.minimum(below + 1, self.num_rungs)
+        """A decode step's time over that with no cache, with a share of the largest cache."""
+        cache_sizes, curves = np.clip(share, 0, 1) * self.num_sizes, self._curves
+        below = np.floor(cache_sizes).astype(np.int64)
+        part, above = cache_sizes - below, np.minimum(below + 1, self.num_sizes)
         curve: Floats = (1 - part) * curves[option, below] + part * curves[option, above]
         return curve
 
@@ -137,51 +137,51 @@ class Numbers:
         ``options`` and ``takes`` are of the first rule and of the second: which layers it takes, 1
         for each. Returns whether the bytes do, [candidates]; without numbers they always do.
         """
-        has_own = self.climbs | self.shared_bytes.any(axis=1)
+        has_own = self.has_curve | self.shared_bytes.any(axis=1)
         if not has_own.any():
             return np.ones(len(spare), dtype=bool), None
         is_first, is_second = (has_own[each] for each in options)
         option = np.select((is_first, is_second), options, NO_RULE)
         taken = np.where(is_first[:, None], takes[0], is_second[:, None] * takes[1])
-        rungs = self._climb(option, taken, spare)
-        fits = rungs.any(axis=1) | ~self.climbs[option]
+        cache_sizes = self._enlarge(option, taken, spare)
+        fits = cache_sizes.any(axis=1) | ~self.has_curve[option]
         if self._has_pieces:
             at = option[:, None], self.space.kinds, setting[:, None]
             gpu_bytes, spared_bytes = self._pieces.gpu_bytes[at], self._pieces.spared_bytes[at]
             takes_all = (taken >= (gpu_bytes > 0)).all(axis=1)
             needed = (taken * gpu_bytes).max(axis=1) - takes_all * spared_bytes.max(axis=1)
             fits &= spare >= needed
-        return fits, Own(option, taken, rungs)
+        return fits, Own(option, taken, cache_sizes)
 
-    def _climb(self, option: Ints, takes: Ints, spare: Ints) -> Ints:
-        """Spend spare bytes on rungs; returns those of each layer, [candidates, layers].
+    def _enlarge(self, option: Ints, takes: Ints, spare: Ints) -> Ints:
+        """Spend spare bytes on caches; returns the entries of each layer's, [candidates, layers].
 
         All layers have as many, the first ones one more. All have 0 where fewer bytes are spare
-        than one rung of each layer takes, or than were asked for.
+        than one entry of each layer takes, or than were asked for.
         """
-        kinds, ladders = self.space.kinds, self.ladders
-        of_layer = takes * ladders.rung_bytes[option][:, kinds]
+        kinds, cost_curves = self.space.kinds, self.cost_curves
+        of_layer = takes * cost_curves.entry_bytes[option][:, kinds]
         takes = (of_layer > 0).astype(np.int64)
-        fixed = (takes * ladders.fixed_bytes[option][:, kinds]).sum(axis=1)
+        fixed = (takes * cost_curves.fixed_bytes[option][:, kinds]).sum(axis=1)
         largest = np.maximum(1, of_layer.max(axis=1))
         num_layers = takes.sum(axis=1)
-        total = np.minimum((spare - fixed) // largest, self.num_rungs * num_layers)
-        asked = ladders.asked.max(axis=1)[option] * num_layers
+        total = np.minimum((spare - fixed) // largest, self.num_sizes * num_layers)
+        asked = cost_curves.asked.max(axis=1)[option] * num_layers
         total = np.where(asked > 0, np.where(total >= asked, asked, 0), total)
         total = np.where(total >= num_layers, total, 0)
         each, more = np.divmod(total, np.maximum(1, num_layers))
         is_first = np.cumsum(takes, axis=1) <= more[:, None]
-        rungs: Ints = takes * (each[:, None] + is_first)
-        return rungs
+        cache_sizes: Ints = takes * (each[:, None] + is_first)
+        return cache_sizes
 
     def add(
         self, prompt: PassTable, step: PassTable, setting: Ints, own: Own
     ) -> tuple[PassTable, PassTable]:
         """Add what candidates' numbers take to the times of both phases."""
         at = own.option[:, None], self.space.kinds
-        if self.num_rungs:
+        if self.num_sizes:
             read, computed, read_again, alone, beside = (
-                each[(*at, own.rungs)] for each in self._times_ps
+                each[(*at, own.cache_sizes)] for each in self._times_ps
             )
             waiting = np.where(step.streams.any(axis=1, keepdims=True), beside, alone)
             prompt, step = prompt.with_more(read, computed), step.with_more(read_again, waiting)

@@ -1,8 +1,8 @@
 """An option of the search: what a rule may take, how it gets there, and numbers of its own.
 
-Numbers that are bought with memory are rungs of a ladder. Every layer of the rule climbs as many as
-the plan leaves bytes for, the first layers one more. Any other number is a field of an option,
-listed once for each value that may be best.
+Memory buys the entries of a cache, by a cost curve. Every layer of the rule has as many as the plan
+leaves bytes for, the first layers one more. Any other number is a field of an option, listed once
+for each value that may be best.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,21 +24,20 @@ Steps = Iterator[tuple[str, dict[str, object]]]
 """Steps of a rule's numbers in words, and the keys that each changes."""
 
 
-class Ladder(NamedTuple):
-    """The costs of a layer by its number of rungs; an array of each for many layers."""
+class CostCurve(NamedTuple):
+    """The costs of a layer by its cache's size, in entries; an array of each for many layers."""
 
-    rung_bytes: Any
-    """GPU memory of each rung."""
+    entry_bytes: Any
+    """GPU memory of each entry."""
     fixed_bytes: Any
     """GPU memory that comes with the first."""
     none_ps: Any
-    """Picoseconds that a decode step would take without any rung, beyond the option's content."""
+    """Picoseconds that a decode step would take without a cache, beyond the option's content."""
     times_ps: NDArray[np.int64]
-    """Picoseconds beyond the option's content, [5, rungs + 1]. They are of a prompt's reading and
-    its compute, a step's reading and its compute, and the latter in a step that copies. None at 0
-    rungs."""
+    """Picoseconds beyond the option's content, [5, sizes + 1]. They are of a prompt's reading and
+    its compute, a step's reading and its compute, and the latter in a step that copies. No entry costs 0."""
     asked: Any
-    """The rungs that each layer must have; 0 for as many as memory is left for."""
+    """The cache size that each layer must have; 0 for as many as memory is left for."""
 
 
 class Pieces(NamedTuple):
@@ -79,8 +78,8 @@ class Option:
         return len(segments), segments, self.prefill.name, self.decode.name, told
 
     @property
-    def climbs(self) -> bool:
-        """True if it has ladders: decode is then priced by rungs, and not by content."""
+    def has_curve(self) -> bool:
+        """True if it has cost curves: decode is then priced by cache size, and not by content."""
         return False
 
     @property
@@ -90,22 +89,22 @@ class Option:
 
     @cached_property
     def every_layer(self) -> Rule:
-        """The rule that takes the weights of every layer, at one rung."""
+        """The rule that takes the weights of every layer, with one entry of a cache."""
         return self.rule(1, 1)
 
-    def numbers(self, rungs: int, more: int) -> Mapping[str, Any]:
-        """Return the rule's own keys, at so many rungs, of which ``more`` layers have one more."""
+    def numbers(self, cache_sizes: int, more: int) -> Mapping[str, Any]:
+        """Return the rule's own keys; ``more`` of its caches have an entry more."""
         return {}
 
-    def ladder(self, space: Space, kind: int) -> Ladder | None:
-        """Return the ladder of a kind of layer; None if it has none."""
+    def cost_curve(self, space: Space, kind: int) -> CostCurve | None:
+        """Return the cost curve of a kind of layer; None if it has none."""
         return None
 
     def pieces(self, space: Space, kind: int) -> Pieces | None:
         """Return the pieces of a kind of layer; None if prompts stream it whole, or not."""
         return None
 
-    def rule(self, group_size: int, num_in_group: int, rungs: int = 1, more: int = 0) -> Rule:
+    def rule(self, group_size: int, num_in_group: int, cache_sizes: int = 1, more: int = 0) -> Rule:
         """Return the rule of a plan with this pattern."""
         return Rule(
             cpu_offload_params=self.segment_class.segments,
@@ -113,5 +112,5 @@ class Option:
             num_in_group=num_in_group,
             prefill=self.prefill,
             decode=self.decode,
-            **self.numbers(rungs, more),
+            **self.numbers(cache_sizes, more),
         )

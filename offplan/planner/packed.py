@@ -12,7 +12,7 @@ from offplan.held.packing import packable
 from offplan.plan import Budget, Offload
 from offplan.planner.aims import NEVER, WITHIN, Aim, Nearest, limits_ps
 from offplan.planner.classes import list_patterns
-from offplan.planner.search import MAX_RULES, Found, Search, Searcher
+from offplan.planner.search import MAX_RULES, Candidate, Search, Searcher
 from offplan.planner.space import Space, find_room
 
 
@@ -22,7 +22,7 @@ def find_best(
     aim: Aim,
     limit: float = NEVER,
     max_rules: int = MAX_RULES,
-    rival: Found | None = None,
+    rival: Candidate | None = None,
 ) -> Search:
     """Find the best plan of a budget, of a value below ``limit``: packed only if that is better.
 
@@ -67,7 +67,7 @@ def _least_value(space: Space, aim: Aim) -> float:
     return float(aim.values(*space.table.resident_ps.T.astype(float)).min())
 
 
-def _find_fewest(plain: Space, packed: Space, budget: Budget, aim: Aim) -> Found | None:
+def _find_fewest(plain: Space, packed: Space, budget: Budget, aim: Aim) -> Candidate | None:
     """Find the best plan with everything resident and some layers packed, by a pattern.
 
     The output head is packed where it is in plans that pack all, or stays as it is stored.
@@ -120,4 +120,4 @@ def _find_fewest(plain: Space, packed: Space, budget: Budget, aim: Aim) -> Found
         packing=packing,
     )
     times_ps = float(prompt_ps[number, pattern]), float(step_ps[number, pattern])
-    return Found(float(values[number, pattern]), (0, 0, 0, 1, 0), times_ps, lambda: offload)
+    return Candidate(float(values[number, pattern]), (0, 0, 0, 1, 0), times_ps, lambda: offload)

@@ -56,7 +56,7 @@ class StreamsParts(Option):
         """Parts have slots of their own, which the next part takes."""
         return False
 
-    def numbers(self, rungs: int, more: int) -> Mapping[str, Any]:
+    def numbers(self, cache_sizes: int, more: int) -> Mapping[str, Any]:
         """Return the number of parts, and how much of a prompt meets one at once."""
         return {"parts": self.num_parts, "tokens_at_once": self.tokens_at_once}
 

@@ -110,8 +110,8 @@ class Prices:
         if engine is not None and copies[1]:
             copies[1] = engine.step_copy_ps(copies[1])
         in_prefill = [(u, way.prefill) for u, way in chosen if not way.prefill.streams]
-        # what climbs a ladder is priced by its rungs
-        reads = [(u, way) for u, way in chosen if not (way.climbs or way.decode.streams)]
+        # what has a cost curve is priced by its cache's size
+        reads = [(u, way) for u, way in chosen if not (way.has_curve or way.decode.streams)]
         in_decode = [(u, way.decode) for u, way in reads]
         never = [(u, way.decode) for u, way in reads if not way.fills_ring]
         prompt_reads = [at_use.read_ps(in_prefill, each.prefill) for each in space.settings]

@@ -25,7 +25,7 @@ from offplan.planner.in_place import InPlaceRules
 from offplan.planner.limits import check_range, make_check
 from offplan.planner.options import list_options
 from offplan.planner.prices import Prices
-from offplan.planner.single_rule_plans import Firsts, Rows, list_firsts
+from offplan.planner.single_rule_plans import Rows, SingleRulePlans, list_single_rule_plans
 from offplan.planner.space import Room, Space, find_room
 from offplan.planner.stages import Stages
 from offplan.planner.writing import list_plainness, write_candidate, write_rules
@@ -36,7 +36,7 @@ BLOCK = 1024
 """Candidates priced together: enough to make an array's own cost a small share."""
 
 
-class Found(NamedTuple):
+class Candidate(NamedTuple):
     """A plan and how good it is."""
 
     value: float
@@ -57,7 +57,7 @@ class Found(NamedTuple):
 class Search:
     """The best plan found, and the numbers of plans looked at."""
 
-    best: Found | None = None
+    best: Candidate | None = None
     single: float = NEVER
     """The value of the best plan of at most one rule; NEVER if none is wanted."""
     num_candidates: int = 0
@@ -84,7 +84,7 @@ class Searcher:
     space: Space
     trades: bool = True
     """False leaves out options whose rules may make the request longer: ``Rule.trades_request``."""
-    _firsts: tuple[Budget, Firsts] | None = None
+    _plans: tuple[Budget, SingleRulePlans] | None = None
 
     def __post_init__(self) -> None:
         check_range(self.space)
@@ -135,12 +135,15 @@ class Searcher:
         """Plans that copy nothing."""
         return InPlaceRules(self.prices)
 
-    def firsts(self, budget: Budget) -> Firsts:
+    def firsts(self, budget: Budget) -> SingleRulePlans:
         """List what a budget leaves of the rules; the last list is kept for the next aim."""
-        if self._firsts is None or self._firsts[0] != budget:
+        if self._plans is None or self._plans[0] != budget:
             room = find_room(self.space, budget)
-            self._firsts = budget, list_firsts(self.prices, self.rules, self.in_place, room)
-        return self._firsts[1]
+            self._plans = (
+                budget,
+                list_single_rule_plans(self.prices, self.rules, self.in_place, room),
+            )
+        return self._plans[1]
 
     @cached_property
     def disjoint(self) -> NDArray[np.bool_]:
@@ -160,7 +163,7 @@ class Searcher:
         aim: Aim,
         limit: float = NEVER,
         max_rules: int = MAX_RULES,
-        rival: Found | None = None,
+        rival: Candidate | None = None,
     ) -> Search:
         """Find the best plan of a value below ``limit``; of equally good ones the plainest.
 
@@ -193,7 +196,7 @@ class _Run:
     most: float
     """The best value so far: no plan is priced whose estimate is not better."""
     search: Search = field(default_factory=Search)
-    found: list[Found] = field(default_factory=list)
+    found: list[Candidate] = field(default_factory=list)
     """Plans that may be chosen."""
 
     def __post_init__(self) -> None:
@@ -201,7 +204,7 @@ class _Run:
         self.prices, self.stages = self.searcher.prices, self.searcher.stages
         self.estimated = self.aim.loosened(most_rounded_ps(self.space))
 
-    def try_in_place(self, firsts: Firsts) -> None:
+    def try_in_place(self, firsts: SingleRulePlans) -> None:
         """Try the plans that copy nothing."""
         for each in firsts.in_place:
             write = partial(write_rules, self.space, each.setting, 1, each.rules)
@@ -233,12 +236,13 @@ class _Run:
         row, second = row[streams], second[streams]
         # what two rules take of a layer lies in one slab, which is no smaller than both
         row, second = self._hold(rows, row, second, rules.least_slabs)
-        # a larger second rule frees room for rungs: the smallest says nothing then
-        climbing = loads.climbing[0]
-        climbs = (climbing[rows.first[row]] >= 0) | (climbing[second] >= 0)
-        better = self._better(rows, row[~climbs], second[~climbs])
+        # a larger second rule frees room for caches: the smallest says nothing then
+        with_curve = loads.with_curve[0]
+        has_curve = (with_curve[rows.first[row]] >= 0) | (with_curve[second] >= 0)
+        better = self._better(rows, row[~has_curve], second[~has_curve])
         row, second = (
-            np.concatenate(each) for each in zip(better, (row[climbs], second[climbs]), strict=True)
+            np.concatenate(each)
+            for each in zip(better, (row[has_curve], second[has_curve]), strict=True)
         )
         # every rule of the option from the smallest one on
         which, second = count_on(second, rules.ends[rules.option[second]] - second)
@@ -263,16 +267,16 @@ class _Run:
         return rows._replace(prompt_ps=prompt_ps, step_ps=step_ps, second=second)
 
     def _relieve(self, rows: Rows) -> Rows:
-        """Estimate first rules that have rungs as if a second one took all else."""
-        climbs = np.flatnonzero(self.rules.loads.climbing[0, rows.first] >= 0)
-        if not len(climbs):
+        """Estimate first rules that have caches as if a second one took all else."""
+        has_curve = np.flatnonzero(self.rules.loads.with_curve[0, rows.first] >= 0)
+        if not len(has_curve):
             return rows
-        some = choose(rows, climbs)
+        some = choose(rows, has_curve)
         loads = choose(self.rules.loads, some.setting, some.first)
         spare = self.space.dense_bytes - some.lacking_bytes
         prompt_ps, step_ps = rows.prompt_ps.copy(), rows.step_ps.copy()
         times = estimate(self.prices, loads, some.setting, some.num_slots, spare)
-        prompt_ps[climbs], step_ps[climbs] = times
+        prompt_ps[has_curve], step_ps[has_curve] = times
         return rows._replace(prompt_ps=prompt_ps, step_ps=step_ps)
 
     def _better(self, rows: Rows, row: Ints, second: Ints) -> tuple[Ints, Ints]:
@@ -336,8 +340,8 @@ class _Run:
             if values[number] > self.most * (1 + self.aim.tolerance) or values[number] == NEVER:
                 return
             times = float(prompt_ps[number]), float(step_ps[number])
-            rungs = () if own is None else own.rungs[number].tolist()
-            write = partial(write_candidate, self.prices, candidates, number, rungs)
+            cache_sizes = () if own is None else own.cache_sizes[number].tolist()
+            write = partial(write_candidate, self.prices, candidates, number, cache_sizes)
             self.offer(tuple(plainness[number].tolist()), times, write)
 
     def offer(
@@ -351,9 +355,9 @@ class _Run:
             if not self.searcher.can_run(write(), self.room.budget):
                 return
             self.most = value
-        self.found.append(Found(value, order, times_ps, write))
+        self.found.append(Candidate(value, order, times_ps, write))
 
-    def choose(self) -> Found | None:
+    def choose(self) -> Candidate | None:
         """Return the plainest of the plans that are as good as the best."""
         good = [each for each in self.found if each.value <= self.most * (1 + self.aim.tolerance)]
         return next(

@@ -34,7 +34,7 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Firsts:
+class SingleRulePlans:
     """Plans of at most one rule that fit a budget, and rules that a second one may complete."""
 
     in_place: list[InPlace]
@@ -48,7 +48,9 @@ class Firsts:
     """Bytes of the store that those lack that fit the GPU; 0 once one fits."""
 
 
-def list_firsts(prices: Prices, rules: Rules, in_place: InPlaceRules, room: Room) -> Firsts:
+def list_single_rule_plans(
+    prices: Prices, rules: Rules, in_place: InPlaceRules, room: Room
+) -> SingleRulePlans:
     """List what a budget leaves: of two rules one frees at least half of what both have to."""
     space, every = prices.space, in_place.plans(room)
     gpu_lacks = [np.array([each.gpu_lack for each in every])]
@@ -81,7 +83,7 @@ def list_firsts(prices: Prices, rules: Rules, in_place: InPlaceRules, room: Room
         second = np.full(len(rows), NO_RULE)
         found.append(Rows(*times, setting, slots, first, second, lacking[rows], fits[rows]))
     lacks, on_hosts = np.concatenate(gpu_lacks), np.concatenate(host_lacks)
-    return Firsts(
+    return SingleRulePlans(
         fitting,
         Rows(*map(np.concatenate, zip(*found, strict=True))),
         num_candidates,

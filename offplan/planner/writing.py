@@ -12,7 +12,7 @@ from offplan.planner.space import Space
 
 
 def list_plainness(prices: Prices, candidates: Candidates, on_host: Ints) -> Ints:
-    """Return how plain candidates are, [candidates, 5]: ``Found.order``."""
+    """Return how plain candidates are, [candidates, 5]: ``Candidate.order``."""
     sizes = np.append(list_patterns(len(prices.space.kind_of)).group_size, 0)
     segments = [len(option.segment_class.segments) for option in prices.options]
     num_segments = np.append(segments, 0)
@@ -28,13 +28,13 @@ def list_plainness(prices: Prices, candidates: Candidates, on_host: Ints) -> Int
 
 
 def write_candidate(
-    prices: Prices, candidates: Candidates, number: int, rungs: Sequence[int]
+    prices: Prices, candidates: Candidates, number: int, cache_sizes: Sequence[int]
 ) -> Offload:
-    """Write the decision of one candidate, whose layers have so many rungs."""
+    """Write the decision of one candidate, whose layers have caches so large."""
     setting, num_slots, *taken = (int(column[number]) for column in candidates)
     patterns = list_patterns(len(prices.space.kind_of))
-    fewest = min((each for each in rungs if each), default=1)
-    more = sum(each > fewest for each in rungs)
+    fewest = min((each for each in cache_sizes if each), default=1)
+    more = sum(each > fewest for each in cache_sizes)
     rules = tuple(
         prices.options[option].rule(
             int(patterns.group_size[pattern]), int(patterns.num_in_group[pattern]), fewest, more

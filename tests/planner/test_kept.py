@@ -128,7 +128,7 @@ def test_the_search_prices_them_as_the_schedule_does(
     keeping = [
         number
         for number, option in enumerate(searcher.prices.options)
-        if option.climbs and option.decode.is_by_cores == cores
+        if option.has_curve and option.decode.is_by_cores == cores
     ]
     first = data.draw(st.sampled_from(keeping))
     partners = np.flatnonzero(searcher.disjoint[first]).tolist()
@@ -145,7 +145,7 @@ def test_the_search_prices_them_as_the_schedule_does(
     fits, own = searcher.prices.spend(candidate, np.array([spare]))
     assume(fits[0])
     assert own is not None
-    experts = own.rungs[0].tolist()
+    experts = own.cache_sizes[0].tolist()
     few = min(each for each in experts if each)
     more = sum(each > few for each in experts)
     rules = [
@@ -267,7 +267,7 @@ def test_experts_whose_rows_are_inputs_are_not_the_cores(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("shared_behind", [False, True])
 def test_a_step_waits_for_the_longest_of_three(shared_behind: bool) -> None:
-    """Found and shared experts are one of them, where the block multiplies these last."""
+    """Candidate and shared experts are one of them, where the block multiplies these last."""
     machine = with_cores(SLOW, cores=1e8, cores_round_trip=1e-5, hbm=1e9)
     model = make_model([MOE])
     if shared_behind:

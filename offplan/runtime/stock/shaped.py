@@ -49,8 +49,8 @@ class ShapedTensor(torch.Tensor):
         made.lies, made.kept_in = layout, storage
         return made
 
-    @property  # type: ignore[override]
-    def device(self) -> torch.device:
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
         """The device that models see."""
         return _CPU
 
