@@ -154,7 +154,7 @@ def leave_part(module: nn.Module, name: str, unread: Component) -> None:
     is_linear = isinstance(module, nn.Linear)
     holder, key = (vars(module), "stored") if is_linear else (vars(module)["stored_experts"], name)
     parts = tuple(part for part in holder[key].components if part is not unread)
-    holder[key] = replace(holder[key], parts=parts)
+    holder[key] = replace(holder[key], components=parts)
 
 
 def share_scratch(parent: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
