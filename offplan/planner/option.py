@@ -35,7 +35,8 @@ class CostCurve(NamedTuple):
     """Picoseconds that a decode step would take without a cache, beyond the option's content."""
     times_ps: NDArray[np.int64]
     """Picoseconds beyond the option's content, [5, sizes + 1]. They are of a prompt's reading and
-    its compute, a step's reading and its compute, and the latter in a step that copies. No entry costs 0."""
+    its compute, a step's reading and its compute, and the latter in a step that copies.
+    None without entries."""
     asked: Any
     """The cache size that each layer must have; 0 for as many as memory is left for."""
 
