@@ -321,6 +321,15 @@ def test_contributing_names_files_that_are_there() -> None:
     assert not [each for each in named if not any((at / each).exists() for at in places)]
 
 
+def test_contributing_names_what_is_there_to_read_first() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    named = re.findall(r"`(\w+)` in `([\w/]+\.py)`", text)
+    assert len(named) > 10
+    for name, path in named:
+        code = (ROOT / "offplan" / path).read_text("utf-8")
+        assert re.search(rf"^(def|class) {name}\b", code, re.MULTILINE), f"{path} has no {name}"
+
+
 def test_every_dependency_is_pinned() -> None:
     lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
     pins = [Requirement(line) for line in lines if line and not line.startswith("#")]

@@ -10,8 +10,8 @@ where a number or a name is doubted.
 
 ``estimates`` bounds what plans take from below by arithmetic, and ``prices`` has the exact memory
 and times of many plans at once. Both ask ``numbers`` for what a rule's own numbers take, and
-``costs.at_use`` for what layers read in place. ``firsts`` lists rules that a budget leaves room
-for, ``in_place`` the plans that copy nothing, ``stages`` a pipeline's other stages, ``packed`` what
-may be packed. The rest are questions of their own: ``frontier``, ``throughput``, ``context``,
+``costs.in_place_costs`` for what layers read in place. ``single_rule_plans`` lists rules that a
+budget leaves room for, ``in_place`` the plans that copy nothing, ``stages`` a pipeline's other
+stages, ``packed`` what may be packed. The rest are questions of their own: ``frontier``,
 ``neighbours``, ``infeasible``.
 """
