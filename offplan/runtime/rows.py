@@ -318,10 +318,8 @@ class Rows:
                 made = self._extend(rows, tokens)
                 for row in rows:
                     self._rows[row].tokens.append(tokens[row])
-                # one that was read again has not moved, and one that is full is idle from here on
-                ends = self.session.context
-                if any(each.length in (each.num_begun, ends) for each, _ in extended):
-                    self._set_lengths()
+                if any(each.length == each.num_begun for each, _ in extended):
+                    self._set_lengths()  # one that was read again has not moved
             except BaseException:
                 for each, length in extended:
                     del each.tokens[length:]

@@ -493,6 +493,20 @@ def test_idle_rows_are_sent_where_a_text_is(tmp_path: Path, name: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
 
 
+def test_a_step_of_several_passes_fills_a_row(tmp_path: Path) -> None:
+    """Llama 4 knows one position of a pass: a row that one pass has filled is idle in the next."""
+    folder = save_tiny("chunked", tmp_path)
+    with open_session(folder, offload(group(2, 1))) as session:
+        texts = Greedy(Rows(session, 2))
+        full, other = texts.join([*range(1, CONTEXT)], PROMPTS[1])
+        texts.step(full, other)
+        texts.step(other)
+        text = texts.leave(full)
+        texts.join([*text[: CONTEXT - 1], 5])
+        texts.step(other)
+        texts.check(Alone(folder, 64))
+
+
 class WithoutRows:
     """A runner that has no rows."""
 

@@ -218,7 +218,8 @@ class ModelRunner:
                 tokens,
                 may_capture=self._capture and steady,
             )
-            self._position.tensor.add_(self._extended.moves)
+            # a row that is full is idle in another pass of the same step, too
+            self._position.tensor.add_(self._extended.moves).clamp_(max=self._context - 1)
         return logits
 
     def step_regime(self, length: int) -> Hashable:
