@@ -30,6 +30,8 @@ class KVCache:
     """Tokens kept at most (sliding window); None keeps the whole context."""
     state_bytes: int = 0
     """Bytes of a sequence's fixed state (linear attention's recurrent and convolution state)."""
+    is_whole: bool = False
+    """True if offplan's own passes keep the whole context all the same: later layers read it."""
 
     def nbytes(self, batch: int, context: int) -> int:
         """Bytes for ``batch`` sequences of ``context`` tokens."""
@@ -82,7 +84,8 @@ class Layer:
             [p.name, len(p.tensors), p.kinds_read] + ([] if p.form.is_raw else [p.form])
             for p in self.parameters
         ]
-        cache = [self.kv_cache.bytes_per_token, self.kv_cache.window, self.kv_cache.state_bytes]
+        kept = self.kv_cache
+        cache = [kept.bytes_per_token, kept.window, kept.state_bytes] + kept.is_whole * [True]
         content = json.dumps([self.kind, parameters, cache])
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 

@@ -216,17 +216,24 @@ def phase_bytes(
     """Bytes of the temporaries of a prompt, and of a decode step.
 
     A prompt's are its largest chunk's, and what waits meanwhile. A chunk has hidden states + the
-    largest block + logits: of a layer only one block, attention or MLP, is alive at a time. A
-    chunk that is not as long as the plan's runs uncompiled. ``in_pieces`` leaves out what a
-    prompt's routed experts take, as where all of them stream in pieces.
+    largest block + logits: of a layer only one block, attention or MLP, is alive at a time. Of a
+    layer that keeps a window, attention takes ``joined_bytes``, too. A chunk that is not as long as
+    the plan's runs uncompiled. ``in_pieces`` leaves out what a prompt's routed experts take, as
+    where all of them stream in pieces.
     """
-    layers = _distinct_layers(stage)
+    layers, row = _distinct_layers(stage), stage.row_cache(workload.context)
+
+    def attend(stage: Stage, layer: Layer, shape: PassShape) -> int:
+        is_ring = stage.is_own and row.window(layer.index) is not None
+        joined = joined_bytes(layer, shape) if is_ring else 0
+        return attention_bytes(stage, layer, shape) + joined
+
     # of chunks with as many tokens, the last one reaches furthest and takes most
     last = {shape.tokens: shape for shape in prefill_shapes(workload, prefill_chunk)}
 
     def of_chunk(shape: PassShape) -> int:
         is_apart = in_pieces and shape.phase is Phase.PREFILL
-        blocks = [attention_bytes, dense_bytes if is_apart else mlp_bytes, per_layer_bytes]
+        blocks = [attend, dense_bytes if is_apart else mlp_bytes, per_layer_bytes]
         if shape.phase is Phase.PREFILL and shape.tokens != prefill_chunk and not is_apart:
             blocks.append(eager_expert_bytes)
         most = max(block(stage, layer, shape) for block in blocks for layer in layers)
@@ -339,10 +346,23 @@ def attention_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
         total += JOINED_PARTS * made * stage.element_bytes
     heads = stage.architecture.attention
     if shape.phase is Phase.DECODE and (heads.sinks or heads.soft_cap is not None):
-        total += SCORE_BYTES * shape.batch * shape.context * heads.num_heads
+        kept = stage.row_cache(shape.context).window(layer.index) if stage.is_own else None
+        total += SCORE_BYTES * shape.batch * (kept or shape.context) * heads.num_heads
     if stage.architecture.latents is not None:
         total += latent_bytes(stage, layer, shape)
     return total
+
+
+def joined_bytes(layer: Layer, shape: PassShape) -> int:
+    """Bytes of a chunk's keys and values, copied behind those of the window before the chunk.
+
+    A prompt's first chunk has none before it. Source: ``runtime.model.caches.Ring.extend``.
+    """
+    window = layer.kv_cache.window
+    if window is None or shape.phase is not Phase.PREFILL or shape.tokens == shape.context:
+        return 0
+    num_tokens = min(shape.context, shape.tokens + window - 1)
+    return shape.batch * num_tokens * layer.kv_cache.bytes_per_token
 
 
 def linear_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:

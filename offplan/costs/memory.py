@@ -46,8 +46,6 @@ def list_gpu_memory(
 ) -> Iterator[Term]:
     """List the terms of GPU memory, which a plan promises to stay within, and then their sum."""
     saved = sum(each.as_stored.nbytes - each.nbytes for each in stage.parameters)
-    cached, context = stage.cache_bytes(workload), workload.batch * workload.context
-    tokens = context * sum(layer.kv_cache.bytes_per_token for layer in stage.layers)
     margin = f"{MARGIN:.1%} of the budget"
     weights = {
         "weights": stage.loaded_bytes + saved,
@@ -70,11 +68,9 @@ def list_gpu_memory(
             Input("slots for parts", placement.num_piece_slots, "count"),
             Input("largest part", placement.piece_bytes, "bytes"),
         )
-    cache = {
-        "batch x context x bytes a token": tokens,
-        "batch x state of linear attention": cached - tokens,
-        "the engine's blocks": kv_cache_bytes(stage, workload, prefill_chunk) - cached,
-    }
+    cache = _cache_parts(stage, workload)
+    cached = kv_cache_bytes(stage, workload, prefill_chunk)
+    cache["the engine's blocks"] = cached - stage.cache_bytes(workload)
     figure = list_figures(machine, "gpu_overhead")
     kept = (*figure, Input(margin, _margin_bytes(budget), "bytes"))
     taken = overhead_bytes(machine, budget)
@@ -88,6 +84,23 @@ def list_gpu_memory(
     yield from terms
     total = sum(term.value for term in terms)
     yield Term("gpu_memory.total", total, "bytes", "the sum of these")
+
+
+def _cache_parts(stage: Stage, workload: Workload) -> dict[str, int]:
+    """Name the parts of ``Stage.cache_bytes``."""
+    batch, row = workload.batch, stage.row_cache(workload.context)
+    if stage.is_own:
+        tokens, rings, checkpoints = row.whole_bytes, row.window_bytes, row.checkpoint_bytes
+    else:
+        tokens = workload.context * sum(layer.kv_cache.bytes_per_token for layer in stage.layers)
+        rings = checkpoints = 0
+    found = {
+        "batch x context x bytes a token": batch * tokens,
+        "batch x window x bytes a token": batch * rings,
+        "batch x row checkpoint of windows and states": batch * checkpoints,
+    }
+    of_states = stage.cache_bytes(workload) - sum(found.values())
+    return found | {"batch x state of linear attention": of_states}
 
 
 def list_stores(placement: Placement, offload: Offload, num_gpus: int) -> Iterator[Term]:

@@ -20,6 +20,7 @@ from offplan.held.layout import AS_STORED, Layout, PassRules
 from offplan.held.unit import Unit, group_units
 from offplan.plan import Workload
 from offplan.routing.profile import BatchReuse, RoutingProfile
+from offplan.row_cache import RowCache
 
 
 @dataclass(frozen=True)
@@ -136,18 +137,29 @@ class Stage:
         return in_layers_bytes + self.outside_bytes + self.derived_bytes
 
     def cache_bytes(self, workload: Workload) -> int:
-        """Bytes of the static cache: batch x context tokens of each layer's keys and values.
+        """Bytes of the static cache of a batch: a ``RowCache`` for each sequence.
 
-        Layers with a window keep the whole context as well: the runtime gives all one shape. What
-        caches of other passes keep was counted.
+        What caches of other passes keep was counted. An engine is priced as if layers with a
+        window kept the whole context.
         """
         if self.passes is not None:
             caches = (layer.kv_cache for layer in self.layers)
             return sum(cache.nbytes(workload.batch, workload.context) for cache in caches)
+        if self.is_own:
+            return workload.batch * self.row_cache(workload.context).nbytes
         return workload.batch * sum(
             workload.context * layer.kv_cache.bytes_per_token + layer.kv_cache.state_bytes
             for layer in self.layers
         )
+
+    @property
+    def is_own(self) -> bool:
+        """True if offplan's own passes run it."""
+        return self.pass_rules is None and self.way.is_own
+
+    def row_cache(self, context: int) -> RowCache:
+        """Return the cache of one sequence in offplan's own passes."""
+        return RowCache([layer.kv_cache for layer in self.layers], context)
 
     @cached_property
     def outside_key(self) -> str:

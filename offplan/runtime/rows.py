@@ -35,7 +35,9 @@ class _Row:
     """Whose text it is: no other owner's prompt goes on from it."""
     in_use: bool = False
     num_begun: int = 0
-    """Tokens of the prompt that it joined with."""
+    """Tokens of the prompt that it joined with, from whose end its checkpoint is."""
+    is_at_end: bool = True
+    """True if its rings and states are those behind its last token, and not gone."""
     left: int = 0
     """Number of its last text among those that left."""
 
@@ -62,6 +64,11 @@ class _Row:
         """Hold nothing, for a text to come."""
         self.tokens, self.in_use = [], False
 
+    def fall_back(self) -> None:
+        """Hold no more than the checkpoint is of."""
+        del self.tokens[self.num_begun :]
+        self.is_at_end = False
+
 
 class _OneText:
     """Passes of a runner whose caches have one length, as those of one row."""
@@ -84,6 +91,13 @@ class _OneText:
         """Say whether a prompt is captured."""
         return bool(self._runner.captures_prompt(batch, num_tokens))
 
+    def begin_at(self, common: int, length: int) -> int:
+        """Go on from nothing."""
+        return 0
+
+    def keep(self, rows: slice) -> None:
+        """Make no checkpoint."""
+
     def allocate(self, batch: int) -> None:
         """Leave it to the prompt."""
 
@@ -101,6 +115,13 @@ class _OneText:
         return made
 
 
+class _Held(NamedTuple):
+    """The tokens of a prompt that a row holds."""
+
+    num_tokens: int = 0
+    from_checkpoint: bool = False
+
+
 class _Part(NamedTuple):
     """A prompt that is about to be read into a row, from ``start`` on."""
 
@@ -109,6 +130,8 @@ class _Part(NamedTuple):
     start: int
     source: int
     """The row that holds the tokens before: itself, or that of a text which goes on."""
+    from_checkpoint: bool = False
+    """True if what cannot go back is taken from that row's checkpoint."""
     owner: Hashable = None
 
 
@@ -209,11 +232,12 @@ class Rows:
 
         Of the free rows it takes the one whose cache holds most of the prompt's beginning, and
         reads the rest alone. If the row of another text holds more, a free row is given a copy, of
-        what the host knows of that text. A prompt goes on from texts of its own owner alone. A
-        state that cannot go back, as linear attention has, serves a prompt that goes on from all of
-        it. If rotary embeddings change with the text's length, what is as long as to change them is
-        read as a whole. Raises InputError for a prompt that is empty or beyond the context, and
-        where no row is free, MemoryLimitError.
+        what the host knows of that text. A prompt goes on from texts of its own owner alone. Where
+        layers cannot go back, as windows and linear attention cannot, it goes on from all of a
+        text, or from all of the prompt that the text began with. If rotary embeddings change with
+        the text's length, what is as long as to change them is read as a whole. Raises InputError
+        for a prompt that is empty or beyond the context, and where no row is free,
+        MemoryLimitError.
         """
         (joined,) = self.join_all([prompt], [owner])
         return joined
@@ -249,9 +273,9 @@ class Rows:
             parts = self._assign([[*prompt] for prompt in prompts], owners)
             for part in parts:  # what is not read to its end is nothing to go on from
                 self._rows[part.row].forget()
-                if part.source != part.row:
-                    slots = self._slots[part.source], self._slots[part.row]
-                    self._runner.copy(*slots, part.start)
+                if part.source != part.row or part.from_checkpoint:
+                    slots, of = (self._slots[part.source], self._slots[part.row]), part.start
+                    self._runner.copy(*slots, of, from_checkpoint=part.from_checkpoint)
             try:
                 joined: dict[int, Joined] = {}
                 for together in self._divide(parts):
@@ -271,7 +295,7 @@ class Rows:
         for part, each in zip(parts, logits, strict=True):
             row = self._rows[part.row]
             row.owner = part.owner  # before the tokens: they are never another owner's
-            row.num_begun, row.tokens = len(part.prompt), [*part.prompt]
+            row.num_begun, row.tokens, row.is_at_end = len(part.prompt), [*part.prompt], True
             joined[part.row] = Joined(part.row, each, len(part.prompt) - part.start)
         return joined
 
@@ -341,7 +365,7 @@ class Rows:
         left.in_use, left.left = False, self._num_left
         if left.length >= self.session.context:
             if not self._runner.goes_back:
-                left.forget()
+                left.fall_back()
             else:  # steps of the others write to its last place
                 del left.read_tokens()[-1]
 
@@ -425,47 +449,59 @@ class Rows:
 
     def _assign(self, prompts: Sequence[list[int]], owners: Sequence[Hashable]) -> list[_Part]:
         """Choose a free row for each prompt: by what it holds, or else the one left longest ago."""
-        used = [*self.in_use] if self._runner.goes_back else []
+        used = [*self.in_use]
         free = [row for row in range(self.num_rows) if row not in self.in_use]
         parts = []
         for prompt, owner in zip(prompts, owners, strict=True):
             held = {
-                row: self._count_held(self._rows[row], prompt)
+                row: self._find_held(self._rows[row], prompt)
                 if self._rows[row].owner == owner
-                else 0
+                else _Held()
                 for row in (*free, *used)
             }
             source = self._choose_source(held)
-            is_copied = source in used
-            row = max(
-                free,
-                key=lambda row: (
-                    not is_copied and held[row],
-                    not self._rows[row].length,
-                    -self._rows[row].left,
-                ),
-            )
+            is_copied, row = source in used, source
+            if is_copied or not held[source].num_tokens:
+                row = max(free, key=lambda row: (not self._rows[row].length, -self._rows[row].left))
             free.remove(row)
-            parts.append(_Part(row, prompt, held[source], source if is_copied else row, owner))
+            parts.append(
+                _Part(
+                    row,
+                    prompt,
+                    held[source].num_tokens,
+                    source if is_copied else row,
+                    held[source].from_checkpoint,
+                    owner,
+                )
+            )
         return parts
 
-    def _choose_source(self, held: dict[int, int]) -> int:
+    def _choose_source(self, held: dict[int, _Held]) -> int:
         """Choose the row that holds most of a prompt without NaN, and correct what it holds.
 
         A NaN reaches tokens that came before it in the same pass: attention weighs it by zero. Its
-        own logits need not be NaN: windows end before it. Waits for the device where a row holds
-        something.
+        own logits need not be NaN: windows end before it. Of rows that hold as much, a free one and
+        then the one left longest ago. Waits for the device where a row holds something.
         """
-        seen: set[int] = set()
-        while held[source := max(held, key=held.__getitem__)] and source not in seen:
-            count = self._runner.count_numbers(self._slots[source], held[source])
-            if count < held[source]:
-                held[source] = count if self._runner.goes_back else 0
-            seen.add(source)
-        return source
 
-    def _count_held(self, row: _Row, prompt: list[int]) -> int:
-        """Count the tokens of a prompt that a row holds and that a pass can go on from.
+        def rank(row: int) -> tuple[int, bool, int]:
+            return held[row].num_tokens, not self._rows[row].in_use, -self._rows[row].left
+
+        seen: set[tuple[int, bool]] = set()
+        while True:
+            source = max(held, key=rank)
+            num_tokens, of_checkpoint = held[source]
+            if not num_tokens or (source, of_checkpoint) in seen:
+                return source
+            seen.add((source, of_checkpoint))
+            count = self._runner.count_numbers(
+                self._slots[source], num_tokens, from_checkpoint=of_checkpoint
+            )
+            if count < num_tokens:
+                held[source] = self._reach(self._rows[source], count)
+
+    def _find_held(self, row: _Row, prompt: list[int]) -> _Held:
+        """Find the tokens of a prompt that a row holds and that a pass can go on from.
 
         The last token is not of them: its logits are wanted.
         """
@@ -473,15 +509,19 @@ class Rows:
         # of a text that goes on: no wait
         held = row.known_tokens() if row.in_use else row.read_tokens()
         if len({regime(len(prompt)), regime(row.num_begun), regime(len(held))}) > 1:
-            return 0
+            return _Held()
         common = 0
         for ours, theirs in zip(held, prompt[:-1], strict=False):
             if ours != theirs:
                 break
             common += 1
-        if common < len(held) and not self._runner.goes_back:
-            return 0
-        return common
+        return self._reach(row, common)
+
+    def _reach(self, row: _Row, common: int) -> _Held:
+        """Find how many of a row's first tokens a pass can go on from, and what from."""
+        at_end = self._runner.begin_at(common, row.length) if row.is_at_end else 0
+        kept = self._runner.begin_at(min(common, row.num_begun), row.num_begun)
+        return _Held(kept, True) if kept > at_end else _Held(at_end)
 
     def _divide(self, parts: Sequence[_Part]) -> list[list[_Part]]:
         """Divide what is to be read among passes.
@@ -513,7 +553,10 @@ class Rows:
         for row, prompt, start, *_ in parts:
             tokens = torch.tensor([prompt[start:]]).to(self.session.device)
             readings.append(Reading(tokens, start, self._rows_of(row)))
-        return self._runner.read(readings, may_capture=self._captures_prompts)
+        logits: torch.Tensor = self._runner.read(readings, may_capture=self._captures_prompts)
+        for each in readings:
+            self._runner.keep(each.rows)
+        return logits
 
     def _check_step(self, rows: Sequence[int]) -> None:
         for row in rows:
@@ -555,7 +598,7 @@ class Rows:
         if not self._runner.goes_back:
             for slot, each in zip(self._slots, self._rows, strict=True):
                 if slot < size and not each.in_use:
-                    each.forget()  # its state goes on with an idle token
+                    each.fall_back()  # its state goes on with an idle token
         of_step = self.length(rows[0]) + 1, slots
         logits: torch.Tensor
         if size == 1:
@@ -582,5 +625,5 @@ class Rows:
         except BaseException:
             text.forget()
             raise
-        text.num_begun = len(whole)
+        text.num_begun, text.is_at_end = len(whole), True
         return logits

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from offplan.capabilities.stock import STOCK
 from offplan.checkpoint.model import Experts, KVCache, Layer
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
@@ -26,11 +27,13 @@ from offplan.costs.activations import (
     attention_bytes,
     eager_expert_bytes,
     hidden_bytes,
+    joined_bytes,
     latent_bytes,
     linear_bytes,
     logits_bytes,
     mlp_bytes,
     per_layer_bytes,
+    phase_bytes,
     waiting_bytes,
 )
 from offplan.costs.memory import MARGIN, list_gpu_memory, overhead_bytes
@@ -303,10 +306,26 @@ def test_kv_cache_is_static() -> None:
     assert stage.cache_bytes(Workload(batch=2, context=1000)) == 3 * 2 * 1000 * 128
 
 
-def test_layers_with_a_window_keep_the_context_as_the_runtime_does() -> None:
+def test_layers_with_a_window_keep_rings_and_a_checkpoint() -> None:
     windowed = make_layer(0, DENSE, KVCache(128, window=8, state_bytes=100))
-    stage = hold(replace(dense_model(1), layers=(windowed,)))
-    assert stage.cache_bytes(Workload(batch=2, context=1000)) == 2 * (1000 * 128 + 100)
+    model, workload = replace(dense_model(1), layers=(windowed,)), Workload(batch=2, context=1000)
+    assert hold(model).cache_bytes(workload) == 2 * 2 * (8 * 128 + 100)
+    # of passes that nobody has counted, the whole context
+    assert hold(model, way=STOCK).cache_bytes(workload) == 2 * (1000 * 128 + 100)
+
+
+def test_a_chunk_is_joined_to_what_rings_have() -> None:
+    windowed = make_layer(0, DENSE, KVCache(128, window=8))
+    whole = make_layer(0, DENSE, KVCache(128, window=8, is_whole=True))
+    for tokens, context, joined in ((10, 30, 17), (4, 30, 11), (4, 8, 8), (30, 30, 0)):
+        shape = PassShape(Phase.PREFILL, 2, tokens, context)
+        assert joined_bytes(windowed, shape) == 2 * joined * 128
+    workload = Workload(batch=2, prompt_tokens=30, output_tokens=1, context=64)
+    rings, none = (
+        phase_bytes(hold(replace(dense_model(1), layers=(each,))), workload, 10)[0]
+        for each in (windowed, whole)
+    )
+    assert rings > none
 
 
 def test_terms_add_up() -> None:

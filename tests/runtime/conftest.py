@@ -154,6 +154,16 @@ OTHERS: dict[str, PreTrainedConfig] = {
         hidden_size_per_layer_input=8,
         vocab_size_per_layer_input=64,
     ),
+    "shared_rings": Gemma4TextConfig(
+        **{**SIZES, "num_hidden_layers": 7},
+        **{**HEADS, "head_dim": 16},
+        global_head_dim=16,
+        sliding_window=8,
+        layer_types=[*["sliding_attention", "full_attention"] * 3, "full_attention"],
+        num_kv_shared_layers=3,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=64,
+    ),
     "text_part": Qwen2_5_VLConfig(
         text_config=SIZES
         | {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": ROPE_OF_IMAGES},

@@ -2,15 +2,21 @@
 
 import torch
 
+from offplan.checkpoint.model import KVCache
 from offplan.placement import ALIGNMENT_BYTES
+from offplan.row_cache import RowCache
 from offplan.runtime.model.caches import LayerCaches, Position
 
 CONTEXT = 7
 
 
+def make_caches(token_bytes: list[int], position: Position) -> LayerCaches:
+    return LayerCaches(RowCache([KVCache(each) for each in token_bytes], CONTEXT), position)
+
+
 def test_layers_know_the_position_and_the_model_does_not() -> None:
     position = Position(torch.device("cpu"))
-    cache = LayerCaches([1, 1], CONTEXT, position)
+    cache = make_caches([1, 1], position)
     position.new = torch.arange(3, 6)
     assert [layer.get_seq_length(0) for layer in cache.layers] == [3, 3]
     assert cache.get_seq_length() == 0
@@ -19,7 +25,7 @@ def test_layers_know_the_position_and_the_model_does_not() -> None:
 def test_layers_of_any_shape_share_allocations_and_no_memory() -> None:
     position = Position(torch.device("cpu"))
     heads = [3, 3, 1, 3, 1, 3]
-    cache = LayerCaches(heads, CONTEXT, position)
+    cache = make_caches(heads, position)
     states = [torch.randn(2, count, 1, 5, dtype=torch.bfloat16) for count in heads]
     for index, new in enumerate(states):
         cache.layers[index].update(new, new[..., :3])
@@ -44,7 +50,7 @@ def test_layers_of_any_shape_share_allocations_and_no_memory() -> None:
 
 def test_layers_of_unlike_shapes_take_what_they_need() -> None:
     heads = [8, 8, 2, 8]
-    cache = LayerCaches([*heads, 0], CONTEXT, Position(torch.device("cpu")))
+    cache = make_caches([*heads, 0], Position(torch.device("cpu")))
     for layer, count in zip(cache.layers, heads, strict=False):
         layer.update(*[torch.ones(1, count, 1, 64)] * 2)
     blocks = {

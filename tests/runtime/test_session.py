@@ -18,9 +18,11 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from offplan.checkpoint.model import KVCache
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, InputError, MemoryLimitError, OffplanError
 from offplan.placement import Phase
+from offplan.row_cache import RowCache
 from offplan.runtime.generate import Measured, generate
 from offplan.runtime.loading.skeleton import build_skeleton
 from offplan.runtime.memory import store
@@ -379,7 +381,7 @@ def test_what_layers_return_as_a_tuple_is_returned_as_one(beside: tuple[None, ..
     vars(layer).pop("forward")
     vars(layer)["beside"] = beside
     layers = DecoderLayers(torch.nn.ModuleList([layer]), compiled=False)
-    layers.cache = LayerCaches([1], 1, Position(torch.device("cpu")))
+    layers.cache = LayerCaches(RowCache([KVCache(1)], 1), Position(torch.device("cpu")))
     made = layer(torch.ones(3))
     assert made[1:] == beside
     assert torch.equal(made[0], torch.full((3,), 2.0))

@@ -19,7 +19,7 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.transformers_config import build_config, cannot_build
 from offplan.runtime.model.attention import ATTENTION_NAME
 from offplan.runtime.model.frequencies import hold_frequencies
-from offplan.runtime.model.probe import PROBE, probe_attention
+from offplan.runtime.model.probe import PROBE, check_rings, probe_attention
 from offplan.runtime.model.rewrites import (
     INLINED_TYPES,
     find_linear,
@@ -81,6 +81,7 @@ def build_skeleton(model: Model) -> PreTrainedModel:
     with _experts_without_weights(skeleton, model):
         for module, asked in probe_attention(skeleton, layers).items():
             vars(module)["asked"] = asked
+    check_rings(model.source, layers, [layer.kv_cache for layer in model.layers])
     choose_attention(skeleton, ATTENTION_NAME)
     return skeleton.eval().requires_grad_(False)
 

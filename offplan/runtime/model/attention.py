@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 
 from offplan.runtime.model.cache_mask import BLOCK_TOKENS, Way
 from offplan.runtime.model.latent import attend_latent, keeps_latents
+from offplan.runtime.model.probe import Asked
 
 
 def weigh(
@@ -198,10 +199,15 @@ def _attend_chunk(
 ) -> torch.Tensor:
     """Attend from a chunk of a prompt to the tokens up to each one's own.
 
-    In a layer that sees chunks of the text, each that the prompt's meets is a text of its own.
+    In a layer that sees chunks of the text, each that the prompt's meets is a text of its own. Of a
+    layer with a ring, ``key`` and ``value`` are the chunk's alone.
     """
     start, num_tokens = before.flatten().tolist()
     size = module.asked.chunk
+    if (ring := module.ring) is not None:
+        behind = start % size if size else min(start, module.asked.window - 1)
+        key, value = ring.extend(key, value, start, behind)
+        start = behind  # as if the text began with the first of them
     if size is None:
         return _attend_up_to(module, query, key, value, start, num_tokens, scaling, sinks)
     parts = []
@@ -294,21 +300,32 @@ def _attend_one(
     times more at batch 64.
     """
     batch, heads, _, head_dim = query.shape
-    kv_heads, window, soft_cap = key.shape[1], module.asked.window, module.asked.soft_cap
-    if window is not None and window < mask.shape[-1]:
-        # position j is in the window of the last position p iff j <= p and not j + window <= p
-        beyond = torch.zeros_like(mask)
-        beyond[..., :-window] = mask[..., window:]
-        mask = mask & ~beyond
-    if (size := module.asked.chunk) is not None and size < mask.shape[-1]:
-        position = mask.sum(-1, keepdim=True) - 1
-        begun = position - position % size
-        mask = mask & (torch.arange(mask.shape[-1], device=mask.device) >= begun)
+    kv_heads, soft_cap = key.shape[1], module.asked.soft_cap
+    mask = _hide(mask, key.shape[2], module.asked)
     if sinks is not None or soft_cap is not None:
         return weigh(query, key, value, mask, scaling, soft_cap, sinks)
     folded = query.view(batch, kv_heads, heads // kv_heads, head_dim)
     out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(batch, heads, 1, value.shape[-1])
+
+
+def _hide(mask: torch.Tensor, num_kept: int, asked: Asked) -> torch.Tensor:
+    """Mask the kept tokens that a layer's new token sees; ``mask`` is of all up to it."""
+    context, window, size = mask.shape[-1], asked.window, asked.chunk
+    if size is not None and size < context:
+        position = mask.sum(-1, keepdim=True) - 1
+        place = torch.arange(num_kept, device=mask.device)
+        if num_kept < context:  # a ring, whose last places are the chunk's before
+            return place <= position % size
+        return mask & (place >= position - position % size)
+    if num_kept < context:  # a ring, of which all is seen once it is full
+        return mask[..., :num_kept]
+    if window is not None and window < context:
+        # position j is in the window of the last position p iff j <= p and not j + window <= p
+        beyond = torch.zeros_like(mask)
+        beyond[..., :-window] = mask[..., window:]
+        return mask & ~beyond
+    return mask
 
 
 def _window_mask(num_new: int, num_kept: int, window: int, device: torch.device) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The layers' caches: addresses are fixed for captured graphs, and no position is on the host."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from offplan.placement import align
+from offplan.row_cache import RowCache
 
 BLOCK_BYTES = 64 * 2**20
 """Bytes of one allocation, unless one tensor is larger. torch gives allocations of 1 to 10 MiB a
@@ -32,6 +33,8 @@ class Position:
         [new], the same for every sequence, or [sequences, 1], one of its own for each."""
         self.shared = self.tensor.new_zeros(())
         """The position of a step's sequences, for layers that know but one (Llama 4)."""
+        self.is_chunk = False
+        """True in a pass of a prompt's chunk, of which rings leave the tokens to attention."""
         self.is_shared = False
         """True if there are such layers: they have asked for it."""
 
@@ -45,22 +48,21 @@ class Position:
 
 
 class _Blocks:
-    """The keys of all layers, or the values, cut from few allocations."""
+    """The keys of layers, or the values, cut from few allocations."""
 
-    def __init__(self, context: int) -> None:
-        self._context = context
+    def __init__(self) -> None:
         self._spare: dict[tuple[object, ...], list[torch.Tensor]] = {}
         self._taken = Counter[tuple[object, ...]]()
         self.whole: list[torch.Tensor] = []
-        """Allocations, each [layers, batch, heads, context, dim]."""
+        """Allocations, each [layers, batch, heads, tokens, dim]."""
 
-    def take(self, states: torch.Tensor, num_alike: int) -> torch.Tensor:
-        """Return zeros, [batch, heads, context, dim], for ``states``, [batch, heads, new, dim].
+    def take(self, states: torch.Tensor, num_tokens: int, num_alike: int) -> torch.Tensor:
+        """Return zeros, [batch, heads, tokens, dim], for ``states``, [batch, heads, new, dim].
 
         ``num_alike`` is the number of layers that take as much, this one included.
         """
         batch, heads, _, dim = states.shape
-        shape = (batch, heads, self._context, dim)
+        shape = (batch, heads, num_tokens, dim)
         key = shape, states.dtype, states.device
         spare = self._spare.setdefault(key, [])
         if not spare:
@@ -75,6 +77,14 @@ class _Blocks:
         self._taken[key] += 1
         return spare.pop()
 
+    def rows(self, num_tokens: int | None = None) -> Iterator[torch.Tensor]:
+        """Yield the first tokens of each allocation, [rows, layers, heads, tokens, dim]."""
+        for block in self.whole:
+            yield block[:, :, :, :num_tokens].transpose(0, 1)
+
+
+_KeysAndValues = tuple[_Blocks, _Blocks]
+
 
 class _Layer(CacheLayerMixin):
     """Keys and values of one layer, or MLA's latent and its rotary part.
@@ -86,24 +96,26 @@ class _Layer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(
-        self, position: Position, context: int, keys: _Blocks, values: _Blocks, num_alike: int
+        self, position: Position, context: int, blocks: _KeysAndValues, num_alike: int
     ) -> None:
         super().__init__()
         self._num_alike = num_alike
         self._position = position
-        self._context = context
-        self._blocks = keys, values
+        self._context = self._num_tokens = context
+        self._blocks = blocks
         self._whole: tuple[torch.Tensor, torch.Tensor] | None = None
         self._rows: slice | None = ALL
         """The rows that a pass writes to; None where that is not known."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take [batch, heads, context, dim] like the first states seen."""
-        keys, values = self._blocks
-        self.keys = keys.take(key_states, self._num_alike)
-        self.values = values.take(value_states, self._num_alike)
+        self.keys, self.values = self._take(self._blocks, key_states, value_states)
         self._whole = self.keys, self.values
         self.is_initialized = True
+
+    def _take(self, blocks: _KeysAndValues, *states: torch.Tensor) -> Any:
+        room = self._num_tokens, self._num_alike
+        return tuple(each.take(of, *room) for each, of in zip(blocks, states, strict=True))
 
     def select(self, rows: slice) -> None:
         """Keep what passes bring in these rows; views of one shape serve the same compilation."""
@@ -144,6 +156,73 @@ class _Layer(CacheLayerMixin):
         return self._context
 
 
+class Ring(_Layer):
+    """The last tokens of a layer that sees no further, the one at position p at p mod their number.
+
+    A chunk of a prompt passes ``update`` as it is. Attention, which knows where the chunk begins,
+    has it join the tokens before it, and kept.
+    """
+
+    def __init__(
+        self,
+        position: Position,
+        context: int,
+        num_tokens: int,
+        blocks: _KeysAndValues,
+        checkpoint: _KeysAndValues,
+        num_alike: int,
+    ) -> None:
+        """Keep ``num_tokens`` of each row, of texts of up to ``context``."""
+        super().__init__(position, context, blocks, num_alike)
+        self._num_tokens = num_tokens
+        self._checkpoint = checkpoint
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Take [batch, heads, tokens, dim] like the first states seen, and as much beside it."""
+        super().lazy_initialization(key_states, value_states)
+        self._take(self._checkpoint, key_states, value_states)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store a step's tokens and return the ring, or return a chunk's tokens alone."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self._position.is_chunk:
+            return key_states, value_states
+        place = self._position.new % self._num_tokens
+        _write(self.keys, place, key_states)
+        _write(self.values, place, value_states)
+        return self.keys, self.values
+
+    def extend(
+        self, keys: torch.Tensor, values: torch.Tensor, start: int, behind: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a chunk's keys and values after those of ``behind`` tokens before it; keep them.
+
+        All are [batch, heads, tokens, dim]; the chunk begins at ``start``. Copies both where there
+        are any before it.
+        """
+        size, stop = self._num_tokens, start + keys.shape[2]
+        last = torch.arange(max(start, stop - size), stop, device=keys.device)
+        made = []
+        for ring, new in ((self.keys, keys), (self.values, values)):
+            made.append(torch.cat([*_cut(ring, start - behind, behind), new], 2) if behind else new)
+            # what lies there is read by now
+            ring.index_copy_(2, last % size, new[:, :, -len(last) :])
+        return made[0], made[1]
+
+
+def _cut(ring: torch.Tensor, start: int, num_tokens: int) -> list[torch.Tensor]:
+    """Return the tokens of a ring, [batch, heads, tokens, dim], from position ``start`` on."""
+    size = ring.shape[2]
+    first = start % size
+    end = first + num_tokens
+    if end <= size:
+        return [ring[:, :, first:end]]
+    return [ring[:, :, first:], ring[:, :, : end - size]]
+
+
 def _write(kept: torch.Tensor, new: torch.Tensor, states: torch.Tensor) -> None:
     """Write ``states``, [batch, heads, new, dim], to ``kept``, [batch, heads, context, dim]."""
     if new.dim() == 1:
@@ -166,6 +245,7 @@ class _State(LinearAttentionLayer):
     def __init__(self) -> None:
         super().__init__()
         self._whole: list[torch.Tensor] = []
+        self._checkpoint: list[torch.Tensor] = []
         self._rows: slice | None = ALL
 
     def lazy_initialization(
@@ -184,12 +264,16 @@ class _State(LinearAttentionLayer):
             self.conv_kernel_size[state_idx] = conv_kernel_size
             shape = *conv_states.shape[:-1], conv_kernel_size
             self.conv_states[state_idx] = conv_states.new_zeros(shape)
-            self._whole.append(self.conv_states[state_idx])
+            self._note(self.conv_states[state_idx])
             self.is_conv_states_initialized[state_idx] = True
         if recurrent_states is not None:
             self.recurrent_states[state_idx] = torch.zeros_like(recurrent_states)
-            self._whole.append(self.recurrent_states[state_idx])
+            self._note(self.recurrent_states[state_idx])
             self.is_recurrent_states_initialized[state_idx] = True
+
+    def _note(self, state: torch.Tensor) -> None:
+        self._whole.append(state)
+        self._checkpoint.append(torch.zeros_like(state))
 
     def select(self, rows: slice) -> None:
         """Go on from the states of these rows."""
@@ -202,8 +286,12 @@ class _State(LinearAttentionLayer):
         self._rows = None
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return what is allocated of it, for all rows."""
+        """Return what passes work on of it, for all rows."""
         return self._whole
+
+    def checkpoint(self) -> list[torch.Tensor]:
+        """Return what is allocated of it for the checkpoint of each row."""
+        return self._checkpoint
 
 
 class Swap:
@@ -240,30 +328,33 @@ class Swap:
 class LayerCaches(Cache):
     """The cache of each decoder layer, with a row for each sequence."""
 
-    def __init__(
-        self,
-        token_bytes: Sequence[int],
-        context: int,
-        position: Position,
-        linear: Collection[int] = (),
-    ) -> None:
-        """Make room once the layers are first called.
+    def __init__(self, row: RowCache, position: Position, linear: Collection[int] = ()) -> None:
+        """Make room once the layers are first called: for ``row`` of each sequence of that pass.
 
-        It is for keys and values of ``context`` tokens, in blocks that layers of as many
-        ``token_bytes`` share. Those are the bytes that each layer keeps of a token, 0 if it reads
-        an earlier layer's. It is also for states of the layers ``linear``.
+        Layers that keep as much share blocks; one that keeps nothing reads an earlier layer's. The
+        layers ``linear`` have states.
         """
         self._states = {index: _State() for index in linear}
-        self._blocks = _Blocks(context), _Blocks(context)
-        num_alike = Counter(token_bytes)
-        self._parts = [
-            self._states.get(index) or _Layer(position, context, *self._blocks, num_alike[each])
-            for index, each in enumerate(token_bytes)
-        ]
+        self._blocks = _Blocks(), _Blocks()
+        """Keys and values of layers that keep the whole context."""
+        self._rings = _Blocks(), _Blocks()
+        self._checkpoint = _Blocks(), _Blocks()
+        """Keys and values as in the rings, laid out alike."""
+        kinds = [(each.bytes_per_token, row.window(n)) for n, each in enumerate(row.layers)]
+        num_alike = Counter(kinds)
+
+        def make(kind: tuple[int, int | None]) -> _Layer:
+            num_tokens, given = kind[1], (position, row.context)
+            if num_tokens is None:
+                return _Layer(*given, self._blocks, num_alike[kind])
+            return Ring(*given, num_tokens, self._rings, self._checkpoint, num_alike[kind])
+
+        self.by_layer = [self._states.get(index) or make(kind) for index, kind in enumerate(kinds)]
+        """What each layer keeps."""
         # linear attention asks its cache for a layer of it
         super().__init__(
             layers=[
-                Cache(layers=[each]) if isinstance(each, _State) else each for each in self._parts
+                Cache(layers=[each]) if isinstance(each, _State) else each for each in self.by_layer
             ]
         )
 
@@ -273,55 +364,80 @@ class LayerCaches(Cache):
 
     def select(self, rows: slice, index: int | None = None) -> None:
         """Have the next pass write to these rows and read them: in every layer, or in one."""
-        for part in self._parts if index is None else [self._parts[index]]:
+        for part in self.by_layer if index is None else [self.by_layer[index]]:
             part.select(rows)
 
     def invalidate(self) -> None:
         """Know of no rows that layers write to; what the rows hold stays."""
-        for part in self._parts:
+        for part in self.by_layer:
             part.invalidate()
 
     def clear_from(self, position: int, rows: slice = ALL) -> None:
-        """Write zeros over ``rows`` of every layer from ``position`` on.
+        """Write zeros over ``rows`` of every layer from ``position`` on; a full ring has none.
 
         Many layers at a time: one by one the host would take a millisecond to ask for it.
         """
-        for blocks in self._blocks:
+        for blocks in (*self._blocks, *self._rings):
             for block in blocks.whole:
                 block[:, rows, :, position:].zero_()
 
     def swap(self, row: int, other: int, num_tokens: int) -> "Swap":
         """Exchange what two rows hold of their first ``num_tokens`` tokens, and their states.
 
-        Nothing is done until the exchange is run. The rest of the other row is cleared, since
-        attention weighs it by zero from then on, which does not hide a NaN.
+        Rings, states and checkpoints are of it. Nothing is done until the exchange is run. The rest
+        of the other row is cleared, since attention weighs it by zero from then on, which does not
+        hide a NaN.
         """
-        parts = self._rows_of(num_tokens)
-        parts += [part for state in self._states.values() for part in state.tensors()]
+        parts = [part for blocks in self._blocks for part in blocks.rows(num_tokens)]
+        parts += self._at_end() + self._at_checkpoint()
         return Swap(parts, row, other, partial(self.clear_from, num_tokens))
 
-    def copy(self, row: int, other: int, num_tokens: int) -> None:
-        """Write what a row holds of its first ``num_tokens`` tokens to another; no states."""
-        for part in self._rows_of(num_tokens):
-            part[other] = part[row]
+    def keep(self, rows: slice) -> None:
+        """Make the checkpoint of ``rows``: of their rings and states as they are now."""
+        for at_end, kept in zip(self._at_end(), self._at_checkpoint(), strict=True):
+            kept[rows] = at_end[rows]
 
-    def count_numbers(self, row: int, num_tokens: int) -> int:
+    def copy(self, row: int, other: int, num_tokens: int, *, from_checkpoint: bool) -> None:
+        """Have another row, or the same one, go on from a row's first ``num_tokens`` tokens.
+
+        Their rings and states are those of the end of the row's text, or its checkpoint.
+        """
+        if row != other:
+            for part in (part for blocks in self._blocks for part in blocks.rows(num_tokens)):
+                part[other] = part[row]
+        source = self._at_checkpoint() if from_checkpoint else self._at_end()
+        for part, of in zip(self._at_end(), source, strict=True):
+            if row != other or from_checkpoint:
+                part[other] = of[row]
+
+    def count_numbers(self, row: int, num_tokens: int, *, from_checkpoint: bool) -> int:
         """Count the tokens of a row before the first that has a NaN in any layer.
 
-        Of a row's first ``num_tokens``; none where a state of the row has a NaN. Waits for the
-        device.
+        Of a row's first ``num_tokens``; none where its rings or states have a NaN, those of its end
+        or of its checkpoint. Waits for the device.
         """
         # the largest is NaN where one is; a comparison would take memory for each element
-        is_nan = [part[row].amax((0, 1, 3)).isnan() for part in self._rows_of(num_tokens)]
-        states = [part[row] for state in self._states.values() for part in state.tensors()]
-        is_nan += [state.amax().isnan().expand(num_tokens) for state in states]
+        parts = [part for blocks in self._blocks for part in blocks.rows(num_tokens)]
+        is_nan = [part[row].amax((0, 1, 3)).isnan() for part in parts]
+        source = self._at_checkpoint() if from_checkpoint else self._at_end()
+        is_nan += [part[row].amax().isnan().expand(num_tokens) for part in source]
         found = torch.stack(is_nan).any(0).nonzero()
         return int(found[0]) if len(found) else num_tokens
 
-    def _rows_of(self, num_tokens: int) -> list[torch.Tensor]:
-        """Return the first tokens of all blocks, each [rows, layers, heads, num_tokens, dim]."""
-        blocks = [block for blocks in self._blocks for block in blocks.whole]
-        return [block[:, :, :, :num_tokens].transpose(0, 1) for block in blocks]
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all that is allocated, for all rows."""
+        parts = [part for blocks in self._blocks for part in blocks.rows()]
+        return parts + self._at_end() + self._at_checkpoint()
+
+    def _at_end(self) -> list[torch.Tensor]:
+        """Return rings and states, each [rows, ...], which cannot go back."""
+        parts = [part for blocks in self._rings for part in blocks.rows()]
+        return parts + [part for state in self._states.values() for part in state.tensors()]
+
+    def _at_checkpoint(self) -> list[torch.Tensor]:
+        """Return what the checkpoints have of each in ``_at_end``."""
+        parts = [part for blocks in self._checkpoint for part in blocks.rows()]
+        return parts + [part for state in self._states.values() for part in state.checkpoint()]
 
     def clear_states(self, rows: slice = ALL) -> None:
         """Write zeros over the states of ``rows``, with which a text begins."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from offplan.errors import OffplanError
-from offplan.runtime.model.caches import ALL, LayerCaches
+from offplan.runtime.model.caches import ALL, LayerCaches, Ring
 from offplan.runtime.model.rewrites import compile_as_real
 from offplan.runtime.refusal import refuse
 
@@ -86,8 +86,10 @@ class DecoderLayers:
 
         A pass that is not worth a compilation runs in ``torch.compiler.set_stance("force_eager")``.
         """
-        self.cache: LayerCaches | None = None
-        """The cache of the sequences at hand; every layer is given its own part of it."""
+        self._attentions = [
+            [module for module in layer.modules() if "asked" in vars(module)] for layer in layers
+        ]
+        self.cache = None
         self._steps: list[Callable[..., Any]] = []
         self._beside: list[tuple[None, ...] | None] = []
         """Values that each layer returns behind hidden states if it returns a tuple, as was
@@ -126,6 +128,19 @@ class DecoderLayers:
 
     def __len__(self) -> int:
         return len(self._steps)
+
+    @property
+    def cache(self) -> LayerCaches | None:
+        """The cache of the sequences at hand; every layer is given its own part of it."""
+        return self._cache
+
+    @cache.setter
+    def cache(self, cache: LayerCaches | None) -> None:
+        self._cache = cache
+        parts = [None] * len(self._attentions) if cache is None else cache.by_layer
+        for part, attentions in zip(parts, self._attentions, strict=True):
+            for each in attentions:
+                vars(each)["ring"] = part if isinstance(part, Ring) else None
 
     def step(self, index: int, call: Call) -> torch.Tensor:
         """Run one layer, compiled where it is.

@@ -6,7 +6,7 @@ those would hide is read off them, at the start of a text and far into it.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from offplan.checkpoint.jsontext import describe
+from offplan.checkpoint.model import KVCache
 from offplan.errors import CheckpointError
 from offplan.runtime.model.rewrites import find_linear
 from offplan.runtime.refusal import refuse, refuse_config
@@ -46,11 +47,14 @@ class Asked(NamedTuple):
     """True if the softmax has a learned sink for each head."""
     soft_cap: float | None = None
     """Value that scores are softly capped at."""
+    is_shared: bool = False
+    """True if it does not read alone what its cache keeps, or not as it is kept."""
 
     def is_plain_within(self, context: int) -> bool:
         """Return True if it asks for nothing in texts of so many tokens."""
         reach = min(self.window or context, self.chunk or context)
-        return self._replace(window=None, chunk=None) == Asked() and reach >= context
+        plain = self._replace(window=None, chunk=None, is_shared=False) == Asked()
+        return plain and reach >= context
 
 
 def probe_attention(model: PreTrainedModel, layers: nn.ModuleList) -> dict[nn.Module, Asked]:
@@ -69,6 +73,28 @@ def probe_attention(model: PreTrainedModel, layers: nn.ModuleList) -> dict[nn.Mo
     if unlike := [module for module, each in found if asked[module] != each]:
         raise refuse(f"{type(unlike[0]).__name__} attends more than once, and not alike")
     return asked
+
+
+def check_rings(name: str, layers: nn.ModuleList, caches: Sequence[KVCache]) -> None:
+    """Check that layers see no further than the rings that keep their keys and values.
+
+    ``layers`` are those of a model called ``name``, whose attentions were probed, ``caches`` what
+    offplan read of its config. Raises CheckpointError where these differ.
+    """
+    for index, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
+        if cache.window is None or cache.is_whole or not cache.bytes_per_token:
+            continue
+        found = [vars(each)["asked"] for each in layer.modules() if "asked" in vars(each)]
+        sees = [each.chunk or each.window for each in found]
+        if sees != [cache.window]:
+            raise refuse(
+                f"{name}: by its config layer {index} sees {cache.window} tokens, by transformers' "
+                f"class {' and '.join(str(each or 'all') for each in sees) or 'none'}"
+            )
+        if found[0].is_shared:
+            raise refuse(
+                f"{name}: layer {index} has a window, and shares or changes what is cached"
+            )
 
 
 def _call(
@@ -92,12 +118,16 @@ def _call(
     def attend(
         module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **others: Any
     ) -> tuple[torch.Tensor, None]:
-        found.append((module, _read(module, find_reach(attention_mask), others)))
+        readers = [each.readers for each in kept if each.made and _is_same(each.made, key, value)]
+        for each in readers or [[]]:
+            each.append(module)
+        asked = _read(module, find_reach(attention_mask), others)
+        found.append((module, asked._replace(is_shared=not readers)))
         scaling = others.get("scaling")
-        asked = query.shape, key.shape, value.shape, scaling
-        if asked not in tried:  # it takes a millisecond, and most layers ask for the same
+        shapes = query.shape, key.shape, value.shape, scaling
+        if shapes not in tried:  # it takes a millisecond, and most layers ask for the same
             scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True)
-            tried.append(asked)
+            tried.append(shapes)
         batch, heads, new, _ = query.shape
         return query.new_empty(batch, new, heads, value.shape[-1]), None
 
@@ -105,7 +135,8 @@ def _call(
     choose_attention(model, PROBE)
     tokens = torch.zeros(1, NUM_NEW, dtype=torch.int64, device="meta")
     linear = find_linear(layers)
-    cache = Cache(layers=[LinearAttentionLayer() if each else _Kept(start) for each in linear])
+    parts = [LinearAttentionLayer() if each else _Kept(start) for each in linear]
+    kept, cache = [each for each in parts if isinstance(each, _Kept)], Cache(layers=parts)
     unpadded = _Unpadded(getattr(model.config.get_text_config(), "pad_token_id", None))
     with _checked(layers, cache, found), torch.inference_mode(), unpadded:
         try:
@@ -125,7 +156,15 @@ def _call(
                 f"what attention of {type(model).__name__} sees cannot be told without its weights "
                 f"({describe(error, 200)})"
             ) from error
-    return found
+    shared = {each for part in kept if len(part.readers) > 1 for each in part.readers}
+    return [
+        (module, each._replace(is_shared=each.is_shared or module in shared))
+        for module, each in found
+    ]
+
+
+def _is_same(made: tuple[Any, Any], key: Any, value: Any) -> bool:
+    return made[0] is key and made[1] is value
 
 
 def _lacks_values(error: Exception) -> bool:
@@ -208,6 +247,10 @@ class _Kept(CacheLayerMixin):
     def __init__(self, start: int) -> None:
         super().__init__()
         self._start = start
+        self.made: tuple[torch.Tensor, torch.Tensor] | None = None
+        """The keys and values that the last update returned."""
+        self.readers: list[nn.Module] = []
+        """The attentions that were given them."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate nothing."""
@@ -222,6 +265,7 @@ class _Kept(CacheLayerMixin):
             states.new_empty(*states.shape[:2], kept + states.shape[2], states.shape[3])
             for states in (key_states, value_states)
         )
+        self.made = keys, values
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

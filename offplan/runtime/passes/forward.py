@@ -82,7 +82,7 @@ class Forward:
 
         Said by each pass for itself: between them measuring notes calls of the other phase.
         """
-        self.position.new = new
+        self.position.new, self.position.is_chunk = new, way is Way.CHUNK
         if self.layers.cache is not None:
             self.layers.cache.select(rows, layer)
         choose_attention(self.module, way.value)

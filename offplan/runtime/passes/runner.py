@@ -12,6 +12,7 @@ import torch
 
 from offplan.kernel_sizes import MAX_CAPTURED_TOKENS, is_captured
 from offplan.placement import Phase
+from offplan.row_cache import RowCache
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.gpu_memory import PeakMemory
@@ -53,6 +54,7 @@ class ModelRunner:
         model, module, device = loaded.model, loaded.module, loaded.store.device
         self._loaded, self._memory, self._context = loaded, memory, context
         self.chunk, self._capture = chunk, capture
+        self._row_cache = RowCache([layer.kv_cache for layer in model.layers], context)
         self._batch = 0
         """Number of sequences that the cache is allocated for; 0 while it is not."""
         self.length = 0
@@ -254,15 +256,24 @@ class ModelRunner:
         assert self.layers.cache is not None
         return self.layers.cache.swap(row, other, num_tokens)
 
-    def copy(self, row: int, other: int, num_tokens: int) -> None:
-        """Have another row hold a row's first ``num_tokens`` tokens; positions stay as they are."""
-        assert self.layers.cache is not None
-        self.layers.cache.copy(row, other, num_tokens)
+    def begin_at(self, common: int, length: int) -> int:
+        """Return how many of ``common`` tokens a pass can go on from, as ``RowCache`` does."""
+        return self._row_cache.begin_at(common, length)
 
-    def count_numbers(self, row: int, num_tokens: int) -> int:
+    def keep(self, rows: slice) -> None:
+        """Make the checkpoint of ``rows``, as they are now."""
+        assert self.layers.cache is not None
+        self.layers.cache.keep(rows)
+
+    def copy(self, row: int, other: int, num_tokens: int, *, from_checkpoint: bool) -> None:
+        """Have a row go on from tokens of another, or of itself; positions stay as they are."""
+        assert self.layers.cache is not None
+        self.layers.cache.copy(row, other, num_tokens, from_checkpoint=from_checkpoint)
+
+    def count_numbers(self, row: int, num_tokens: int, *, from_checkpoint: bool) -> int:
         """Count the tokens before a row's first NaN, of its first ones; waits for the device."""
         assert self.layers.cache is not None
-        return self.layers.cache.count_numbers(row, num_tokens)
+        return self.layers.cache.count_numbers(row, num_tokens, from_checkpoint=from_checkpoint)
 
     def set_length(self, num_tokens: int, text: torch.Tensor | None = None) -> None:
         """Say that the cache holds so many tokens; queued on the current stream.
@@ -280,7 +291,7 @@ class ModelRunner:
 
     @property
     def goes_back(self) -> bool:
-        """True if a text can be cut short, or left as it is in a step: linear attention cannot."""
+        """True if a text can be left as it is in a step: the states of linear attention go on."""
         return not self.linear
 
     @property
@@ -390,8 +401,7 @@ class ModelRunner:
         if self.layers.cache is not None:
             # blocks of the old cache do not fit the new one and would be kept beside it
             self._give_back(self._forget_cache)
-        token_bytes = [layer.kv_cache.bytes_per_token for layer in self._loaded.model.layers]
-        self.layers.cache = LayerCaches(token_bytes, self._context, self._position, self.linear)
+        self.layers.cache = LayerCaches(self._row_cache, self._position, self.linear)
         with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
             # that it would hold whole scores uncompiled, which here are those of one token
             warnings.filterwarnings("ignore", "flex_attention called without torch.compile")

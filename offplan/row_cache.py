@@ -1,0 +1,73 @@
+"""Sizes of a row of the cache in offplan's own passes, layer by layer, for costs and runtime.
+
+A layer that sees the last w tokens keeps w, in a ring: the token at position p lies at p mod w. A
+layer that sees chunks of w tokens does likewise. A ring cannot go back to what it has overwritten,
+nor can a state of linear attention. So each row keeps a checkpoint of both, from the end of its
+last prompt, called the row checkpoint.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from offplan.checkpoint.model import KVCache
+
+CHECKPOINTS = 1
+"""Copies of a row's rings and states, beside those that passes work on."""
+
+
+@dataclass(frozen=True)
+class RowCache:
+    """The cache of one row: of one sequence, in all layers."""
+
+    layers: Sequence[KVCache]
+    context: int
+    """Tokens that the row has room for."""
+
+    def window(self, layer: int) -> int | None:
+        """Return the tokens of a layer's ring; None if it keeps the whole context."""
+        cache = self.layers[layer]
+        is_ring = cache.bytes_per_token and not cache.is_whole
+        if not is_ring or cache.window is None or cache.window >= self.context:
+            return None
+        return cache.window
+
+    @cached_property
+    def whole_bytes(self) -> int:
+        """Bytes of the layers that keep the whole context."""
+        return self.context * sum(
+            each.bytes_per_token for n, each in enumerate(self.layers) if self.window(n) is None
+        )
+
+    @cached_property
+    def window_bytes(self) -> int:
+        """Bytes of all rings, without their checkpoint."""
+        rings = ((each, self.window(n) or 0) for n, each in enumerate(self.layers))
+        return sum(tokens * each.bytes_per_token for each, tokens in rings)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of the states of linear attention, without their checkpoint."""
+        return sum(each.state_bytes for each in self.layers)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of the copies of rings and states from the end of the last prompt."""
+        return CHECKPOINTS * (self.window_bytes + self.state_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that it keeps."""
+        return self.whole_bytes + self.window_bytes + self.state_bytes + self.checkpoint_bytes
+
+    def begin_at(self, common: int, length: int) -> int:
+        """Return how many of a text's first ``common`` tokens a pass can go on from.
+
+        The row's rings and states are those of a text of ``length`` tokens, ``common`` or more. Of
+        its last tokens a ring has one less than it has room for: a step of other rows may have
+        written to the place of the next.
+        """
+        if common == length:
+            return length
+        least = min((self.window(n) or length + 1 for n in range(len(self.layers))), default=0)
+        return common if not self.state_bytes and length < least else 0
