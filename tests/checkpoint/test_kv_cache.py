@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from offplan.checkpoint.architecture import read_architecture
@@ -149,3 +151,12 @@ def test_what_is_not_understood_is_nothing_and_noted(config, layer):
 def test_layers_that_read_anothers_cache_keep_none():
     caches, _ = describe({**GQA, "num_kv_shared_layers": 2}, [FUSED] * 3)
     assert caches == [FULL, KVCache(), KVCache()]
+
+
+def test_the_last_window_that_others_read_is_kept_whole():
+    kinds = [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")]
+    config = {**GQA, "layer_types": kinds, "sliding_window": 8, "num_kv_shared_layers": 2}
+    caches, _ = describe(config, [FUSED] * 5)
+    windowed = replace(FULL, window=8)
+    kept = [windowed, replace(windowed, is_whole=True), FULL]
+    assert caches == [*kept, KVCache(window=8), KVCache()]
