@@ -484,12 +484,12 @@ class Rows:
         then the one left longest ago. Waits for the device where a row holds something.
         """
 
-        def rank(row: int) -> tuple[int, bool, int]:
+        def prefer(row: int) -> tuple[int, bool, int]:
             return held[row].num_tokens, not self._rows[row].in_use, -self._rows[row].left
 
         seen: set[tuple[int, bool]] = set()
         while True:
-            source = max(held, key=rank)
+            source = max(held, key=prefer)
             num_tokens, of_checkpoint = held[source]
             if not num_tokens or (source, of_checkpoint) in seen:
                 return source
