@@ -6,6 +6,7 @@ place of a mask, a pass tells all layers where the filled part ends.
 
 from collections.abc import Callable
 from functools import cache, partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,6 +19,10 @@ from transformers import AttentionInterface
 from offplan.runtime.model.cache_mask import BLOCK_TOKENS, Way
 from offplan.runtime.model.latent import attend_latent, keeps_latents
 from offplan.runtime.model.probe import Asked
+
+MAX_LENGTHS = 64
+"""Compilations of attention for a kind of heads, by whether lengths are equal, 1, or whole blocks.
+torch allows 8 by default, and runs what exceeds them uncompiled."""
 
 
 def weigh(
@@ -67,18 +72,14 @@ def attend_in_blocks(
     which each token sees the last ``window``; ``sinks`` is [heads]. A sink takes its share of the
     softmax and gives nothing. The share left of the others is a sigmoid of how far they exceed it.
     """
+    kind = (*query.shape[1::2], *key.shape[1::2], value.shape[3], query.dtype)
+    attend = _compile_for(*kind, soft_cap is None, key.is_contiguous())
+    cap = None if soft_cap is None else _cap_by(soft_cap, query.device)
+    seen = _mask_up_to_own(query.shape[2], key.shape[2], window, query.device)
     # uncompiled, as other parts of some passes run, it would hold every score
-    with torch.compiler.set_stance("default"):
-        out, found = _compiled()(
-            query,
-            key,
-            value,
-            score_mod=None if soft_cap is None else _cap_by(soft_cap, query.device),
-            block_mask=_mask_up_to_own(query.shape[2], key.shape[2], window, query.device),
-            scale=scaling,
-            enable_gqa=True,
-            return_aux=AuxRequest(lse=True),
-        )
+    stance = torch.compiler.set_stance("default")
+    with stance, torch._dynamo.config.patch(recompile_limit=MAX_LENGTHS):
+        out, found = attend(query, key, value, cap, seen, scaling)
     if sinks is not None:
         share = torch.sigmoid(found.lse - sinks.float().view(-1, 1)).unsqueeze(-1)
         out = out * share.to(out.dtype)
@@ -87,10 +88,30 @@ def attend_in_blocks(
 
 
 @cache
-def _compiled() -> Callable[..., Any]:
-    """Compile attention once for all lengths."""
-    attend: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
-    return attend
+def _compile_for(*kind: object) -> Callable[..., Any]:
+    """Compile attention once for all lengths, for each kind of heads and of caches.
+
+    torch counts compilations by code, and runs what exceeds a limit uncompiled: other models of a
+    process, and other layers of a model, would take all that there may be.
+    """
+    own = FunctionType(_attend_flexibly.__code__.replace(), globals(), "attend")
+    compiled: Callable[..., Any] = torch.compile(own, dynamic=True)
+    return compiled
+
+
+def _attend_flexibly(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cap: Any, seen: Any, scale: Any
+) -> Any:
+    return flex_attention(
+        query,
+        key,
+        value,
+        score_mod=cap,
+        block_mask=seen,
+        scale=scale,
+        enable_gqa=True,
+        return_aux=AuxRequest(lse=True),
+    )
 
 
 def _cap_by(soft_cap: float, device: torch.device) -> Callable[..., torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 
 aten = torch.ops.aten
 
@@ -207,7 +208,7 @@ def _ask(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def run_operator(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operator, whatever the types that its kernel knows."""
-    if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+    if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
         return args[0].new_empty(*args[0].shape[:-1], args[1].shape[-1])
     return func(*args, **kwargs)
 
@@ -229,14 +230,16 @@ def _run_empty(func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: t
 
     args, kwargs = replace(args), {name: replace(value) for name, value in kwargs.items()}
     made = run_operator(func, args, kwargs)
-    bases = {each.untyped_storage()._cdata: index for index, each in enumerate(given)}
+    bases = {
+        StorageWeakRef(each.untyped_storage()).cdata: index for index, each in enumerate(given)
+    }
 
     def describe(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if value.is_conj() or value.is_neg():
                 raise NotImplementedError(f"{func} leaves work to whatever reads its result")
             storage = value.untyped_storage()
-            base = bases.get(storage._cdata)
+            base = bases.get(StorageWeakRef(storage).cdata)
             is_base = base is not None and value is given[base]
             return _Made(_find_layout(value), storage.nbytes(), base, is_base)
         return type(value)(map(describe, value)) if isinstance(value, (list, tuple)) else value
