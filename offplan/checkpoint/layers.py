@@ -1,4 +1,4 @@
-"""The stack of decoder layers, found from the tensors' names and shapes."""
+"""The stack of decoder layers, found from the tensors' names and shapes, and their matrices."""
 
 import re
 from collections import Counter, defaultdict

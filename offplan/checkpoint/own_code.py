@@ -1,4 +1,4 @@
-"""A checkpoint's own Python code: what it is, and its classes where the caller lets it run."""
+"""A checkpoint's own Python code: its classes, where a caller lets it run, and missing packages."""
 
 import hashlib
 import re

@@ -1,4 +1,4 @@
-"""A parameter of a model: a weight, with whatever is stored for it."""
+"""A parameter of a model: a weight with whatever is stored for it, and what it is there for."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

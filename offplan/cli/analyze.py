@@ -1,4 +1,4 @@
-"""``offplan analyze``: the model, the machine, and the plan that suits both."""
+"""``offplan analyze`` and ``offplan plan``: the plan that suits a model and a machine."""
 
 import shlex
 import sys

@@ -1,4 +1,4 @@
-"""``offplan explain``: where a plan's numbers come from."""
+"""``offplan explain`` and ``offplan show``: where a plan's numbers come from, and what it says."""
 
 from offplan.cli import options
 from offplan.cli.output import ProgressBar, print_result

@@ -1,4 +1,4 @@
-"""``offplan machines``: the machine profiles that come with offplan, and what one of them says."""
+"""``offplan machines`` and ``offplan schema``: profiles that come along, and schemas of files."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""Which stored forms the host's cores have kernels for."""
+"""Stored forms that the host's cores have kernels for, and how packed weights lie."""
 
 from math import prod
 

@@ -1,4 +1,4 @@
-"""Which modules a config's lists of names and patterns mean.
+"""Which modules a config's lists of names and patterns mean, and the forms that they state.
 
 Patterns come from strangers: those that could take exponential or high polynomial time are refused.
 """

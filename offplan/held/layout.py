@@ -1,4 +1,4 @@
-"""How a runner lays weights out on the GPU and in host memory."""
+"""How a runner lays weights out on the GPU and in host memory, and the rules of its passes."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

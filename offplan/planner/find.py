@@ -1,4 +1,4 @@
-"""``find_plan``: the best plan of a space for one budget and its targets, if there is one."""
+"""The best plan of a space for a budget and its targets, and the batch of most tokens a second."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Why there is no plan: what is missing and what would help."""
+"""Why there is no plan: what is missing, and the longest context that has one."""
 
 from functools import cache, partial
 

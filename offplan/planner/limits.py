@@ -1,4 +1,4 @@
-"""The questions that can be searched: the search adds up picoseconds and bytes in int64."""
+"""Limits of the search: what its integers hold, and what a runner can run."""
 
 from collections import Counter
 from collections.abc import Callable

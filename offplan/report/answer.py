@@ -1,4 +1,4 @@
-"""The answer to what people ask of ``analyze``: does it fit, how fast, where is what, what next."""
+"""The answer of ``analyze``: does it fit, how fast, where is what, what next, and what else."""
 
 import re
 import shlex

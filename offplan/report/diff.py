@@ -1,4 +1,4 @@
-"""Differences of two plans: tables for people, Markdown for a pull request, JSON for scripts."""
+"""Differences of two plans and findings of checked ones: as tables, Markdown and JSON."""
 
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter

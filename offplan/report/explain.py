@@ -1,4 +1,4 @@
-"""Sources of a plan's numbers, and costs of its neighbours."""
+"""Sources of a plan's numbers, costs of its neighbours, and why it is the one."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Jobs that wait: clients take turns, and each one's jobs keep their order."""
+"""Clients and their jobs that wait: clients take turns, and each one's jobs keep their order."""
 
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable

@@ -1,4 +1,4 @@
-"""A plan's figures held against each other: no headers and no profile are needed for that."""
+"""Findings in a plan's figures, held against each other: no headers and no profile are needed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The text of a plan's file with another plan's values: what people wrote around them stays."""
+"""A plan's text with another plan's values, what people wrote kept, and the file's revisions."""
 
 import subprocess
 from collections.abc import Iterator

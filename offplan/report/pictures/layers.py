@@ -1,4 +1,4 @@
-"""The picture of what lies where: a column for each layer, and one for what lies outside of all."""
+"""The pictures of what lies where, layer by layer, and of what fills the GPU."""
 
 from collections import Counter
 from collections.abc import Mapping

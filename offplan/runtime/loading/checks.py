@@ -1,4 +1,4 @@
-"""Checks of a mapping: every parameter is filled, by its own layer, in its own shape."""
+"""The mapping from stored tensors to parameters, and the checks before and after it is loaded."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Changes that the contents of stored parts make once they are loaded: headers do not say it."""
+"""Changes of stored codes once they are loaded: their contents or the order of rows ask for it."""
 
 import json
 import math

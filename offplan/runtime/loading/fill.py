@@ -1,4 +1,4 @@
-"""Sources of a parameter of the model: the stored tensors, and the part that each of them fills."""
+"""Sources of a parameter of the model: stored tensors, and the part that each of them fills."""
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Weights live in one arena on the device and in a slab of the store for each layer."""
+"""Weights in an arena on the device and a slab of the store for each layer, and who serves them."""
 
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,16 @@
-"""Sparse attention of DeepSeek-V3.2: an indexer chooses the tokens that each one sees.
+"""Parts of models that offplan computes in another way than transformers' own modules do, family by family.
 
-If a text has no more tokens than the indexer chooses, it chooses all, and attention is as without
-it. Such texts run, and longer ones are refused (``runtime.refusal.refuse_long_texts``).
+- DeepSeek-V3.2's indexer chooses the tokens that each one sees. If a text has no more tokens than
+  that, it chooses all, and attention is as without it. Such texts run, and longer ones are refused
+  (``runtime.refusal.refuse_long_texts``).
+- A family that computes attention in a method of its own is handed to transformers' interface.
+- Llama 4's tokens pass those experts alone that they are sent to. transformers multiplies every
+  token by every expert, by most of them as zeros.
+- Rotary embeddings that transformers writes with complex numbers are compiled as real ones. The
+  compiler makes no code of its own for complex products. Each is a kernel, and so is every copy
+  around it, 5 us a layer and decode step on an H200.
+- Linear attention by the gated delta rule takes long prompts in spans. It goes on from the state
+  that the cache keeps. Source: Gated DeltaNet (arXiv 2412.06464).
 """
 
 import inspect
