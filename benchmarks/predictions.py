@@ -86,6 +86,8 @@ class Case:
 LONG: dict[str, Any] = {"prompt_tokens": 8192, "output_tokens": 64, "context": 8448}
 ODD: dict[str, Any] = {"prompt_tokens": 3000, "output_tokens": 64, "context": 4096}
 """Of whole chunks and a rest."""
+VERY_LONG: dict[str, Any] = {"prompt_tokens": 32_000, "output_tokens": 64, "context": 32_768}
+LONGEST: dict[str, Any] = {"prompt_tokens": 130_000, "output_tokens": 64, "context": 131_072}
 TWO_THOUSAND: dict[str, Any] = {"prompt_tokens": 2048, "output_tokens": 128, "context": 4096}
 FOUR_THOUSAND: dict[str, Any] = {"prompt_tokens": 4096, "output_tokens": 16, "context": 4352}
 SHORT: dict[str, Any] = {"prompt_tokens": 256, "output_tokens": 64, "context": 1024}
@@ -106,6 +108,12 @@ CASES = [
     Case(CONFIGS["Qwen3-8B FP8"], 0.5, 16, **SHORT),
     *(Case(CONFIGS["gpt-oss-20b"], None, gpu_gib=size) for size in (8, 12)),
     Case(CONFIGS["gpt-oss-20b"], 1.0),
+    *(
+        Case(CONFIGS["gpt-oss-20b"], None, gpu_gib=24, **each)
+        for each in (LONGEST, VERY_LONG, LONG)
+    ),
+    *(Case(QWEN, None, gpu_gib=32, **each) for each in (VERY_LONG, LONG)),
+    Case(CONFIGS["Mistral-Nemo-12B"], None, gpu_gib=56, **LONGEST),
     *(Case(CONFIGS["gpt-oss-120b"], None, gpu_gib=size, **TWO_THOUSAND) for size in (24, 48)),
     *(Case(CONFIGS["Qwen3-30B-A3B FP8"], None, batch, gpu_gib=12) for batch in (1, 8)),
     Case(CONFIGS["DeepSeek-V3 8 layers"], 0.5),
