@@ -1,6 +1,7 @@
 """CPU seconds in which ``offplan analyze`` answers from a config: asked first, and once more.
 
-``python -m benchmarks.answering FOLDER ... [--machine NAME] [--repeats N]`` prints JSON. A folder
+``python -m benchmarks.answering FOLDER ... [--machine NAME] [--context N] [--repeats N]``
+prints JSON. A folder
 holds a ``config.json``, or folders that do. Each is asked on one core, with one thread and an empty
 home, imports and processes that are started included. Of several repeats the least counts, since
 whatever else runs makes them slower.
@@ -29,9 +30,9 @@ def cpu_seconds(command: list[str], environment: dict[str, str]) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def measure(config: Path, machine: str, repeats: int) -> dict[str, Any]:
+def measure(config: Path, options: list[str], repeats: int) -> dict[str, Any]:
     """Return the least CPU seconds of a config's first answer, and of its second."""
-    command = [sys.executable, "-m", "offplan", "analyze", str(config), "--machine", machine]
+    command = [sys.executable, "-m", "offplan", "analyze", str(config), *options]
     found = []
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as home:
@@ -53,11 +54,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--machine", default="rtx4090")
+    parser.add_argument("--context", default="4096")
     parser.add_argument("--repeats", type=int, default=1)
     asked = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
-    answers = [measure(each, asked.machine, asked.repeats) for each in list_configs(asked.folders)]
+    options = ["--machine", asked.machine, "--context", asked.context]
+    answers = [measure(each, options, asked.repeats) for each in list_configs(asked.folders)]
     told = {"host": platform.processor() or platform.machine(), "machine": asked.machine}
+    told["context"] = asked.context
     print(json.dumps({**told, "answers": answers}, indent=1))
 
 

@@ -70,13 +70,32 @@ class InfeasibleError(OffplanError):
     """No plan fits the budget.
 
     ``shortfall_bytes`` is what the best candidate lacks, ``None`` where no amount would do.
+    ``longest_context`` is the longest context that has a plan, in tokens, ``None`` where none has.
+    The error's text ends with it, and ``facts`` is the text before.
     """
 
     exit_code = 3
 
-    def __init__(self, message: str, shortfall_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        shortfall_bytes: int | None = None,
+        longest_context: int | None = None,
+    ) -> None:
         super().__init__(message)
-        self.shortfall_bytes = shortfall_bytes
+        self.shortfall_bytes, self.longest_context = shortfall_bytes, longest_context
+
+    def __str__(self) -> str:
+        """Return the text, and the longest context behind it."""
+        return f"{self.facts}. {self.way_out}" if self.way_out else self.facts
+
+    @property
+    def way_out(self) -> str:
+        """Name the longest context that has a plan; empty where none has."""
+        longest = self.longest_context
+        if longest is None:
+            return ""
+        return f"The longest context that fits is {longest:,} tokens; `context={longest}` plans it"
 
 
 class DriftError(OffplanError):

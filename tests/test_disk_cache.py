@@ -93,6 +93,7 @@ KINDS = [
         (sized_key({"intermediate_size": 14336}, None), sized_key({"hidden_size": 8}, "float32")),
         (sized(14336), sized(7168, num_experts=12)),
     ),
+    Kind(alternatives._LONGEST, (ASKED, {**ASKED, "held": ["x"]}), (98_304, 0)),
     Kind(header_cache._HEADERS, (SHARD, {**SHARD, "shard": "other"}), (start(3), start(300))),
     Kind(LAYER_TIMES, (TIMED, {**TIMED, "torch": "3"}), (times(0.1 + 0.2), times(1e-5))),
     Kind(stock._PASSES, (ASKED, {**ASKED, "held": ["x"]}), (passes([0, 1]), "it fails")),

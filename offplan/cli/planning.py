@@ -1,7 +1,7 @@
 """Plans and values that commands read from options, and the notes on them."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from offplan.errors import InputError
 from offplan.library.planned import open_planned_model
 from offplan.library.repricing import list_changes, price_again, price_as_run, price_on
 from offplan.machine.name import parse_name
+from offplan.machine.profile import MachineProfile
 from offplan.plan import WORKLOADS, Plan, Workload, dump_plan, load_plan
-from offplan.planner.infeasible import find_longest_context
+from offplan.planner.longest import find_longest_context, most_context
 from offplan.planner.question import Question
 from offplan.records import Record, explain
 from offplan.units import format_budget, format_bytes
@@ -125,11 +126,15 @@ def relocate_path(named: str, old: Path, new: Path) -> str:
     return os.path.relpath(os.path.join(folders[0], named), folders[1])
 
 
-def settle_context(question: Question, context: int | None) -> Question:
-    """Find the longest context where it is LONGEST; say so where it is more than was trained for.
+def settle_context(
+    ask: Callable[[Workload], Question], workload: Workload, context: int | None
+) -> Question:
+    """Ask with a context, where it is LONGEST with the longest that fits, and note which it is.
 
-    Raises InputError if the batch is yet to be chosen, too.
+    ``workload`` has the context, or the shortest one in place of LONGEST. A context that is more
+    than the model was trained for is noted, too.
     """
+    question = ask(workload)
     architecture = question.model.architecture
     trained = architecture.trained_context
     if context != LONGEST:
@@ -140,23 +145,28 @@ def settle_context(question: Question, context: int | None) -> Question:
                 f"trained for: text beyond them may make no sense (--context {trained} ends there)"
             )
         return question
-    if question.goal.objective == "throughput":
-        raise InputError("--context max needs a batch: give --batch, or a number as --context")
-    longest = find_longest_context(question)
+
+    def ask_for(tokens: int) -> Question:
+        # the passes that run a model may be others for longer texts
+        return ask(workload.model_copy(update={"context": tokens}))
+
+    longest = find_longest_context(ask_for(most_context(question)))
     if longest is None:  # the planner says by how much
         return question
     limit = "all that the model was trained for" if longest == trained else "the most that fit"
     if question.goal.engine is not None and longest == architecture.engine_context:
         limit = f"all that {question.goal.engine} serves"
+    elif longest != trained and question.goal.objective == "throughput":
+        limit = "the most that fit for one sequence"
     print_note(f"--context max: {longest} tokens, {limit}")
-    return question.with_workload(context=longest)
+    return ask_for(longest)
 
 
-def note_budget(question: Question, gpu_memory: int | None) -> None:
-    """Say so where the question's machine has less GPU memory than the bytes that were named."""
-    most = question.machine.gpu_memory.value
+def note_budget(machine: MachineProfile, gpu_memory: int | None) -> None:
+    """Say so where a machine has less GPU memory than the bytes that were named."""
+    most = machine.gpu_memory.value
     if gpu_memory is not None and gpu_memory > most:
         print_note(
-            f"{question.machine.name} has {format_bytes(most)}: planning for that instead of "
+            f"{machine.name} has {format_bytes(most)}: planning for that instead of "
             f"{format_budget(gpu_memory)}"
         )

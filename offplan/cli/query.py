@@ -151,19 +151,19 @@ class Query:
         )
         if machine is None:
             return model, None
-        question = ask(
+        ask_this = partial(
+            ask,
             model,
             machine,
-            workload,
             gpu_memory=self.gpu_memory,
             host_memory=self.host_memory,
             store=self.store,
             routing=None if self.routing is None else str(self.routing),
             **goal,
         )
-        note_budget(question, self.gpu_memory)
+        note_budget(machine.profile, self.gpu_memory)
         with waiting("planning"):
-            return model, settle_context(question, self.workload.context)
+            return model, settle_context(ask_this, workload, self.workload.context)
 
     def print_frontier(self, question: "Question | None") -> None:
         """Answer ``--frontier``; raises InputError where there is no machine to ask about."""

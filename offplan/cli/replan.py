@@ -99,7 +99,7 @@ def replan(
     if routing is not None:
         file = relocate_path(str(routing), Path(), plan.resolve().parent)
         question = replace(question, routing_file=file)
-    note_budget(question, old.budget.gpu_memory)
+    note_budget(question.machine, old.budget.gpu_memory)
     with waiting("planning"):
         made = make_plan(question).plan
     difference = compare_plans(old, made)

@@ -1,4 +1,4 @@
-"""Other checkpoints of a model on the same machine: in 8 and in 4 bits a weight."""
+"""Other questions that may have a better answer: checkpoints of fewer bits, a shorter context."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,8 @@ from offplan.engines.runner import lower
 from offplan.errors import InfeasibleError, PlanError
 from offplan.held.held import hold_counted
 from offplan.plan import Plan
-from offplan.planner.make import make_plan
+from offplan.planner.longest import find_longest_context
+from offplan.planner.make import try_plan
 from offplan.planner.question import Question
 
 WORTH_TELLING = 1.5
@@ -53,6 +54,20 @@ def find_alternatives(question: Question, plan: Plan | None) -> tuple[Alternativ
     return tuple(each for each in found if each.tokens_per_s >= least)
 
 
+def find_shorter_context(question: Question) -> int | None:
+    """Find the longest context that fits where a question's own does not, None if none does.
+
+    The disk cache keeps the result. A question with another goal, as one of a smaller cache, has
+    another result: ``replace(question, stages=lower(model, goal), goal=goal)``.
+    """
+    key = {**question.key, **installed_versions()}
+    found = _LONGEST.find(key)
+    if found is None:
+        found = find_longest_context(question, question.workload.context) or 0
+        _LONGEST.keep(key, found)
+    return found or None
+
+
 def tokens_per_s(plan: Plan) -> float:
     """Return the tokens a second of all sequences of a plan's batch."""
     prediction = plan.prediction
@@ -72,7 +87,7 @@ def _plan_each(question: Question) -> Iterator[Alternative]:
         else:  # its own differ little, and take long to count
             stages = (hold_counted(model, goal.way, replace(passes, pinned=())),)
         try:
-            plan = make_plan(replace(question, stages=stages, goal=goal)).plan
+            plan = try_plan(replace(question, stages=stages, goal=goal)).plan
         except (InfeasibleError, PlanError):
             continue
         yield Alternative(
@@ -93,3 +108,18 @@ def _decode(content: bytes) -> tuple[Alternative, ...]:
 
 
 _KEPT = KeptAnswers("alternatives", _MAX_BYTES, _encode, _decode)
+
+
+def _encode_longest(tokens: int) -> bytes:
+    return json.dumps({"longest": tokens}).encode()
+
+
+def _decode_longest(content: bytes) -> int:
+    tokens = json.loads(content)["longest"]
+    if type(tokens) is not int or tokens < 0:
+        raise ValueError("no number of tokens is written so")
+    return tokens
+
+
+_LONGEST = KeptAnswers("longest_context", _MAX_BYTES, _encode_longest, _decode_longest)
+"""Tokens of the longest context that fits, by question; 0 where none does."""

@@ -8,7 +8,7 @@ from offplan.errors import InfeasibleError, PlanError
 from offplan.held.held import hold
 from offplan.held.runner import OWN_RUNTIME
 from offplan.held.stage import Stage
-from offplan.library.alternatives import Alternative, find_alternatives
+from offplan.library.alternatives import Alternative, find_alternatives, find_shorter_context
 from offplan.library.machines import why_unmeasured
 from offplan.library.runnable import suit, why_not_run
 from offplan.library.shares import StageShare, list_shares
@@ -17,7 +17,7 @@ from offplan.machine.profile import MachineProfile
 from offplan.packing_sample import Sample, take_sample
 from offplan.plan import Goal, Plan
 from offplan.planner.find import PlanResult
-from offplan.planner.make import make_plan
+from offplan.planner.make import try_plan
 from offplan.planner.question import Question
 
 
@@ -77,8 +77,9 @@ def analyze_model(model: Model, goal: Goal) -> Analysis:
 def analyze_question(question: Question) -> Analysis:
     """Plan for a question; that no plan fits is a finding like another."""
     try:
-        return analyze_result(question, make_plan(question))
+        return analyze_result(question, try_plan(question))
     except InfeasibleError as error:
+        error.longest_context = find_shorter_context(question)
         stage = hold(question.model, way=question.goal.way)
         why_not = why_no_run(question.machine.name) or why_not_run(stage, question.workload.context)
         if question.model.gguf is not None:

@@ -1,13 +1,12 @@
 """``make_plan``: a question in, the fastest plan that keeps its budget and targets out."""
 
-from dataclasses import replace
-
 from offplan.costs.term import least_that
 from offplan.errors import InfeasibleError
 from offplan.plan import Offload
 from offplan.planner.aims import Nearest, limits_ps
 from offplan.planner.find import PlanResult, find_plan, plan_throughput
-from offplan.planner.infeasible import RESOLUTION, explain_infeasible, find_longest_context
+from offplan.planner.infeasible import RESOLUTION, explain_infeasible
+from offplan.planner.longest import find_longest_context
 from offplan.planner.packed import find_best, reaches
 from offplan.planner.question import Question
 from offplan.planner.search import Searcher
@@ -25,20 +24,24 @@ def make_plan(question: Question) -> PlanResult:
     keeps the targets, the error names the nearest plan and the GPU memory that would do. It also
     names the longest context that has a plan, if a shorter one has.
     """
+    try:
+        return try_plan(question)
+    except InfeasibleError as error:
+        error.longest_context = find_longest_context(question, question.workload.context)
+        raise
+
+
+def try_plan(question: Question) -> PlanResult:
+    """Find the plan that a question asks for, as ``make_plan`` does.
+
+    The error of a question without a plan names no shorter context, which takes searches to find.
+    """
     if question.goal.objective == "throughput":
         if best := plan_throughput(question):
             return best
         # a single sequence says what is missing
-        goal = question.goal.model_copy(update={"objective": "latency"})
-        question = replace(question.with_workload(batch=1), goal=goal)
-    try:
-        return _make_latency_plan(question)
-    except InfeasibleError as error:
-        longest = find_longest_context(question, question.workload.context)
-        if longest is None:
-            raise
-        message = f"{error}; with a context of {longest} tokens there is a plan"
-        raise InfeasibleError(message, error.shortfall_bytes) from None
+        question = question.for_one_sequence()
+    return _make_latency_plan(question)
 
 
 def _make_latency_plan(question: Question) -> PlanResult:

@@ -55,11 +55,16 @@ def find_best(
     )
 
 
-def reaches(searcher: Searcher, budget: Budget) -> bool:
-    """Return True if a plan fits a budget and keeps the question's targets."""
+def find_any(searcher: Searcher, budget: Budget) -> Search:
+    """Find a plan that fits a budget and keeps the question's targets, or what is lacking."""
     aim = Nearest(limits_ps(searcher.space.question.goal))
     # what misses a target is not wanted at all, so that hardly any plan is priced
-    return find_best(searcher, budget, aim, WITHIN).best is not None
+    return find_best(searcher, budget, aim, WITHIN)
+
+
+def reaches(searcher: Searcher, budget: Budget) -> bool:
+    """Return True if a plan fits a budget and keeps the question's targets."""
+    return find_any(searcher, budget).best is not None
 
 
 def _least_value(space: Space, aim: Aim) -> float:

@@ -147,6 +147,11 @@ class Question:
         workload = self.workload.model_copy(update=changes)
         return replace(self, workload=workload)
 
+    def for_one_sequence(self) -> "Question":
+        """Ask for the latency of one sequence, where a plan would choose its batch."""
+        goal = self.goal.model_copy(update={"objective": "latency"})
+        return replace(self.with_workload(batch=1), goal=goal)
+
     def answer(self, offload: Offload) -> Plan:
         """Write the plan that answers the question by a decision, with all that was asked."""
         machine, routing = self.planned_machine, self.stage.routing

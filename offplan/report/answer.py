@@ -140,8 +140,9 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
     head = [*map(Text, describe_file(model)), Text(describe_model(model))]
     if analysis.infeasible is not None:
         # memory that lacks, or a target that is missed
-        why = name_options(str(analysis.infeasible))
-        lines = [f"{why[0].upper()}{why[1:]}{'' if why.endswith('.') else '.'}"]
+        error = analysis.infeasible
+        told = [name_options(each) for each in (error.facts, error.way_out) if each]
+        lines = [f"{each[0].upper()}{each[1:]}{'' if each.endswith('.') else '.'}" for each in told]
         lines += describe_type(analysis)
         return [Group(*map(Text, describe_fitting(analysis)), *head, *map(Text, lines))]
     if analysis.result is None or analysis.question is None:

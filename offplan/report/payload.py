@@ -116,8 +116,12 @@ def why_payload(result: PlanResult) -> dict[str, Any]:
 
 
 def _infeasible_payload(error: InfeasibleError) -> dict[str, Any]:
-    """Return why nothing fits, and how many bytes are missing."""
-    return {"message": name_options(str(error)), "shortfall_bytes": error.shortfall_bytes}
+    """Return why nothing fits, how many bytes are missing, and the longest context that fits."""
+    return {
+        "message": name_options(str(error)),
+        "shortfall_bytes": error.shortfall_bytes,
+        "longest_context": error.longest_context,
+    }
 
 
 def run_payload(plan: Plan, result: RunResult, texts: Sequence["Text"]) -> dict[str, Any]:

@@ -211,7 +211,16 @@ def test_the_longest_context_is_found(cli: CLI) -> None:
     assert cli(*asked, *small, longest).out == out
     code, _, err = cli(*asked, *small, longest + 1)
     assert code == 3
-    assert f"with a context of {longest} tokens there is a plan" in err
+    told = f"The longest context that fits is {longest:,} tokens; --context {longest} plans it"
+    assert told in err
+    assert err.count("\n") == 1
+    code, out, _ = cli("analyze", *asked[1:], *small, longest + 1)
+    assert f"\n{told}." in out
+    code, out, _ = cli("analyze", *asked[1:], *small, longest + 1, "--json")
+    assert json.loads(out)["infeasible"]["longest_context"] == longest
+    code, out, err = cli(*asked, *small, "max", "--objective", "throughput")
+    assert yaml.safe_load(out)["workload"]["context"] == longest
+    assert f"--context max: {longest} tokens, the most that fit for one sequence\n" in err
     code, out, err = cli(*asked, "--context", "MAX")
     assert yaml.safe_load(out)["workload"]["context"] == 4096
     assert "--context max: 4096 tokens, all that the model was trained for\n" in err
@@ -289,14 +298,6 @@ def test_a_folder_and_its_config_give_the_same_model(cli: CLI) -> None:
         (
             ("plan", "plans/tiny-moe", "--context", "long"),
             "write a number of tokens, 1 or more, as",
-        ),
-        (
-            (
-                "plan",
-                TINY_MOE,
-                *["--machine", "cpu", "--context", "max", "--objective", "throughput"],
-            ),
-            "--context max needs a batch",
         ),
         (("plan", "plans/tiny-moe", "--max-tpot", "50"), "'50' has no unit: is 50ms meant?"),
         (("plan", "plans/tiny-moe", "--prompt-tokens", 5000), "raise --context"),

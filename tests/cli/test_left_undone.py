@@ -39,13 +39,13 @@ def test_other_checkpoints_are_planned_once(
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
     monkeypatch.setattr("offplan.library.analysis.why_not_plan", lambda *_: None)
     planned: list[object] = []
-    make_plan = alternatives.make_plan
+    try_plan = alternatives.try_plan
 
     def count(question: object) -> object:
         planned.append(question)
-        return make_plan(question)  # type: ignore[arg-type]
+        return try_plan(question)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(alternatives, "make_plan", count)
+    monkeypatch.setattr(alternatives, "try_plan", count)
     answers = [cli("analyze", QWEN, "--machine", "rtx4060,ram=64GiB").out for _ in range(2)]
     assert answers[0] == answers[1]
     assert len(planned) == 2

@@ -11,7 +11,7 @@ from offplan.engines.export import export_plan
 from offplan.errors import ExportError, InputError
 from offplan.library.asking import pose
 from offplan.plan import Budget, Goal, Plan, Workload
-from offplan.planner.infeasible import find_longest_context
+from offplan.planner.longest import find_longest_context
 from offplan.planner.make import make_plan
 from offplan.planner.question import Question
 from tests.costs.builders import make_machine
