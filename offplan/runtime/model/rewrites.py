@@ -1,4 +1,4 @@
-"""Parts of models that offplan computes in another way than transformers' own modules do, family by family.
+"""Parts of models that offplan computes in another way than transformers' own modules do.
 
 - DeepSeek-V3.2's indexer chooses the tokens that each one sees. If a text has no more tokens than
   that, it chooses all, and attention is as without it. Such texts run, and longer ones are refused
