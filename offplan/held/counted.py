@@ -31,6 +31,10 @@ class CountedPasses:
     They are for any prompt, for each token, and for each pair of tokens."""
     step_moved: Sequence[tuple[float, float]]
     """The same of a decode step: for any, and for each token of its context."""
+    chunk_bytes: tuple[float, float, float, float] | None = None
+    """Temporaries of a chunk at the end of a context, of a model whose passes are bounded in both.
+    They are bytes for any, for each token of the chunk, for each of the context, and for each pair.
+    None: a prompt is counted as read whole."""
 
     def moved_bytes(self, index: int, phase: str, batch: int, tokens: int, context: int) -> float:
         """Bytes that operators of a pass read and write in a layer; -1 is what lies outside."""
@@ -38,12 +42,18 @@ class CountedPasses:
             fixed, of_token = self.step_moved[index]
             return fixed + batch * of_token * context
         fixed, of_token, of_pair = self.prompt_moved[index]
-        return fixed + batch * (of_token * tokens + of_pair * tokens * tokens)
+        return fixed + batch * (of_token * tokens + of_pair * tokens * context)
 
     def activation_bytes(self, batch: int, chunk: int, context: int) -> tuple[int, int]:
-        """Bytes of the temporaries of a prompt of ``chunk`` tokens, and of a decode step."""
-        fixed, of_token, of_pair = self.prompt_bytes
-        prompt = fixed + batch * (of_token * chunk + of_pair * chunk * chunk)
+        """Bytes of the temporaries of a prompt's ``chunk`` tokens, and of a decode step."""
+        if self.chunk_bytes is None:
+            fixed, of_token, of_pair = self.prompt_bytes
+            prompt = fixed + batch * (of_token * chunk + of_pair * chunk * chunk)
+        else:
+            fixed, of_token, of_kept, of_pair = self.chunk_bytes
+            prompt = fixed + batch * (
+                of_token * chunk + of_kept * context + of_pair * chunk * context
+            )
         fixed, of_token = self.step_bytes
         return ceil(prompt), ceil(batch * (fixed + of_token * context))
 

@@ -209,8 +209,8 @@ class Space:
             places = ((), stage.tables)
         workload = self.question.workload
         sizes = prefill_chunks(workload.prompt_tokens, workload.batch)
-        if stage.passes is not None:  # each chunk would have the weights cross again
-            sizes = sizes[:1]
+        if stage.passes is not None and stage.passes.chunk_bytes is None:
+            sizes = sizes[:1]  # each chunk would have the weights cross again
         prompts = [self.compute.price(*prefill_shapes(workload, size)) for size in sizes]
         pairs = zip(sizes, prompts, strict=True)
         return tuple(self.setting(*pair, place) for pair in pairs for place in places)

@@ -117,17 +117,18 @@ class StockGeneration:
 
     def has_layers(self, num_layers: int) -> bool:
         """Return True if the cache has a part of its own for each of so many layers."""
-        return len(getattr(self._cache, "layers", ())) == num_layers
+        return len(getattr(self.cache, "layers", ())) == num_layers
 
     def layer_bytes(self, num_layers: int) -> list[int]:
         """Bytes of the cache's part for each layer; what is not in parts is shared out evenly."""
         if not self.has_layers(num_layers):
             return [-(-self.cache_bytes // num_layers)] * num_layers
-        parts = [{id(t): t.nbytes for t in tensors_within(each)} for each in self._cache.layers]
+        parts = [{id(t): t.nbytes for t in tensors_within(each)} for each in self.cache.layers]
         return [sum(part.values()) for part in parts]
 
     @property
-    def _cache(self) -> Any:
+    def cache(self) -> Any:
+        """The model's own cache; None before the first pass of some."""
         return next((self._kwargs[key] for key in CACHES if self._kwargs.get(key)), None)
 
     def _update(self, made: Any) -> None:

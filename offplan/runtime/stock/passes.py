@@ -13,7 +13,7 @@ import pickle
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import ceil
 from typing import Any
@@ -38,7 +38,8 @@ from offplan.runtime.loading.places import assign, find_places, materialise_buff
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.model.calls import LayerCalls
 from offplan.runtime.refusal import refuse
-from offplan.runtime.stock.generation import StockGeneration
+from offplan.runtime.stock.bounded import BLOCK_TOKENS, is_bounded, lengthen
+from offplan.runtime.stock.generation import StockGeneration, tensors_within
 from offplan.runtime.stock.shaped import (
     ShapedTensor,
     drop_values,
@@ -62,6 +63,12 @@ LEAST_SIZES, MANY_OPERATORS = 3, 5_000
 """Sizes that a fit needs, and operators of a prompt after which no longer one is run.
 
 Seconds would make the answer depend on how busy the host is.
+"""
+CHUNKS, CONTEXTS = (128, 1024), (15_360, 131_072, 1_048_576)
+"""Tokens of a chunk and of the context that it ends, of models whose passes run in blocks.
+
+DeepSeek-V4's attention copies most for a context just below 16,384 tokens: from there on it runs in
+blocks.
 """
 BLOCK_BYTES = 512
 """What the CUDA allocator rounds sizes up to. Source: c10/cuda/CUDACachingAllocator.cpp."""
@@ -188,6 +195,9 @@ def _count(model: Model, sizes: Sequence[int], *, is_fake: bool) -> CountedPasse
             break  # some read a prompt token by token
     first, sizes = counted[0], sizes[: len(counted)]
     kept = [num_tokens + 1 for num_tokens in sizes]  # the step's token is kept, too
+    chunk_bytes, step_bytes = None, _fit_line(sizes, [each.step_bytes for each in counted])
+    if is_fake and is_bounded(skeleton.config):
+        chunk_bytes, step_bytes = _count_chunks(skeleton, layers, kinds)
     return CountedPasses(
         is_estimated=not is_fake,
         calls=first.calls,
@@ -196,7 +206,8 @@ def _count(model: Model, sizes: Sequence[int], *, is_fake: bool) -> CountedPasse
             for index in range(len(layers))
         ],
         prompt_bytes=_fit_square(sizes, [each.prompt_bytes for each in counted]),
-        step_bytes=_fit_line(sizes, [each.step_bytes for each in counted]),
+        step_bytes=step_bytes,
+        chunk_bytes=chunk_bytes,
         pinned=pinned,
         borrowed=borrowed,
         operators=first.operators,
@@ -209,6 +220,56 @@ def _count(model: Model, sizes: Sequence[int], *, is_fake: bool) -> CountedPasse
             for index in range(len(layers) + 1)
         ],
     )
+
+
+def _count_chunks(
+    skeleton: Any, layers: nn.ModuleList, kinds: Sequence[object]
+) -> tuple[tuple[float, float, float, float], tuple[float, float]]:
+    """Count the temporaries of chunks, and of steps behind them, as one text grows.
+
+    A cache keeps views of whole chunks, which the next chunk replaces: so each is read twice. What
+    lies between is not read: the cache is made as long as if it were.
+    """
+    live, done = LiveBytes(), 0
+    of_chunks, of_steps = dict[tuple[int, int], int](), list[int]()
+    text = StockGeneration(skeleton, torch.zeros(1, CONTEXTS[-1] + 1, dtype=torch.int64), 2**30)
+    is_alike = text.has_layers(len(layers))
+    first = {kind: index for index, kind in reversed([*enumerate(kinds)])}
+
+    def take(num_tokens: int) -> int:
+        nonlocal done
+        live.begin()
+        logits = text.prefill(done, done + num_tokens)
+        done += num_tokens
+        taken = live.peak - text.cache_bytes
+        del logits
+        if not is_alike:
+            return taken
+        beside = _viewed_bytes(text, len(layers))
+        ran = sum(beside[index] for index in first.values())
+        return taken + sum(beside[first[kind]] for kind in kinds) - ran
+
+    with torch.no_grad(), _running_once(layers, kinds, is_alike), live:
+        for context in CONTEXTS:
+            stop = context - 1 - 2 * sum(CHUNKS)  # the step fills a block of any size
+            take((stop - done) % BLOCK_TOKENS)
+            lengthen(text.cache, stop - done)
+            done = stop
+            for chunk in reversed(CHUNKS):
+                take(chunk)
+                of_chunks[chunk, context] = take(chunk)
+            with decoding_as_on_gpu(skeleton):
+                of_steps.append(take(1))
+    return _fit_pairs(of_chunks), _fit_line(CONTEXTS, of_steps)
+
+
+def _viewed_bytes(text: StockGeneration, num_layers: int) -> list[int]:
+    """Bytes of memory that each layer's part of the cache keeps by views, beside its own."""
+    viewed = []
+    for own, part in zip(text.layer_bytes(num_layers), text.cache.layers, strict=True):
+        kept = {id(s): s.nbytes() for s in map(storage_of, tensors_within(part))}
+        viewed.append(max(0, sum(kept.values()) - own))
+    return viewed
 
 
 def _find_pinned(skeleton: Any, model: Model) -> tuple[list[str], list[int]]:
@@ -360,6 +421,25 @@ def _fit_square(sizes: Sequence[int], found: Sequence[float]) -> tuple[float, fl
     of_token = max(0.0, of_token)
     fixed = max(each - of_token * n - of_pair * n * n for n, each in zip(sizes, found, strict=True))
     return max(0.0, fixed), of_token, of_pair
+
+
+def _fit_pairs(found: Mapping[tuple[int, int], int]) -> tuple[float, float, float, float]:
+    """Fit bytes for any chunk, for each of its tokens, for each of its context's, and each pair.
+
+    They grow as those of the longest contexts do, and reach what was found of each.
+    """
+    (few, many), (short, long) = CHUNKS, CONTEXTS[-2:]
+    of_few = (found[few, long] - found[few, short]) / (long - short)
+    of_many = (found[many, long] - found[many, short]) / (long - short)
+    of_pair = max(0.0, (of_many - of_few) / (many - few))
+    of_kept = max(0.0, of_few - of_pair * few)
+    of_chunk = (found[many, short] - found[few, short]) / (many - few)
+    of_token = max(0.0, of_chunk - of_pair * short)
+    fixed = max(
+        each - of_token * chunk - of_kept * context - of_pair * chunk * context
+        for (chunk, context), each in found.items()
+    )
+    return max(0.0, fixed), of_token, of_kept, of_pair
 
 
 def _fit_line(sizes: Sequence[int], found: Sequence[float]) -> tuple[float, float]:

@@ -17,15 +17,16 @@ from offplan.runtime.loading.skeleton import (
     set_types,
 )
 from offplan.runtime.refusal import refuse
+from offplan.runtime.stock.bounded import bound_by_blocks
 from offplan.transformers_private import asks_for_decoders, build_own, on_meta, rename
 
 
 def build_stock(model: Model) -> PreTrainedModel:
     """Build the model as transformers does, with every tensor on the meta device.
 
-    Nothing in it is replaced. Raises CheckpointError for an architecture that transformers does not
-    generate with from a prompt of text alone. Raises it too for layers that weights cannot be moved
-    for.
+    Nothing in it is replaced but what ``bound_by_blocks`` bounds. Raises CheckpointError for an
+    architecture that transformers does not generate with from a prompt of text alone. Raises it too
+    for layers that weights cannot be moved for.
     """
     auto_class = find_auto_class(model)
     config, is_own = build_config_of(model), runs_own_code(model)
@@ -55,6 +56,7 @@ def build_stock(model: Model) -> PreTrainedModel:
         remove_towers(skeleton)
     name_layers(skeleton, find_layers(skeleton, model))
     set_types(skeleton, model)
+    bound_by_blocks(skeleton)
     return skeleton.eval().requires_grad_(False)
 
 

@@ -1,0 +1,115 @@
+"""Passes of transformers that run in blocks of queries, so that long contexts take little more."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from offplan.checkpoint.open import open_model
+from offplan.runtime.stock.bounded import bound_by_blocks, bounded_by, is_bounded
+from offplan.runtime.stock.generation import StockGeneration
+from offplan.runtime.stock.passes import LiveBytes, count_passes
+from tests.runtime.families import make_config, require, save
+
+TOKENS = 301
+TOLERANCE = 1e-5
+
+
+def _build(**sizes: Any) -> Any:
+    """Build a DeepSeek-V4 whose indexer chooses few blocks of many, without equal scores."""
+    require("deepseek_v4")
+    config = make_config("deepseek_v4", {"index_n_heads": 16, "index_topk": 8, **sizes})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    for value in model.parameters():
+        if value.ndim > 1:
+            value.normal_(0, 0.1)
+    return model
+
+
+def _read(model: Any, chunk: int) -> torch.Tensor:
+    """Read a text in chunks, and nine tokens behind it; return the logits of all."""
+    prompt = torch.randint(3, 60, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+    text, made = StockGeneration(model, prompt, TOKENS + 9), []
+    for start in range(0, TOKENS, chunk):
+        stop = min(start + chunk, TOKENS)
+        made.append(text.prefill(start, stop, stop - start))
+    made += [text.decode(prompt[:, :1])[:, None] for _ in range(9)]
+    return torch.cat(made, 1)
+
+
+def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.slow
+def test_blocks_give_what_whole_scores_do() -> None:
+    model = _build()
+    whole = _read(model, TOKENS)
+    bound_by_blocks(model)
+    assert torch.equal(_read(model, TOKENS), whole)  # so few tokens run as transformers has them
+    for bound in (1, 2**14):
+        with bounded_by(bound):
+            assert 0 < _difference(_read(model, TOKENS), whole) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [1, 7, 61, 128])
+def test_chunks_give_what_a_whole_prompt_does(chunk: int) -> None:
+    model = _build()
+    whole = _read(model, TOKENS)
+    bound_by_blocks(model)
+    with bounded_by(2**14):
+        assert _difference(_read(model, chunk), whole) < TOLERANCE
+
+
+def test_other_models_are_left_as_they_are() -> None:
+    require("qwen3")
+    model = AutoModelForCausalLM.from_config(make_config("qwen3", {}))
+    before = model.config._attn_implementation
+    bound_by_blocks(model)
+    assert not is_bounded(model.config)
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("chunk", "context"), [(128, 512), (128, 4096), (1024, 4096)])
+def test_a_chunk_at_the_end_takes_no_more_than_is_counted(
+    chunk: int, context: int, tmp_path: Path
+) -> None:
+    require("deepseek_v4")
+    folder = save("deepseek_v4", tmp_path)
+    passes = count_passes(open_model(str(folder)))
+    assert passes.chunk_bytes is not None
+    model = AutoModelForCausalLM.from_pretrained(folder).requires_grad_(False)
+    bound_by_blocks(model)
+    text, live, taken = StockGeneration(model, torch.ones(1, context).long(), 8192), LiveBytes(), 0
+    with torch.no_grad(), live:
+        for start in range(0, context, chunk):
+            live.begin()
+            text.prefill(start, start + chunk)
+            taken = live.peak - text.cache_bytes
+        live.begin()
+        text.decode(torch.ones(1, 1).long())
+        of_step = live.peak - text.cache_bytes
+    of_prompt, step = passes.activation_bytes(1, chunk, context)
+    assert taken <= of_prompt
+    assert of_step <= max(of_prompt, step)
+
+
+@pytest.mark.slow
+def test_blocks_take_less_than_whole_scores() -> None:
+    model, taken = _build(o_lora_rank=8), []
+    bound_by_blocks(model)
+    for bound in (sys.maxsize, 2**14):
+        text, live = StockGeneration(model, torch.ones(1, 2048).long(), 4096), LiveBytes()
+        with torch.no_grad(), bounded_by(bound), live:
+            text.prefill(0, 1536)  # of which the cache keeps views until the next chunk
+            text.prefill(1536, 1792)
+            live.begin()
+            text.prefill(1792, 2048)
+            taken.append(live.peak - text.cache_bytes)
+    assert taken[1] < 0.6 * taken[0]
