@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import eager_mask
 
 from offplan.transformers_private import choose_attention
 
@@ -46,7 +45,7 @@ def bound_by_blocks(model: PreTrainedModel) -> None:
     if not is_bounded(model.config):
         return
     AttentionInterface.register(_NAME, _attend)
-    AttentionMaskInterface.register(_NAME, eager_mask)
+    AttentionMaskInterface.register(_NAME, AttentionMaskInterface()["eager"])
     choose_attention(model, _NAME)
     part: Any
     for part in model.modules():
