@@ -90,10 +90,14 @@ def test_ctrl_c_ends_a_template(tokenizer: Any) -> None:
     child = renderer._process._child
     tokenizer.chat_template = LOOP
     interrupt = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    interrupt.start()
-    with pytest.raises(KeyboardInterrupt):
-        renderer.render(tokenizer, MESSAGES)
-    interrupt.join()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` ignores it
+    try:
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            renderer.render(tokenizer, MESSAGES)
+        interrupt.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert child.returncode == -signal.SIGKILL
     tokenizer.chat_template = "b"
     assert renderer.render(tokenizer, MESSAGES) == "b"
