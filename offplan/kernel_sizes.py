@@ -43,6 +43,8 @@ Source: estimated.
 """
 LATENT_HEADS = 16
 """Heads of one program of the kernel for latents: the least that the matrix units take."""
+CODED_PROGRAMS = 2
+"""Programs of the kernel for cached codes on each multiprocessor. Source: estimated."""
 SPAN_TOKENS = 2048
 """Tokens of each sequence that linear attention takes through its rule at a time.
 

@@ -16,6 +16,7 @@ from offplan.errors import PlanError
 from offplan.forms.form import RAW, Component
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit
+from offplan.kernel_sizes import KERNEL_TYPES, is_power
 from offplan.placement import Placement
 from offplan.plan import Offload
 from offplan.routed_experts import is_in_out
@@ -40,12 +41,14 @@ def _list_refusals(
     stage: Stage, placement: Placement, offload: Offload, on_gpu: bool
 ) -> Iterator[str]:
     for one, key, needs in APART:
-        is_asked = any(getattr(rule, key) is not None for rule in offload.rules)
+        is_asked = any(getattr(rule, key, None) is not None for rule in offload.rules)
         if one == stage.way.name and is_asked:
             yield (
                 f"a rule has {key}, and {stage.way.whose} passes are to run the model: {needs} own "
                 f"passes, so make a plan with `{one}=True`"
             )
+    if on_gpu and any(layer.kv_cache.is_coded for layer in stage.layers):
+        yield from _list_coded_refusals(stage)
     cached = [layer for layer in stage.layers if layer.index in placement.weight_caches]
     for rule in offload.rules if on_gpu else ():
         if (why := rule.why_not_on_gpu(stage.model, stage.dtype, cached)) is not None:
@@ -55,6 +58,20 @@ def _list_refusals(
             given = [entry.unit for entry in slab.entries if entry.decode is backend]
             if why := why_not_multiplied(backend, stage, stage.units[slab.layer], given):
                 yield f"layer {slab.layer}: `decode: {backend.name}` {why}"
+
+
+def _list_coded_refusals(stage: Stage) -> Iterator[str]:
+    """Yield why no kernel reads a cache in FP8."""
+    latents, key = stage.architecture.latents, f"`kv_cache_dtype={stage.way.kv_cache_dtype}`"
+    if stage.dtype not in KERNEL_TYPES:
+        yield (
+            f"{key} has no kernel for {stage.dtype}, in which {stage.model.source} is computed: "
+            "leave it out"
+        )
+    elif latents is not None and not (is_power(latents.dim) and is_power(latents.rope_dim)):
+        yield (
+            f"{key} has no kernel for latents of {latents.dim} and {latents.rope_dim}: leave it out"
+        )
 
 
 def has_kernels(

@@ -12,6 +12,8 @@ from functools import cached_property
 
 from offplan.checkpoint.model import KVCache
 
+SCALE_BYTES = 4
+"""Bytes of the scale of a vector that is kept as codes, behind these."""
 CHECKPOINTS = 1
 """Copies of a row's rings and states, beside those that passes work on."""
 
@@ -31,6 +33,18 @@ class RowCache:
         if not is_ring or cache.window is None or cache.window >= self.context:
             return None
         return cache.window
+
+    def most_values(self, chunk: int) -> int:
+        """Bytes of the values that a pass makes of one layer's codes at most; 0 if it has none.
+
+        A ring's are those of the tokens before a chunk of so many tokens, and its own.
+        """
+        most = 0
+        for index, each in enumerate(self.layers):
+            window = self.window(index)
+            kept = self.context if window is None else min(self.context, window - 1 + chunk)
+            most = max(most, kept * each.value_bytes)
+        return most
 
     @cached_property
     def whole_bytes(self) -> int:

@@ -13,6 +13,7 @@ from typing_extensions import Self
 from offplan.capabilities.cached_experts import CachedExpertsGoal, CachedExpertsRule
 from offplan.capabilities.goal import Asked, GoalBase
 from offplan.capabilities.host_cores import HostCoresGoal
+from offplan.capabilities.kv_cache import KVCacheGoal
 from offplan.capabilities.packing import Packing, PackingGoal, PackingOffload
 from offplan.capabilities.parts import PartsGoal, PartsRule
 from offplan.capabilities.ranks import RanksGoal
@@ -22,8 +23,11 @@ APART = (
     ("parts", "cached_experts", "a prompt in parts leaves no experts on the GPU for steps"),
     ("stock", "cached_experts", "kept experts need offplan's"),
     ("stock", "parts", "layers in parts need offplan's"),
+    ("stock", "kv_cache_dtype", "a cache in FP8 needs offplan's"),
 )
 """Pairs of keys that may not meet, and why: in a rule, or in what runs it."""
+_UNASKED = {"kv_cache_dtype": "auto"}
+"""Values that ask for nothing, where they are not ``off``."""
 Recoding = Packing
 """Weights that a plan holds in another form than the checkpoint's: one capability does it."""
 
@@ -68,13 +72,17 @@ class Offload(PackingOffload):
         return self
 
 
-class Goal(RanksGoal, HostCoresGoal, PartsGoal, CachedExpertsGoal, PackingGoal, StockGoal):
+class Goal(
+    KVCacheGoal, RanksGoal, HostCoresGoal, PartsGoal, CachedExpertsGoal, PackingGoal, StockGoal
+):
     """The aim of a plan, and the limits that it must keep beside the budget."""
 
     def list_refusals(self, asked: Asked) -> Iterator[str]:
         """Yield why no plan can answer, each with the key in backquotes."""
         for one, other, why in APART:
-            if one == self.way.name and (value := getattr(self, other)) != "off":
+            if one == self.way.name and (value := getattr(self, other)) != _UNASKED.get(
+                other, "off"
+            ):
                 yield (
                     f"`{other}={value}`: {self.way.whose} passes are to run {asked.model.source}, "
                     f"and {why}: leave `{other}` out"

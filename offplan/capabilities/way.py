@@ -1,6 +1,8 @@
 """Ways in which offplan's own runtime runs a model: by its own passes, or by others."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from offplan.choices import KVCacheDtype
 
 
 @dataclass(frozen=True)
@@ -13,6 +15,8 @@ class Way:
     """Whose passes they are, in words that ``passes`` follows."""
     num_scratch: int = 1
     """Weights of dense layers, stored as codes, whose values live in a pass at the same time."""
+    kv_cache_dtype: KVCacheDtype = field(default="auto", compare=False)
+    """The type of what they cache of each token, which makes them no other passes."""
 
     @property
     def is_own(self) -> bool:

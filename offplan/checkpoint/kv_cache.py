@@ -61,7 +61,10 @@ def _layer_cache(
         return None
     elements = _elements_per_token(architecture, parameters)
     window = architecture.windows[index]
-    return None if elements is None else KVCache(elements * element_bytes, window)
+    if elements is None:
+        return None
+    vectors = _vectors_per_token(architecture, elements)
+    return KVCache(elements * element_bytes, window, num_vectors=vectors)
 
 
 def _elements_per_token(architecture: Architecture, parameters: Sequence[Parameter]) -> int | None:
@@ -82,6 +85,15 @@ def _elements_per_token(architecture: Architecture, parameters: Sequence[Paramet
     if any(".indexer." in parameter.name for parameter in parameters):
         elements += latents.index_dim
     return elements
+
+
+def _vectors_per_token(architecture: Architecture, elements: int) -> int:
+    """Return how many vectors a layer caches a token; 0 if that is not known."""
+    latents = architecture.latents
+    if latents is not None:
+        return 2 if elements == latents.dim + latents.rope_dim else 0
+    dim = architecture.attention.head_dim
+    return elements // dim if dim and not elements % dim else 0
 
 
 def _stored_heads(parameters: Sequence[Parameter]) -> int | None:

@@ -32,6 +32,28 @@ class KVCache:
     """Bytes of a sequence's fixed state (linear attention's recurrent and convolution state)."""
     is_whole: bool = False
     """True if offplan's own passes keep the whole context all the same: later layers read it."""
+    num_vectors: int = field(default=0, compare=False)
+    """Vectors that one token's bytes are: a key and a value of each head, or a latent and its
+    rotary part; 0 if that is not known."""
+    value_bytes: int = 0
+    """Bytes of one token as the model computes them, if they are kept as codes; else 0."""
+
+    @property
+    def is_coded(self) -> bool:
+        """True if keys and values are kept as codes of eight bits."""
+        return self.value_bytes > 0
+
+    @property
+    def as_computed(self) -> "KVCache":
+        """The same with keys and values as the model computes them."""
+        if not self.is_coded:
+            return self
+        return replace(self, bytes_per_token=self.value_bytes, value_bytes=0)
+
+    def as_codes(self, element_bytes: int, scale_bytes: int) -> "KVCache":
+        """Return the same with a byte for each element and ``scale_bytes`` for each vector."""
+        of_token = self.bytes_per_token // element_bytes + scale_bytes * self.num_vectors
+        return replace(self, bytes_per_token=of_token, value_bytes=self.bytes_per_token)
 
     def nbytes(self, batch: int, context: int) -> int:
         """Bytes for ``batch`` sequences of ``context`` tokens."""
@@ -57,7 +79,11 @@ class Layer:
     @property
     def as_stored(self) -> "Layer":
         """The same as the checkpoint stores it."""
-        return replace(self, parameters=tuple(p.as_stored for p in self.parameters))
+        return replace(
+            self,
+            parameters=tuple(p.as_stored for p in self.parameters),
+            kv_cache=self.kv_cache.as_computed,
+        )
 
     @property
     def is_recoded(self) -> bool:
@@ -86,6 +112,8 @@ class Layer:
         ]
         kept = self.kv_cache
         cache = [kept.bytes_per_token, kept.window, kept.state_bytes] + kept.is_whole * [True]
+        # the same bytes of values would be another cache
+        cache += kept.is_coded * [kept.value_bytes]
         content = json.dumps([self.kind, parameters, cache])
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 
-from offplan.choices import DEFAULT_PARTS, ObjectiveName, PartsChoice, WorkloadName
+from offplan.choices import DEFAULT_PARTS, KVCacheDtype, ObjectiveName, PartsChoice, WorkloadName
 from offplan.errors import InputError
 from offplan.units import parse_seconds
 
@@ -211,6 +211,16 @@ Packing = Annotated[
 ]
 
 
+KVCacheType = Annotated[
+    KVCacheDtype,
+    typer.Option(
+        "--kv-cache-dtype",
+        **choice(KVCacheDtype),
+        help="Keep keys and values as computed, or in FP8 with a scale for each token and head.",
+    ),
+]
+
+
 @dataclass(frozen=True)
 class WorkloadOptions:
     """The options of a workload: a usual one's name, and numbers that replace its own."""
@@ -312,6 +322,7 @@ class GoalOptions:
     tensor_parallel: Annotated[int, take_ranks("--tp", "--for")] = 1
     pipeline_parallel: Annotated[int, take_ranks("--pp", "--for")] = 1
     expert_parallel: Annotated[int, take_ranks("--ep", "--for")] = 1
+    kv_cache_dtype: KVCacheType = "auto"
     packing: Packing = True
     leave_unpacked: LeaveUnpacked = None
     cached_experts: Annotated[

@@ -19,6 +19,7 @@ from offplan.costs.work import (
 from offplan.forms.form import Component, Kind
 from offplan.held.stage import Stage
 from offplan.kernel_sizes import (
+    CODED_PROGRAMS,
     EXPERT_MULTIPLE,
     KERNEL_TYPES,
     LATENT_HEADS,
@@ -84,6 +85,12 @@ float32, and in bfloat16. They are those over latents without our kernel, and th
 with sinks or soft caps.
 
 Source: ``runtime.model.latent.attend_latent``, ``runtime.model.scored.weigh``.
+"""
+
+ENCODING_BYTES = 13
+"""Bytes of a value of a key or a value while it is encoded: in float32, scaled, and its code twice.
+
+Source: ``runtime.model.cache_codes.encode``, uncompiled.
 """
 
 SPLITS = 192
@@ -178,12 +185,25 @@ def activation_parts(
             "experts stored as codes": coded_experts_bytes(stage),
         }
     prompt, step = phase_bytes(stage, workload, prefill_chunk, in_pieces=in_pieces)
-    return {
+    parts = {
         "temporaries of the larger phase": max(prompt, step),
         "temporaries of a step, for captured graphs": step,
         "scratch": scratch_bytes(stage),
         "experts stored as codes": coded_experts_bytes(stage),
     }
+    if values := cached_value_bytes(stage, workload, prefill_chunk):
+        parts["values of one layer's cached codes"] = values
+    return parts
+
+
+def cached_value_bytes(stage: Stage, workload: Workload, prefill_chunk: int) -> int:
+    """Bytes of the scratch in which prompts make the values of one layer's codes, of all rows.
+
+    Source: ``runtime.model.cache_codes.Scratch``.
+    """
+    if not stage.is_own:
+        return 0
+    return workload.batch * stage.row_cache(workload.context).most_values(prefill_chunk)
 
 
 def scratch_bytes(stage: Stage) -> int:
@@ -345,12 +365,28 @@ def attention_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
         made = shape.num_tokens * dims.num_heads * dims.value_dim
         total += JOINED_PARTS * made * stage.element_bytes
     heads = stage.architecture.attention
-    if shape.phase is Phase.DECODE and (heads.sinks or heads.soft_cap is not None):
+    is_coded = stage.is_own and layer.kv_cache.is_coded and stage.dtype in KERNEL_TYPES
+    if is_coded and shape.phase is Phase.DECODE:
+        total += 0 if stage.architecture.latents else coded_bytes(stage, shape)
+    elif shape.phase is Phase.DECODE and (heads.sinks or heads.soft_cap is not None):
         kept = stage.row_cache(shape.context).window(layer.index) if stage.is_own else None
         total += SCORE_BYTES * shape.batch * (kept or shape.context) * heads.num_heads
     if stage.architecture.latents is not None:
         total += latent_bytes(stage, layer, shape)
-    return total
+    encoded = layer.kv_cache.value_bytes // stage.element_bytes
+    return total + ENCODING_BYTES * shape.num_tokens * encoded * stage.is_own
+
+
+def coded_bytes(stage: Stage, shape: PassShape) -> int:
+    """Bytes of what each split of a coded cache mixes in a step, with one softmax sum.
+
+    Source: ``runtime.model.coded_kernel.attend_codes``.
+    """
+    heads, dims = stage.architecture.attention, attention_dims(stage.architecture, shape.phase)
+    group = -(-dims.num_heads // max(1, heads.num_kv_heads))
+    programs = shape.batch * heads.num_kv_heads * -(-group // LATENT_HEADS)
+    width = 1 << (max(16, dims.value_dim) - 1).bit_length()
+    return 4 * (width + 1) * LATENT_HEADS * max(CODED_PROGRAMS * SPLITS, programs)
 
 
 def joined_bytes(layer: Layer, shape: PassShape) -> int:

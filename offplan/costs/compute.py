@@ -7,6 +7,7 @@ from math import log
 
 from offplan.costs.calls import count_calls
 from offplan.costs.capabilities import RECODED_HEAD_BYTES, RECODED_LAYER_BYTES
+from offplan.costs.kv_cache import cached_bytes
 from offplan.costs.pass_compute import PassCompute
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import (
@@ -109,12 +110,16 @@ def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> Co
     roofline, its launches, or what its operators read and write, whichever is most. Times measured
     at other shapes of the same layer scale it, or, of the chunks of a prompt, differ from it by as
     much. A recoded layer that was not measured itself takes what that costs beyond the layer as it
-    is stored: never less.
+    is stored: never less. A cache that is kept as codes adds ``cached_bytes``.
     """
     if work.stored is not None and work.key not in machine.timed_layers:
-        plain = layer_time(machine, work.stored, shape)
-        longer = RECODED_LAYER_BYTES(work, shape) / machine.hbm.value
-        return ComputeTime(plain.seconds + longer, measured=False)
+        seconds = layer_time(machine, work.stored, shape).seconds
+        if work.is_recoded:
+            seconds += RECODED_LAYER_BYTES(work, shape) / machine.hbm.value
+        if work.kv_cache.is_coded:
+            more = cached_bytes(work, shape, in_place=not machine.is_cpu) / machine.hbm.value
+            seconds = max(seconds + more, _roofline(machine, work, shape))
+        return ComputeTime(seconds, measured=False)
 
     def estimate(at: PassShape) -> float:
         roofline = _roofline(machine, work, at)

@@ -140,8 +140,13 @@ class LayerWork:
     """Bytes that these read and write in a call beside weights, the cache's among them."""
     overhead_s: float | None = None
     """Seconds that an engine's layer takes beside its roofline; None for the machine's figure."""
+    is_recoded: bool = False
+    """True if the plan, and not the checkpoint, chose the form of some of its weights."""
+    expands_cache: bool = False
+    """True if a prompt has the values made of what it caches as codes."""
     stored: "LayerWork | None" = None
-    """The work of the same layer as the checkpoint stores it; None if it is held so."""
+    """The work of the same layer as the checkpoint stores it, with a cache as the model computes
+    it; None if it is held so."""
 
     def weight_bytes(self, shape: PassShape) -> float:
         """Bytes of weights that a pass reads, each once."""
@@ -270,7 +275,11 @@ def layer_work(stage: Stage, layer: Layer) -> LayerWork:
         overhead_s=None
         if engine is None
         else engine.overhead_s(is_routed=is_routed, num_gpus=stage.num_gpus),
-        stored=layer_work(stage, layer.as_stored) if layer.is_recoded else None,
+        is_recoded=layer.is_recoded,
+        expands_cache=stage.is_own and layer.kv_cache.is_coded,
+        stored=layer_work(stage, layer.as_stored)
+        if layer.is_recoded or layer.kv_cache.is_coded
+        else None,
     )
 
 

@@ -7,6 +7,7 @@ from offplan.backends import Backend
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
+from offplan.choices import KVCacheDtype
 from offplan.engines.names import NOTE, EngineParameter, Kernels, engine_parameters, lay_out_experts
 from offplan.errors import ExportError
 from offplan.held.layout import PassRules
@@ -81,6 +82,8 @@ class Engine:
     port: int
     bind: Flags
     """Binds each rank to the NUMA node of its GPU; empty if the engine does so by itself."""
+    cache_types: Mapping[KVCacheDtype, str] = field(default_factory=dict)
+    """Words of its ``kv-cache-dtype`` for the types that a plan may ask for."""
     no_float16: Collection[str] = ()
     """Model types that it does not compute in float16."""
     max_bytes_unit: int = 1
@@ -110,6 +113,24 @@ class Engine:
             for name, size in zip(self.rank_flags, sizes, strict=True)
             if size > 1
         }
+
+    def choose_cache(self, dtype: KVCacheDtype) -> Flags:
+        """Choose the type of the KV cache; no flag keeps it as the model computes it."""
+        return {} if dtype == "auto" else {"kv-cache-dtype": (self.cache_types[dtype],)}
+
+    def require_cache(self, model: Model, dtype: KVCacheDtype) -> None:
+        """Raise ExportError for a type of the KV cache in which it does not keep a model's."""
+        if dtype == "auto":
+            return
+        if dtype not in self.cache_types:
+            raise ExportError(
+                f"{self.title} keeps no KV cache in {dtype} that is known: leave kv_cache_dtype out"
+            )
+        if model.architecture.latents is not None:
+            raise ExportError(
+                f"{model.source} caches latents, and which of {self.title}'s kernels read them in "
+                f"{dtype} is not known: leave kv_cache_dtype out"
+            )
 
     def require_served(self, model: Model, context: int) -> None:
         """Raise ExportError for a context or a type with which the engine does not start."""

@@ -29,7 +29,7 @@ from offplan.errors import ExportError
 from offplan.files import StrPath
 from offplan.held.held import find_largest
 from offplan.held.stage import Stage
-from offplan.plan import PRINTED_TO, Plan, load_plan
+from offplan.plan import PRINTED_TO, Goal, Plan, load_plan
 from offplan.units import format_budget, format_bytes
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -129,9 +129,15 @@ def export_plan(
         source=_locate(plan),
         revision=plan.model.revision,
         demand=demand,
-        serve={**chosen.serve(plan, stages, gpu_bytes), **chosen.divide(plan.goal.ranks), **bound},
+        serve={
+            **chosen.serve(plan, stages, gpu_bytes),
+            **chosen.choose_cache(goal.kv_cache_dtype),
+            **chosen.divide(plan.goal.ranks),
+            **bound,
+        },
         notes=(
             *demand.notes,
+            *_cache_notes(chosen, goal),
             *_version_notes(chosen, version, demand),
             *_memory_notes(chosen, demand, more, gpu_bytes),
             *_first_start_notes(chosen, stages),
@@ -157,6 +163,15 @@ def _locate(plan: Plan) -> str:
     if plan.model.revision is not None or not local.exists():
         return source
     return str(local.parent if local.is_file() else local)
+
+
+def _cache_notes(engine: Engine, goal: Goal) -> list[str]:
+    if goal.kv_cache_dtype == "auto":
+        return []
+    return [
+        f"{engine.title} scales all tokens of a cache in FP8 alike, by the checkpoint's scales or "
+        "1: offplan's own runtime has a scale for each token and head"
+    ]
 
 
 def _version_notes(engine: Engine, version: Version, demand: EngineDemand) -> list[str]:

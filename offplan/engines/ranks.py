@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from offplan.capabilities.ranks import Ranks
+from offplan.capabilities.way import OWN, Way
 from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.group import group_outside
 from offplan.checkpoint.model import (
@@ -31,7 +32,7 @@ from offplan.engines.engine import VOCABULARY_MULTIPLE, family_of, pad_rows
 from offplan.errors import ExportError
 from offplan.files import load_facts
 from offplan.forms.form import Component, Kind
-from offplan.held.held import absorbed_bytes
+from offplan.held.held import absorbed_bytes, keep_cache
 from offplan.held.runner import Runner
 from offplan.held.stage import Stage
 
@@ -53,6 +54,8 @@ class Divider:
     model: Model
     runner: Runner
     ranks: Ranks
+    way: Way = OWN
+    """The passes that a goal names, which say what type the cache has."""
 
     def __post_init__(self) -> None:
         if not self._is_among(FACTS["architectures"]) or self.model.towers:
@@ -137,7 +140,8 @@ class Divider:
         if cache.state_bytes or cache.bytes_per_token % parts:
             self._refuse(f"how the cache of layer {layer.index} is divided")
         kept = KVCache(cache.bytes_per_token // parts, cache.window)
-        return replace(layer, index=index, parameters=parameters, kv_cache=kept)
+        divided = replace(layer, index=index, parameters=parameters, kv_cache=kept)
+        return keep_cache(divided, self.model, self.way, self.runner)
 
     def _divide(self, parameter: Parameter, layer: Layer) -> Parameter:
         """Return a rank's part of a parameter."""

@@ -162,12 +162,16 @@ def lower(model: Model, goal: Goal, recoding: Recoding | None = None) -> tuple[S
     Raises CheckpointError for one of which other passes than offplan's own cannot be counted.
     """
     runner = find_runner(goal.engine, goal.way)
+    if isinstance(runner, EngineRunner):
+        runner.engine.require_cache(model, goal.kv_cache_dtype)
     if goal.engine is None:
         stages = [hold_counted(model, goal.way)]
     elif goal.num_gpus == 1:
-        stages = [hold_whole(model, runner)]
+        stages = [hold_whole(model, runner, goal.way)]
     else:
-        stages = [*map(Divider(model, runner, goal.ranks).stage, range(goal.ranks.pipeline))]
+        stages = [
+            *map(Divider(model, runner, goal.ranks, goal.way).stage, range(goal.ranks.pipeline))
+        ]
     return recode_stages(stages, recoding, runner)
 
 

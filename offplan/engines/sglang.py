@@ -219,5 +219,6 @@ SGLANG = Engine(
     image="lmsysorg/sglang",
     port=30000,
     bind={},
+    cache_types={"fp8": "fp8_e4m3"},
     max_bytes_unit=MAX_BYTES_UNIT,
 )

@@ -275,5 +275,6 @@ VLLM = Engine(
     image="vllm/vllm-openai",
     port=8000,
     bind={"numa-bind": ()},
+    cache_types={"fp8": "fp8"},
     no_float16=FACTS["no_float16"],
 )

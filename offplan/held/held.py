@@ -13,6 +13,7 @@ from offplan.held.runner import Runner
 from offplan.held.runtimes import RUNTIMES
 from offplan.held.stage import Stage
 from offplan.plan import Goal, Workload
+from offplan.row_cache import SCALE_BYTES
 
 exclude_weights = exclude_from_packing
 """Returns a recoding that leaves some more weights as they are stored; None if all are, then."""
@@ -80,7 +81,7 @@ def hold_whole(model: Model, runner: Runner, way: Way = OWN) -> Stage:
     left_out = model.not_loaded if is_own else model.not_loaded - model.towers
     stage = Stage(
         model=model,
-        layers=model.layers,
+        layers=tuple(keep_cache(layer, model, way, runner) for layer in model.layers),
         outside=tuple(p for p in model.outside_parameters if p.tensors[0].name not in left_out),
         architecture=model.architecture,
         experts=model.experts,
@@ -89,6 +90,18 @@ def hold_whole(model: Model, runner: Runner, way: Way = OWN) -> Stage:
         derived_bytes=0 if is_own else absorbed_bytes(model, model.layers),
     )
     return stage.with_layout(runner.lay_out(stage))
+
+
+def keep_cache(layer: Layer, model: Model, way: Way, runner: Runner) -> Layer:
+    """Return a layer with the cache that a runner keeps of it, in the type that passes ask for.
+
+    Engines have one scale for all tokens.
+    """
+    cache = layer.kv_cache
+    if way.kv_cache_dtype == "auto" or not cache.bytes_per_token:
+        return layer
+    scale_bytes = SCALE_BYTES if runner.pass_rules is None else 0
+    return replace(layer, kv_cache=cache.as_codes(model.element_bytes, scale_bytes))
 
 
 def absorbed_bytes(model: Model, layers: tuple[Layer, ...]) -> int:

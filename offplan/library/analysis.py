@@ -9,6 +9,7 @@ from offplan.held.held import hold
 from offplan.held.runner import OWN_RUNTIME
 from offplan.held.stage import Stage
 from offplan.library.alternatives import Alternative, find_alternatives, find_shorter_context
+from offplan.library.cache_advice import CacheAdvice, advise_cache
 from offplan.library.machines import why_unmeasured
 from offplan.library.runnable import suit, why_not_run
 from offplan.library.shares import StageShare, list_shares
@@ -35,6 +36,8 @@ class Analysis:
     """The plan and its reasons; None where there is none."""
     alternatives: tuple[Alternative, ...] = ()
     """The plans that other checkpoints of the model, of fewer bits, would give here."""
+    cache_advice: CacheAdvice | None = None
+    """The plan that a KV cache in FP8 would give here; None if it is no better."""
     infeasible: InfeasibleError | None = None
     """Why no plan fits; None where one does."""
     unmeasured: str | None = None
@@ -86,7 +89,12 @@ def analyze_question(question: Question) -> Analysis:
             why_not = question.model.gguf.remedy
         others = find_alternatives(question, None)
         asked = question.stages[0], why_not, question
-        return Analysis(*asked, alternatives=others, infeasible=error)
+        return Analysis(
+            *asked,
+            alternatives=others,
+            cache_advice=advise_cache(question, None),
+            infeasible=error,
+        )
 
 
 def analyze_result(question: Question, result: PlanResult) -> Analysis:
@@ -99,6 +107,7 @@ def analyze_result(question: Question, result: PlanResult) -> Analysis:
         question,
         result,
         find_alternatives(question, plan),
+        advise_cache(question, plan),
     )
 
 

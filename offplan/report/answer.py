@@ -19,6 +19,7 @@ from offplan.errors import ExportError
 from offplan.held.stage import Stage
 from offplan.library.alternatives import Alternative
 from offplan.library.analysis import Analysis
+from offplan.library.cache_advice import CacheAdvice
 from offplan.machine.profile import MachineProfile
 from offplan.plan import WORKLOADS, Plan, Rule, Workload
 from offplan.planner.question import Question
@@ -59,11 +60,25 @@ def describe_fitting(analysis: Analysis) -> list[str]:
     return [f"{told} Look for a repository of this model with {names} in its name."]
 
 
+def describe_cache(analysis: Analysis) -> list[str]:
+    """Describe what a KV cache in FP8 would give, in a line; nothing where that is no better."""
+    found = analysis.cache_advice
+    if found is None:
+        return []
+    size = format_bytes(found.cache_bytes)
+    if analysis.result is None:
+        return [f"A plan with --kv-cache-dtype fp8 fits and gives {_describe_speed(found)}."]
+    return [
+        f"--kv-cache-dtype fp8 would give {_describe_speed(found)}, with a KV cache of {size}. Its "
+        "answers differ a little from this one's."
+    ]
+
+
 def _name_bits(alternative: Alternative) -> str:
     return "FP8" if alternative.bits == 8 else f"{alternative.bits} bits"
 
 
-def _describe_speed(alternative: Alternative) -> str:
+def _describe_speed(alternative: Alternative | CacheAdvice) -> str:
     host = format_bytes(alternative.host_bytes) if alternative.host_bytes else "nothing"
     return f"{format_frequency(alternative.tokens_per_s)} tokens a second with {host} on the host"
 
@@ -80,7 +95,7 @@ def describe_type(analysis: Analysis) -> list[str]:
 
 def describe_advice(analysis: Analysis, plan: Plan) -> list[str]:
     """Name what a plan's figures leave out, a line for each; often nothing."""
-    lines = [*describe_type(analysis), *describe_alternatives(analysis)]
+    lines = [*describe_type(analysis), *describe_cache(analysis), *describe_alternatives(analysis)]
     if reads_experts(plan, analysis.stage) and plan.routing is None:
         lines.append(
             "The prediction assumes that tokens choose all experts equally often, which is the "
@@ -144,7 +159,8 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
         told = [name_options(each) for each in (error.facts, error.way_out) if each]
         lines = [f"{each[0].upper()}{each[1:]}{'' if each.endswith('.') else '.'}" for each in told]
         lines += describe_type(analysis)
-        return [Group(*map(Text, describe_fitting(analysis)), *head, *map(Text, lines))]
+        fitting = [*describe_cache(analysis), *describe_fitting(analysis)]
+        return [Group(*map(Text, fitting), *head, *map(Text, lines))]
     if analysis.result is None or analysis.question is None:
         why = name_options(str(analysis.unmeasured))
         told = [*_describe_running(analysis), f"Not planned: {why}"]

@@ -27,6 +27,7 @@ from offplan.runtime.loading.fill import hold_codes
 from offplan.runtime.loading.offloaded import check_experts_whole, find_offloaded, pin_split
 from offplan.runtime.loading.packed import bringing_kernels
 from offplan.runtime.loading.skeleton import build_skeleton, decoder_layers
+from offplan.runtime.model.probe import check_codes
 from offplan.runtime.refusal import refuse
 
 
@@ -96,6 +97,9 @@ def fit(
     passes = find_passes(executors, stage.way)
     model = stage.model
     module = build_skeleton(model) if passes is None else passes.build(model)
+    if passes is None:
+        caches = [layer.kv_cache for layer in stage.layers]
+        check_codes(stage.model.source, decoder_layers(module), caches)
     targets = map_tensors(module, stage)
     shared = {} if passes is None else list_shared(module, targets)
     hold_codes(module, targets)

@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from offplan.runtime.model.cache_codes import is_coded
 from offplan.runtime.model.cache_mask import BLOCK_TOKENS, Way
 from offplan.runtime.model.latent import attend_latent, keeps_latents
 from offplan.runtime.model.probe import Asked
@@ -187,6 +188,9 @@ def _register(way: Way) -> None:
         layer asks for (``runtime.model.probe``). Returns [batch, new, heads, value_dim] and None.
         Runs on the current stream, synchronises nothing.
         """
+        if way is Way.MASK and is_coded(key):
+            scratch: Any = module.scratch
+            key, value = scratch.expand(key, value, query.dtype)
         # no function in between: it would be one more frame that the graph's break goes through
         if way is Way.CHUNK:
             out = _attend_chunk(module, query, key, value, attention_mask, scaling, s_aux)
@@ -197,6 +201,8 @@ def _register(way: Way) -> None:
         elif keeps_latents(module):
             assert scaling is not None
             return attend_latent(module, query, key, value, attention_mask, scaling, way), None
+        elif way is Way.POSITION:
+            out = _attend_codes(module, query, key, value, attention_mask, scaling, s_aux)
         else:
             out = _attend_one(module, query, key, value, attention_mask, scaling, s_aux)
         return out.transpose(1, 2).contiguous(), None
@@ -256,6 +262,8 @@ def _attend_up_to(
     # what no window reaches would only make the mask, and the work, grow with the context
     first = max(0, start - window + 1) if window is not None else 0
     key, value = (part[:, :, first : start + num_new] for part in (key, value))
+    if is_coded(key):
+        key, value = module.scratch.expand(key, value, query.dtype)
     if keeps_latents(module):
         key, value = module.expansion.extend(key, value, start, num_tokens)
     num_kept = key.shape[2]
@@ -328,6 +336,34 @@ def _attend_one(
     folded = query.view(batch, kv_heads, heads // kv_heads, head_dim)
     out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(batch, heads, 1, value.shape[-1])
+
+
+def _attend_codes(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    position: torch.Tensor,
+    scaling: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend from one new token to codes in place, by a kernel that knows the token's position."""
+    from offplan.runtime.model import coded_kernel  # needs triton, so a GPU
+
+    asked = module.asked
+    sees, reach = coded_kernel.ALL, key.shape[2]
+    if asked.chunk is not None:
+        sees, reach = coded_kernel.CHUNK, asked.chunk
+    elif asked.window is not None:
+        sees, reach = coded_kernel.WINDOW, asked.window
+    if module.is_ring:
+        sees = coded_kernel.RING if asked.chunk is None else coded_kernel.RING_OF_CHUNK
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    one = query[:, :, 0].contiguous()
+    out = coded_kernel.attend_codes(
+        one, key, value, position, scale, asked.soft_cap, sinks, sees, reach
+    )
+    return out.unsqueeze(2)
 
 
 def _hide(mask: torch.Tensor, num_kept: int, asked: Asked) -> torch.Tensor:

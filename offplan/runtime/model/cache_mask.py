@@ -24,7 +24,7 @@ class Way(str, Enum):
     BLOCKS = "offplan_blocks"
     """One new token, and the blocks up to it for compiled attention."""
     POSITION = "offplan_position"
-    """One new token, and its position for the kernel that reads latents."""
+    """One new token, and its position for the kernels that read latents, or codes."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 
 from offplan.placement import align
 from offplan.row_cache import RowCache
+from offplan.runtime.model.cache_codes import Scratch, encode, is_coded, scales_of
 
 BLOCK_BYTES = 64 * 2**20
 """Bytes of one allocation, unless one tensor is larger. torch gives allocations of 1 to 10 MiB a
@@ -96,9 +97,17 @@ class _Layer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(
-        self, position: Position, context: int, blocks: _KeysAndValues, num_alike: int
+        self,
+        position: Position,
+        context: int,
+        blocks: _KeysAndValues,
+        num_alike: int,
+        *,
+        codes: bool = False,
     ) -> None:
+        """Keep ``context`` tokens of each row; ``codes`` keeps them as ``encode`` makes them."""
         super().__init__()
+        self._codes = codes
         self._num_alike = num_alike
         self._position = position
         self._context = self._num_tokens = context
@@ -134,6 +143,8 @@ class _Layer(CacheLayerMixin):
 
         Attention is to know where the filled part ends: one compilation serves every position.
         """
+        if self._codes:
+            key_states, value_states = encode(key_states), encode(value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         _write(self.keys, self._position.new, key_states)
@@ -171,9 +182,11 @@ class Ring(_Layer):
         blocks: _KeysAndValues,
         checkpoint: _KeysAndValues,
         num_alike: int,
+        *,
+        codes: bool = False,
     ) -> None:
         """Keep ``num_tokens`` of each row, of texts of up to ``context``."""
-        super().__init__(position, context, blocks, num_alike)
+        super().__init__(position, context, blocks, num_alike, codes=codes)
         self._num_tokens = num_tokens
         self._checkpoint = checkpoint
 
@@ -186,6 +199,8 @@ class Ring(_Layer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store a step's tokens and return the ring, or return a chunk's tokens alone."""
+        if self._codes:
+            key_states, value_states = encode(key_states), encode(value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self._position.is_chunk:
@@ -221,6 +236,11 @@ def _cut(ring: torch.Tensor, start: int, num_tokens: int) -> list[torch.Tensor]:
     if end <= size:
         return [ring[:, :, first:end]]
     return [ring[:, :, first:], ring[:, :, : end - size]]
+
+
+def _floats(kept: torch.Tensor) -> torch.Tensor:
+    """Return what has a NaN where kept states have one: these themselves, or scales of codes."""
+    return scales_of(kept) if is_coded(kept) else kept
 
 
 def _write(kept: torch.Tensor, new: torch.Tensor, states: torch.Tensor) -> None:
@@ -328,11 +348,18 @@ class Swap:
 class LayerCaches(Cache):
     """The cache of each decoder layer, with a row for each sequence."""
 
-    def __init__(self, row: RowCache, position: Position, linear: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        row: RowCache,
+        position: Position,
+        linear: Collection[int] = (),
+        *,
+        scratch: Scratch | None = None,
+    ) -> None:
         """Make room once the layers are first called: for ``row`` of each sequence of that pass.
 
         Layers that keep as much share blocks; one that keeps nothing reads an earlier layer's. The
-        layers ``linear`` have states.
+        layers ``linear`` have states. ``scratch`` is for the values of one layer's codes.
         """
         self._states = {index: _State() for index in linear}
         self._blocks = _Blocks(), _Blocks()
@@ -340,14 +367,20 @@ class LayerCaches(Cache):
         self._rings = _Blocks(), _Blocks()
         self._checkpoint = _Blocks(), _Blocks()
         """Keys and values as in the rings, laid out alike."""
-        kinds = [(each.bytes_per_token, row.window(n)) for n, each in enumerate(row.layers)]
+        kinds = [
+            (each.bytes_per_token, row.window(n), each.is_coded)
+            for n, each in enumerate(row.layers)
+        ]
         num_alike = Counter(kinds)
+        self.scratch = scratch
+        """Memory for the values of one layer's codes; None if there are none."""
 
-        def make(kind: tuple[int, int | None]) -> _Layer:
-            num_tokens, given = kind[1], (position, row.context)
+        def make(kind: tuple[int, int | None, bool]) -> _Layer:
+            _, num_tokens, codes = kind
+            given, alike = (position, row.context), num_alike[kind]
             if num_tokens is None:
-                return _Layer(*given, self._blocks, num_alike[kind])
-            return Ring(*given, num_tokens, self._rings, self._checkpoint, num_alike[kind])
+                return _Layer(*given, self._blocks, alike, codes=codes)
+            return Ring(*given, num_tokens, self._rings, self._checkpoint, alike, codes=codes)
 
         self.by_layer = [self._states.get(index) or make(kind) for index, kind in enumerate(kinds)]
         """What each layer keeps."""
@@ -418,9 +451,9 @@ class LayerCaches(Cache):
         """
         # the largest is NaN where one is; a comparison would take memory for each element
         parts = [part for blocks in self._blocks for part in blocks.rows(num_tokens)]
-        is_nan = [part[row].amax((0, 1, 3)).isnan() for part in parts]
+        is_nan = [_floats(part[row]).amax((0, 1, 3)).isnan() for part in parts]
         source = self._at_checkpoint() if from_checkpoint else self._at_end()
-        is_nan += [part[row].amax().isnan().expand(num_tokens) for part in source]
+        is_nan += [_floats(part[row]).amax().isnan().expand(num_tokens) for part in source]
         found = torch.stack(is_nan).any(0).nonzero()
         return int(found[0]) if len(found) else num_tokens
 

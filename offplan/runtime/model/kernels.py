@@ -98,13 +98,17 @@ def find_own_experts(
     return "", 0
 
 
-def find_filled(model: Model, module: PreTrainedModel, context: int) -> FindFilled:
+def find_filled(
+    model: Model, module: PreTrainedModel, context: int, *, codes: bool = False
+) -> FindFilled:
     """Find how a captured decode step of this model tells attention where its cache ends.
 
     Compiled block attention needs heads of a power of two from 16 on, layers that ask for nothing,
     and KERNEL_TYPES. The kernel for latents needs latents of a power of two likewise, and
-    KERNEL_TYPES.
+    KERNEL_TYPES. The kernels for ``codes`` know all that layers ask for.
     """
+    if codes:
+        return filled_up_to
     asked = [vars(part)["asked"] for part in module.modules() if "asked" in vars(part)]
     if not all(each.is_plain_within(context) for each in asked):
         return filled_mask

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from offplan.row_cache import SCALE_BYTES
 from offplan.runtime.forms.stored import weight_of
+from offplan.runtime.model.cache_codes import is_coded
 from offplan.runtime.model.cache_mask import Way
 
 
@@ -24,12 +26,17 @@ def keep_latents(model: nn.Module) -> "list[Expansion]":
     """
     expansions = []
     for module in model.modules():
-        if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj"):
+        if expands_latents(module):
             attention: Any = module
             attention.expansion = Expansion(attention.expand_kv)
             attention.expand_kv = _pass_on
             expansions.append(attention.expansion)
     return expansions
+
+
+def expands_latents(module: nn.Module) -> bool:
+    """Return True for a latent attention, which expands what it caches."""
+    return hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj")
 
 
 def keeps_latents(module: nn.Module) -> bool:
@@ -100,11 +107,12 @@ def attend_latent(
     """Attend from one new token to latents.
 
     ``query`` is [batch, heads, 1, nope + rope], ``latent`` [batch, 1, kept, latent], ``rotary``
-    [batch, 1, kept, rope]. ``filled`` is a mask, [batch, 1, 1, kept], or, as ``way`` says, the last
-    filled positions. Returns [batch, 1, heads, value_dim].
+    [batch, 1, kept, rope], or codes of both. ``filled`` is a mask, [batch, 1, 1, kept], or, as
+    ``way`` says, the last filled positions. Returns [batch, 1, heads, value_dim].
     """
-    heads, latent_dim = query.shape[1], latent.shape[-1]
-    rope = rotary.shape[-1]
+    scale_bytes = SCALE_BYTES if is_coded(latent) else 0
+    heads, latent_dim = query.shape[1], latent.shape[-1] - scale_bytes
+    rope = rotary.shape[-1] - scale_bytes
     nope = query.shape[-1] - rope
     expanding: Any = module.get_submodule("kv_b_proj")
     weight = weight_of(expanding, query.dtype).view(heads, -1, latent_dim)
@@ -117,11 +125,13 @@ def attend_latent(
         scores = scores.mul(scaling).masked_fill(~filled[:, 0], -torch.inf)
         mixed = torch.bmm(scores.softmax(-1).to(kept.dtype), kept)
     else:
-        from offplan.runtime.model.latent_kernel import attend_filled  # needs triton, so a GPU
+        # both need triton, so a GPU
+        if is_coded(kept):
+            from offplan.runtime.model.coded_kernel import attend_latent_codes as attend
+        else:
+            from offplan.runtime.model.latent_kernel import attend_filled as attend
 
-        mixed = attend_filled(
-            q_latent.contiguous(), q_rope.contiguous(), kept, angles, filled, scaling
-        )
+        mixed = attend(q_latent.contiguous(), q_rope.contiguous(), kept, angles, filled, scaling)
     out = torch.bmm(mixed.transpose(0, 1), weight[:, nope:].mT)
     return out.transpose(0, 1).unsqueeze(1)
 

@@ -141,6 +141,9 @@ class DecoderLayers:
         for part, attentions in zip(parts, self._attentions, strict=True):
             for each in attentions:
                 vars(each)["ring"] = part if isinstance(part, Ring) else None
+                # beside the ring, since compiled code would be guarded by the object
+                vars(each)["is_ring"] = isinstance(part, Ring)
+                vars(each)["scratch"] = None if cache is None else cache.scratch
 
     def step(self, index: int, call: Call) -> torch.Tensor:
         """Run one layer, compiled where it is.

@@ -21,6 +21,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 from offplan.checkpoint.jsontext import describe
 from offplan.checkpoint.model import KVCache
 from offplan.errors import CheckpointError
+from offplan.row_cache import SCALE_BYTES
+from offplan.runtime.model.latent import expands_latents
 from offplan.runtime.model.rewrites import find_linear
 from offplan.runtime.refusal import refuse, refuse_config
 from offplan.transformers_private import ExpertsInterface, choose_attention, name_cache
@@ -94,6 +96,33 @@ def check_rings(name: str, layers: nn.ModuleList, caches: Sequence[KVCache]) -> 
         if found[0].is_shared:
             raise refuse(
                 f"{name}: layer {index} has a window, and shares or changes what is cached"
+            )
+
+
+def check_codes(name: str, layers: nn.ModuleList, caches: Sequence[KVCache]) -> None:
+    """Check that what layers cache as codes has the heads that offplan counts scales for.
+
+    ``layers`` and ``name`` are as for ``check_rings``. Raises CheckpointError where that differs,
+    or attention does not read alone what its layer caches.
+    """
+    for index, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
+        if not cache.is_coded:
+            continue
+        found = [each for each in layer.modules() if "asked" in vars(each)]
+        is_shared = [vars(each)["asked"].is_shared and not expands_latents(each) for each in found]
+        if is_shared != [False]:
+            raise refuse(
+                f"{name}: layer {index} shares or changes what is cached, which a cache in FP8 "
+                "does not allow: leave kv_cache_dtype out"
+            )
+        keys, of_key, values, of_value = vars(layer)["cached"]
+        size, count = keys * of_key + values * of_value, keys + values
+        expected = size + SCALE_BYTES * count == cache.bytes_per_token
+        if not expected or of_key % SCALE_BYTES or of_value % SCALE_BYTES:
+            raise refuse(
+                f"{name}: layer {index} caches {keys} keys of {of_key} elements and {values} "
+                f"values of {of_value}, which a cache in FP8 does not expect: leave kv_cache_dtype "
+                "out"
             )
 
 
@@ -210,7 +239,8 @@ def _checked(
 def _make_checked(
     index: int, layer: Any, cache: Cache, found: list[tuple[nn.Module, Asked]]
 ) -> Callable[..., Any]:
-    forward, attends = layer.forward, isinstance(cache.layers[index], _Kept)
+    forward, kept = layer.forward, cache.layers[index]
+    attends = isinstance(kept, _Kept)
 
     def checked(hidden: torch.Tensor, *others: Any, **arguments: Any) -> Any:
         if not any(value is cache for value in (*others, *arguments.values())):
@@ -225,6 +255,9 @@ def _make_checked(
             if len(found) == before or not _lacks_values(error):
                 raise
             return hidden
+        finally:
+            if isinstance(kept, _Kept) and kept.made is not None:
+                vars(layer)["cached"] = [n for each in kept.made for n in each.shape[1::2]]
         if attends and len(found) == before:
             raise refuse(f"layer {index} has no attention that transformers lets be chosen")
         if not attends and len(found) > before:

@@ -12,12 +12,12 @@ import torch
 
 from offplan.kernel_sizes import MAX_CAPTURED_TOKENS, is_captured
 from offplan.placement import Phase
-from offplan.row_cache import RowCache
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.gpu_memory import PeakMemory
 from offplan.runtime.model.active_rows import ExtendedRows
-from offplan.runtime.model.cache_mask import filled_mask
+from offplan.runtime.model.cache_codes import Scratch
+from offplan.runtime.model.cache_mask import FindFilled, filled_mask
 from offplan.runtime.model.caches import LayerCaches, Position, Swap
 from offplan.runtime.model.frequencies import Frequencies
 from offplan.runtime.model.kernels import ExpertKernels, find_filled
@@ -54,7 +54,7 @@ class ModelRunner:
         model, module, device = loaded.model, loaded.module, loaded.store.device
         self._loaded, self._memory, self._context = loaded, memory, context
         self.chunk, self._capture = chunk, capture
-        self._row_cache = RowCache([layer.kv_cache for layer in model.layers], context)
+        self._row_cache = loaded.stage.row_cache(context)
         self._batch = 0
         """Number of sequences that the cache is allocated for; 0 while it is not."""
         self.length = 0
@@ -81,7 +81,10 @@ class ModelRunner:
         }
         """What takes all chunks of a prompt through a layer together, by the layer's index."""
         self.layers.call = self._step
-        find = find_filled(model, module, context) if capture else filled_mask
+        coded = any(layer.kv_cache.is_coded for layer in loaded.stage.layers)
+        find: FindFilled = filled_mask
+        if capture:
+            find = find_filled(model, module, context, codes=coded)
         self.forward = Forward(
             module, self.layers, self._position, context, find, bool(self.linear)
         )
@@ -401,7 +404,12 @@ class ModelRunner:
         if self.layers.cache is not None:
             # blocks of the old cache do not fit the new one and would be kept beside it
             self._give_back(self._forget_cache)
-        self.layers.cache = LayerCaches(self._row_cache, self._position, self.linear)
+        scratch, most = None, self._row_cache.most_values(self.chunk)
+        if most:
+            scratch = Scratch(batch * most, self._loaded.store.device)
+        self.layers.cache = LayerCaches(
+            self._row_cache, self._position, self.linear, scratch=scratch
+        )
         with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
             # that it would hold whole scores uncompiled, which here are those of one token
             warnings.filterwarnings("ignore", "flex_attention called without torch.compile")

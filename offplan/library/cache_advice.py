@@ -1,0 +1,77 @@
+"""The same plan with a KV cache in FP8: reported where it would help."""
+
+from dataclasses import dataclass, replace
+
+from offplan.capabilities.goal import Asked
+from offplan.engines.runner import lower
+from offplan.errors import OffplanError
+from offplan.held.stage import Stage
+from offplan.library.alternatives import tokens_per_s
+from offplan.library.runnable import why_not_run
+from offplan.plan import Plan
+from offplan.planner.make import make_plan
+from offplan.planner.question import Question
+
+WORTH_TELLING = 1.1
+"""Times by which tokens come faster, so that a cache in FP8 is reported. Source: chosen."""
+
+
+@dataclass(frozen=True)
+class CacheAdvice:
+    """The plan of the same question with a KV cache in FP8."""
+
+    cache_bytes: int
+    """Bytes of the KV cache."""
+    tokens_per_s: float
+    """Tokens a second of all sequences of the batch."""
+    first_token_s: float
+    host_bytes: int
+    """Bytes of weights on the host."""
+
+
+def advise_cache(question: Question, plan: Plan | None) -> CacheAdvice | None:
+    """Find what a KV cache in FP8 gives, where that is WORTH_TELLING times faster.
+
+    If ``plan``, the answer, is None, any plan that fits is found. None for engines, targets, the
+    CPU, and where the cache cannot be kept so.
+    """
+    goal = question.goal
+    if not goal.is_own or goal.targets or goal.objective != "latency" or question.machine.is_cpu:
+        return None
+    changed = goal.model_copy(update={"kv_cache_dtype": "fp8"})
+    asked = Asked(question.model, question.workload.batch, question.store)
+    if changed == goal or any(changed.list_refusals(asked)):
+        return None
+    stages = lower(question.model, changed)
+    stages = tuple(replace(each, routing=question.stage.routing) for each in stages)
+    if plan is not None and not _may_help(question, plan, stages[0]):
+        return None
+    try:
+        found = make_plan(replace(question, stages=stages, goal=changed)).plan
+    except OffplanError:
+        return None
+    if plan is not None and tokens_per_s(found) < WORTH_TELLING * tokens_per_s(plan):
+        return None
+    if why_not_run(stages[0], question.workload.context, on_gpu=True) is not None:
+        return None
+    prediction = found.prediction
+    return CacheAdvice(
+        prediction.gpu_memory.kv_cache_bytes,
+        tokens_per_s(found),
+        prediction.prefill.step_s,
+        prediction.host_memory_bytes,
+    )
+
+
+def _may_help(question: Question, plan: Plan, coded: Stage) -> bool:
+    """Return True if the bytes that codes save could make a step so much faster.
+
+    Each byte of memory saves one over the link at most, and each cached byte one of GPU memory.
+    Planning takes a second, and most caches are small beside the weights.
+    """
+    machine, work = question.planned_machine, question.workload
+    saved = question.stage.cache_bytes(work) - coded.cache_bytes(work)
+    slowest = min(machine.h2d.value, machine.uva.value)
+    step_s = plan.prediction.decode.step_s
+    most_s = saved * (bool(plan.offload.rules) / slowest + 1 / machine.hbm.value)
+    return bool(plan.goal.more_backends) or step_s >= WORTH_TELLING * (step_s - most_s)

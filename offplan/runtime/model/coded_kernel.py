@@ -1,0 +1,376 @@
+"""Attention of one new token to cached codes, reading what the token sees and nothing else.
+
+Programs split what a row sees, as in ``latent_kernel``. Products are of codes: a token's scale
+multiplies its score, or its weight. The bits of a code, moved, are those of a float of the query's
+type which lacks a power of two, so that every GPU decodes in three operations of whole numbers.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from offplan.kernel_sizes import CODED_PROGRAMS, LATENT_HEADS
+from offplan.row_cache import SCALE_BYTES
+from offplan.runtime.gpu_limits import gpu_limits
+
+_SCALE_BYTES = tl.constexpr(SCALE_BYTES)
+MAX_BLOCK_TOKENS = 64
+"""Cached tokens that a program takes at a time, where its shared memory has room for them.
+
+Source: as for latents; not measured.
+"""
+ALL, WINDOW, CHUNK, RING, RING_OF_CHUNK = range(5)
+"""What a token sees of the cache: all up to its own, the last tokens or those of its chunk of the
+text, of the whole context or of a ring."""
+SEES = ("all", "window", "chunk", "ring", "ring_of_chunk")
+_WINDOW, _CHUNK, _RING = tl.constexpr(WINDOW), tl.constexpr(CHUNK), tl.constexpr(RING)
+_RING_OF_CHUNK = tl.constexpr(RING_OF_CHUNK)
+
+
+class Types(NamedTuple):
+    """How codes become floats of a type: by moving bits, and by powers of two that those lack."""
+
+    shift: int
+    """Bits that a code is moved by: from a mantissa of three bits to the type's."""
+    mask: int
+    """Bits that remain: the sign, and those of the code."""
+    query_power: int
+    """Power of two that queries are multiplied by, for products that float32 has."""
+    weight_power: int
+    """The same of softmax weights."""
+    power: int
+    """Power of two that a code lacks."""
+
+
+TYPES = {
+    torch.bfloat16: Types(4, 0x87F0, 60, 60, 120),
+    torch.float16: Types(7, 0xBF80, 0, 6, 8),
+}
+
+
+@triton.jit
+def _floats(codes, SHIFT: tl.constexpr, MASK: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return floats of codes, which lack a power of two."""
+    bits = codes.to(tl.int8, bitcast=True).to(tl.int16)
+    moved = (bits.to(tl.int32) << SHIFT) & MASK
+    return moved.to(tl.uint16).to(KIND, bitcast=True)
+
+
+@triton.jit
+def _scales(rows, token, is_token, ROW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the scales behind the codes of some tokens, float32."""
+    pointers = (rows + token * ROW + (ROW - _SCALE_BYTES)).to(tl.pointer_type(tl.float32))
+    return tl.load(pointers, mask=is_token, other=0.0)
+
+
+@triton.jit
+def _find_seen(position, REACH: tl.constexpr, SEES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the first place of the cache that a token sees, and the place behind the last."""
+    first, stop = position * 0, position + 1
+    if SEES == _WINDOW:
+        first = tl.maximum(stop - REACH, 0)
+    elif SEES == _CHUNK:
+        first = position - position % REACH
+    elif SEES == _RING:
+        stop = tl.minimum(stop, REACH)
+    elif SEES == _RING_OF_CHUNK:
+        stop = position % REACH + 1
+    return first, stop
+
+
+@triton.jit
+def _find_share(first, stop, BLOCK_S: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the places that one of the splits takes of those from ``first`` to ``stop``."""
+    split, num_splits = tl.program_id(2), tl.num_programs(2)
+    share = tl.cdiv(tl.cdiv(stop - first, num_splits), BLOCK_S) * BLOCK_S
+    begin = first + split * share
+    return begin, tl.minimum(begin + share, stop)
+
+
+@triton.jit
+def _attend_split(  # type: ignore[no-untyped-def]
+    query,
+    keys,
+    values,
+    position,
+    partial,
+    log_sums,
+    context,
+    group,
+    SCALE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    REACH: tl.constexpr,
+    SEES: tl.constexpr,
+    SHIFT: tl.constexpr,
+    MASK: tl.constexpr,
+    QUERY_POWER: tl.constexpr,
+    WEIGHT_POWER: tl.constexpr,
+    POWER: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """One program for heads of a KV group of one sequence, and one split of what it sees."""
+    pair, num_splits = tl.program_id(0), tl.num_programs(2)
+    row = pair // NUM_KV
+    member = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    is_head = member < group
+    first, stop = _find_seen(tl.load(position + row).to(tl.int32), REACH, SEES)
+    first, stop = _find_share(first, stop, BLOCK_S)
+
+    dim, value_dim = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    at = pair * group + member
+    is_query = is_head[:, None] & (dim < KEY)[None, :]
+    q = tl.load(query + at[:, None] * KEY + dim[None, :], mask=is_query, other=0.0)
+    q = (q.to(tl.float32) * 2.0**QUERY_POWER).to(q.dtype)
+    keys += pair.to(tl.int64) * context * (KEY + _SCALE_BYTES)
+    values += pair.to(tl.int64) * context * (VALUE + _SCALE_BYTES)
+    top = tl.full([BLOCK_H], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_H], dtype=tl.float32)
+    mixed = tl.zeros([BLOCK_H, BLOCK_V], dtype=tl.float32)
+    for begin in range(first, stop, BLOCK_S):
+        token = begin + tl.arange(0, BLOCK_S)
+        is_token = token < stop
+        is_key = is_token[:, None] & (dim < KEY)[None, :]
+        is_value = is_token[:, None] & (value_dim < VALUE)[None, :]
+        places = token[:, None] * (KEY + _SCALE_BYTES) + dim[None, :]
+        key = _floats(tl.load(keys + places, mask=is_key, other=0), SHIFT, MASK, q.dtype)
+        places = token[:, None] * (VALUE + _SCALE_BYTES) + value_dim[None, :]
+        value = _floats(tl.load(values + places, mask=is_value, other=0), SHIFT, MASK, q.dtype)
+        of_key = _scales(keys, token, is_token, KEY + _SCALE_BYTES)
+        of_value = _scales(values, token, is_token, VALUE + _SCALE_BYTES)
+        factor: tl.constexpr = SCALE * 2.0 ** (POWER - QUERY_POWER)
+        score = tl.dot(q, tl.trans(key)) * (of_key * factor)[None, :]
+        if SOFT_CAP > 0:
+            score = SOFT_CAP * (2 * tl.sigmoid(2 * score / SOFT_CAP) - 1)
+        score = tl.where(is_token[None, :], score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        weight = tl.exp(score - higher[:, None])
+        fade = tl.exp(top - higher)
+        total = total * fade + tl.sum(weight, 1)
+        weight = (weight * (of_value * 2.0**WEIGHT_POWER)[None, :]).to(q.dtype)
+        mixed = tl.dot(weight, value, mixed * fade[:, None])
+        top = higher
+    at = at * num_splits + tl.program_id(2)
+    if first < stop:
+        tl.store(log_sums + at, top + tl.log(total), mask=is_head)
+        where = partial + at.to(tl.int64)[:, None] * BLOCK_V + value_dim[None, :]
+        made = mixed * (2.0 ** (POWER - WEIGHT_POWER)) / total[:, None]
+        tl.store(where, made, mask=is_head[:, None])
+    else:
+        tl.store(log_sums + at, top, mask=is_head)
+
+
+@triton.jit
+def _attend_latent_split(  # type: ignore[no-untyped-def]
+    query,
+    query_rotary,
+    latents,
+    rotaries,
+    position,
+    partial,
+    log_sums,
+    context,
+    num_heads,
+    SCALE: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    MASK: tl.constexpr,
+    QUERY_POWER: tl.constexpr,
+    WEIGHT_POWER: tl.constexpr,
+    POWER: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """One program for heads of one sequence, and one split of its cached latents."""
+    row, num_splits = tl.program_id(0), tl.num_programs(2)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    is_head = head < num_heads
+    filled = tl.load(position + row).to(tl.int32) + 1
+    first, stop = _find_share(filled * 0, filled, BLOCK_S)
+
+    dim, rope = tl.arange(0, LATENT), tl.arange(0, ROPE)
+    at = row * num_heads + head
+    q = tl.load(query + at[:, None] * LATENT + dim[None, :], mask=is_head[:, None], other=0.0)
+    q_rope = tl.load(
+        query_rotary + at[:, None] * ROPE + rope[None, :], mask=is_head[:, None], other=0.0
+    )
+    q = (q.to(tl.float32) * 2.0**QUERY_POWER).to(q.dtype)
+    q_rope = (q_rope.to(tl.float32) * 2.0**QUERY_POWER).to(q.dtype)
+    latents += row.to(tl.int64) * context * (LATENT + _SCALE_BYTES)
+    rotaries += row.to(tl.int64) * context * (ROPE + _SCALE_BYTES)
+    top = tl.full([BLOCK_H], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_H], dtype=tl.float32)
+    mixed = tl.zeros([BLOCK_H, LATENT], dtype=tl.float32)
+    for begin in range(first, stop, BLOCK_S):
+        token = begin + tl.arange(0, BLOCK_S)
+        is_token = token < stop
+        places = token[:, None] * (LATENT + _SCALE_BYTES) + dim[None, :]
+        codes = tl.load(latents + places, mask=is_token[:, None], other=0)
+        latent = _floats(codes, SHIFT, MASK, q.dtype)
+        places = token[:, None] * (ROPE + _SCALE_BYTES) + rope[None, :]
+        codes = tl.load(rotaries + places, mask=is_token[:, None], other=0)
+        angle = _floats(codes, SHIFT, MASK, q.dtype)
+        of_latent = _scales(latents, token, is_token, LATENT + _SCALE_BYTES)
+        of_angle = _scales(rotaries, token, is_token, ROPE + _SCALE_BYTES)
+        factor: tl.constexpr = SCALE * 2.0 ** (POWER - QUERY_POWER)
+        score = tl.dot(q, tl.trans(latent)) * (of_latent * factor)[None, :]
+        score += tl.dot(q_rope, tl.trans(angle)) * (of_angle * factor)[None, :]
+        score = tl.where(is_token[None, :], score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        weight = tl.exp(score - higher[:, None])
+        fade = tl.exp(top - higher)
+        total = total * fade + tl.sum(weight, 1)
+        weight = (weight * (of_latent * 2.0**WEIGHT_POWER)[None, :]).to(q.dtype)
+        mixed = tl.dot(weight, latent, mixed * fade[:, None])
+        top = higher
+    at = at * num_splits + tl.program_id(2)
+    if first < stop:
+        tl.store(log_sums + at, top + tl.log(total), mask=is_head)
+        where = partial + at.to(tl.int64)[:, None] * LATENT + dim[None, :]
+        made = mixed * (2.0 ** (POWER - WEIGHT_POWER)) / total[:, None]
+        tl.store(where, made, mask=is_head[:, None])
+    else:
+        tl.store(log_sums + at, top, mask=is_head)
+
+
+@triton.jit
+def _join_splits(  # type: ignore[no-untyped-def]
+    partial,
+    log_sums,
+    sinks,
+    out,
+    num_splits,
+    num_heads,
+    HAS_SINKS: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program for a head of a sequence: weigh its splits by their softmax sums.
+
+    A sink takes its share of the softmax and gives nothing.
+    """
+    number = tl.program_id(0)
+    at = number.to(tl.int64)
+    split, dim = tl.arange(0, BLOCK), tl.arange(0, BLOCK_V)
+    sums = tl.load(log_sums + at * num_splits + split, mask=split < num_splits, other=float("-inf"))
+    top = tl.max(sums, 0)
+    total = tl.sum(tl.exp(sums - top), 0)
+    if HAS_SINKS:
+        total += tl.exp(tl.load(sinks + number % num_heads).to(tl.float32) - top)
+    joined = tl.zeros([BLOCK_V], dtype=tl.float32)
+    for each in range(num_splits):
+        log_sum = tl.load(log_sums + at * num_splits + each)
+        if log_sum != float("-inf"):  # of an empty split nothing was written
+            part = tl.load(partial + (at * num_splits + each) * BLOCK_V + dim)
+            joined += tl.exp(log_sum - top) / total * part
+    tl.store(out + at * VALUE + dim, joined.to(out.dtype.element_ty), mask=dim < VALUE)
+
+
+def shared_size(width: int, block: int) -> int:
+    """Bytes of shared memory that a program takes at most for ``block`` tokens of a width."""
+    return 2 * (block + LATENT_HEADS) * width + 16 * block
+
+
+def choose_block(width: int, shared_bytes: int) -> int:
+    """Choose the cached tokens of a program; ``width`` is that of all it reads of a token.
+
+    Source: triton 3.9's kernels for compute capabilities 8.0 to 12.0 and widths of 128 to 576. They
+    take two buffers of codes and one of queries in 16 bits, and 16 bytes a token.
+    """
+    block = MAX_BLOCK_TOKENS
+    while block > 16 and shared_size(width, block) > shared_bytes:
+        block //= 2
+    return block
+
+
+def attend_codes(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    position: torch.Tensor,
+    scaling: float,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+    sees: int,
+    reach: int,
+) -> torch.Tensor:
+    """Mix the values of cached codes by softmax of their keys' products with the query.
+
+    ``query`` is [batch, heads, dim], ``keys`` and ``values`` uint8 of [batch, kv_heads, kept, dim +
+    SCALE_BYTES]. All are contiguous. ``position``, int64 of ``batch`` elements on the device, is
+    the last filled token of each sequence. ``sees`` says what of the cache a token sees, ``reach``
+    how many tokens of a window, a chunk or a ring; ``sinks`` is [heads]. Returns [batch, heads,
+    value_dim]. Runs on the current stream, synchronises nothing.
+    """
+    batch, heads, key_dim = query.shape
+    num_kv, context = keys.shape[1:3]
+    value_dim = values.shape[-1] - SCALE_BYTES
+    block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
+    group = heads // num_kv
+    blocks = triton.cdiv(group, LATENT_HEADS)
+    shared_bytes, num_processors = gpu_limits(query.device.index)
+    block = choose_block(block_k + block_v, shared_bytes)
+    most = min(reach, context) if sees != ALL else context
+    num_programs = batch * num_kv * blocks
+    splits = max(1, min(CODED_PROGRAMS * num_processors // num_programs, triton.cdiv(most, block)))
+    partial = query.new_empty(batch, heads, splits, block_v, dtype=torch.float32)
+    log_sums = query.new_empty(batch, heads, splits, dtype=torch.float32)
+    shift, mask, query_power, weight_power, power = TYPES[query.dtype]
+    _attend_split[(batch * num_kv, blocks, splits)](
+        query, keys, values, position, partial, log_sums, context, group,
+        SCALE=scaling, SOFT_CAP=soft_cap or 0.0, KEY=key_dim, VALUE=value_dim, BLOCK_K=block_k,
+        BLOCK_V=block_v, REACH=reach, SEES=sees, SHIFT=shift, MASK=mask, QUERY_POWER=query_power,
+        WEIGHT_POWER=weight_power, POWER=power, NUM_KV=num_kv, BLOCK_H=LATENT_HEADS, BLOCK_S=block,
+        num_warps=4,
+    )  # fmt: skip
+    out = query.new_empty(batch, heads, value_dim)
+    _join_splits[(batch * heads,)](
+        partial, log_sums, log_sums if sinks is None else sinks, out, splits, heads,
+        HAS_SINKS=sinks is not None, VALUE=value_dim, BLOCK_V=block_v,
+        BLOCK=triton.next_power_of_2(splits),
+    )  # fmt: skip
+    return out
+
+
+def attend_latent_codes(
+    query: torch.Tensor,
+    query_rotary: torch.Tensor,
+    latents: torch.Tensor,
+    rotaries: torch.Tensor,
+    position: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """Mix latents that are cached as codes, as ``latent_kernel.attend_filled`` mixes values.
+
+    ``latents`` are uint8 of [batch, context, latent + SCALE_BYTES], ``rotaries`` likewise.
+    """
+    batch, heads, latent_dim = query.shape
+    context, rope = rotaries.shape[1], query_rotary.shape[2]
+    blocks = triton.cdiv(heads, LATENT_HEADS)
+    shared_bytes, num_processors = gpu_limits(query.device.index)
+    block = choose_block(latent_dim + rope, shared_bytes)
+    splits = max(1, min(num_processors // (batch * blocks), triton.cdiv(context, block)))
+    partial = query.new_empty(batch, heads, splits, latent_dim, dtype=torch.float32)
+    log_sums = query.new_empty(batch, heads, splits, dtype=torch.float32)
+    shift, mask, query_power, weight_power, power = TYPES[query.dtype]
+    _attend_latent_split[(batch, blocks, splits)](
+        query, query_rotary, latents, rotaries, position, partial, log_sums, context, heads,
+        SCALE=scaling, LATENT=latent_dim, ROPE=rope, SHIFT=shift, MASK=mask,
+        QUERY_POWER=query_power, WEIGHT_POWER=weight_power, POWER=power, BLOCK_H=LATENT_HEADS,
+        BLOCK_S=block, num_warps=4,
+    )  # fmt: skip
+    out = torch.empty_like(query)
+    _join_splits[(batch * heads,)](
+        partial, log_sums, log_sums, out, splits, heads, HAS_SINKS=False, VALUE=latent_dim,
+        BLOCK_V=latent_dim, BLOCK=triton.next_power_of_2(splits),
+    )  # fmt: skip
+    return out

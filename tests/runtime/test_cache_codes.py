@@ -1,0 +1,261 @@
+"""A cache in FP8: codes of e4m3, and logits as of a cache whose values are rounded so."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offplan.capabilities.way import OWN
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.open import open_model
+from offplan.costs.activations import activation_parts
+from offplan.errors import CheckpointError
+from offplan.held.held import hold
+from offplan.plan import Workload
+from offplan.row_cache import SCALE_BYTES
+from offplan.runtime.model import cache_codes
+from offplan.runtime.model.attention import weigh
+from offplan.runtime.model.cache_codes import CODES, Scratch, encode, encode_by_bits, scales_of
+from offplan.runtime.model.cache_mask import filled_up_to
+from offplan.runtime.model.caches import Ring, _Layer
+from offplan.runtime.rows import Rows
+from offplan.runtime.session import Session
+from tests.runtime.conftest import save_tiny
+from tests.runtime.greedy import TOLERANCE
+from tests.runtime.interpreted import need_triton
+from tests.runtime.plans import CONTEXT, group, offload
+from tests.runtime.seen import find_seen
+from tests.tiers import first_quick
+
+FP8 = replace(OWN, kv_cache_dtype="fp8")
+FAMILIES = ["qwen3", "sinks", "deepseek_v3", "mistral_windowed", "chunked", "soft_caps", "linear"]
+"""Grouped heads, sinks, latents, rings of windows and of chunks, soft caps, states beside keys."""
+RELATIVE = 2.0**-4
+"""Part by which e4m3 changes a value at most: half of a step of three bits of mantissa."""
+PROMPT = torch.tensor([[number * number % 61 for number in range(23)]] * 2)
+
+
+def round_off(states: torch.Tensor) -> torch.Tensor:
+    scratch = Scratch(2 * states.numel() * states.itemsize, states.device)
+    return scratch.expand(encode(states), encode(states), states.dtype)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_are_near_and_rounded_once(dtype: torch.dtype) -> None:
+    sizes = torch.logspace(-3, 3, 7) if dtype is torch.float16 else torch.logspace(-30, 30, 7)
+    states = (torch.randn(2, 3, 7, 16) * sizes[:, None]).to(dtype)
+    made = round_off(states)
+    largest = states.abs().amax(-1, keepdim=True).double()
+    # below 2**-6 of the scale steps have one size: a part of the largest of 2**-9 / 224 / 2
+    bound = (RELATIVE * states.abs().double()).clamp(min=2.0**-10 / 224 * largest)
+    assert bool(((made.double() - states.double()).abs() <= bound).all())
+    assert torch.equal(round_off(made), made)
+    assert torch.equal(round_off(torch.zeros(1, 8, dtype=dtype)), torch.zeros(1, 8, dtype=dtype))
+
+
+def test_bits_round_as_torch_does() -> None:
+    """Of all codes, what lies half way between two, and just beside."""
+    codes = torch.arange(127, dtype=torch.uint8).view(CODES).float()
+    half = (codes[1:] + codes[:-1]) / 2
+    near = torch.cat(
+        [codes, half, *(torch.nextafter(half, half.new_full((), s)) for s in (0, 448))]
+    )
+    values = torch.cat([near, -near])
+    assert torch.equal(encode_by_bits(values), values.to(CODES).view(torch.uint8))
+
+
+def test_compiled_codes_are_those_of_torch() -> None:
+    states = torch.randn(2, 3, 4, 16).bfloat16()
+    assert torch.equal(torch.compile(encode, backend="eager")(states), encode(states))
+
+
+def test_a_nan_and_an_infinity_show_in_the_scale() -> None:
+    states = torch.ones(4, 8)
+    states[1, 2], states[2, 3] = torch.nan, -torch.inf
+    assert scales_of(encode(states))[:, 0].isnan().tolist() == [False, True, True, False]
+
+
+def open_coded(folder: Path, chunk: int, *, coded: bool = True) -> Session:
+    return Session(
+        open_model(str(folder)),
+        offload(group(2, 1), prefill_chunk=chunk),
+        context=CONTEXT,
+        device="cpu",
+        folder=folder,
+        way=FP8 if coded else OWN,
+    )
+
+
+@contextmanager
+def rounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Context in which a cache of values keeps those that codes stand for."""
+    with monkeypatch.context() as patch:
+        for kind in (_Layer, Ring):
+            update = kind.update
+
+            def keep(layer: Any, keys: Any, values: Any, update: Any = update) -> Any:
+                return update(layer, round_off(keys), round_off(values))
+
+            patch.setattr(kind, "update", lambda *states, keep=keep, **others: keep(*states[:3]))
+        yield
+
+
+def follow(session: Session) -> torch.Tensor:
+    """Logits after a prompt and after 20 tokens that depend on none, [21, batch, vocabulary]."""
+    with session:
+        made = [session.prefill(PROMPT).clone()]
+        for number in range(20):
+            made.append(session.decode(torch.tensor([[number], [60 - number]])).clone())
+    return torch.stack(made)
+
+
+@pytest.mark.parametrize("name", first_quick(FAMILIES))
+@pytest.mark.parametrize("chunk", [64, 5])
+def test_logits_are_those_of_rounded_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
+) -> None:
+    folder = save_tiny(name, tmp_path)
+    found = follow(open_coded(folder, chunk))
+    plain = follow(open_coded(folder, chunk, coded=False))
+    with rounded(monkeypatch):
+        expected = follow(open_coded(folder, chunk, coded=False))
+    scale = float(expected.abs().max())
+    assert float((found - expected).abs().max()) < TOLERANCE * scale
+    assert not torch.equal(found, plain)
+
+
+def weigh_codes(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    position: torch.Tensor,
+    scaling: float,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+    sees: int,
+    reach: int,
+) -> torch.Tensor:
+    """What the kernel for codes computes, by the places that each row sees."""
+    from offplan.runtime.model.coded_kernel import SEES
+
+    made, where = [], position.flatten().tolist()
+    for row, at in enumerate(where):
+        first, stop = find_seen(SEES[sees], at, reach)
+        seen = torch.ones(1, stop - first, dtype=torch.bool)
+        key, value = (each[row : row + 1, :, first:stop] for each in (keys, values))
+        scratch = Scratch(8 * (key.numel() + value.numel()), key.device)
+        given = *scratch.expand(key, value, query.dtype), seen, scaling, soft_cap, sinks
+        made.append(weigh(query[row : row + 1, :, None], *given)[:, :, 0])
+    return torch.cat(made)
+
+
+def weigh_latents(
+    query: torch.Tensor,
+    query_rotary: torch.Tensor,
+    latents: torch.Tensor,
+    rotaries: torch.Tensor,
+    position: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    scratch = Scratch(8 * (latents.numel() + rotaries.numel()), latents.device)
+    kept, angles = scratch.expand(latents, rotaries, query.dtype)
+    scores = scaling * (query @ kept.mT + query_rotary @ angles.mT)
+    beyond = torch.arange(kept.shape[1]) > position.view(-1, 1, 1)
+    return scores.masked_fill(beyond, -torch.inf).softmax(-1) @ kept
+
+
+@pytest.mark.parametrize("name", first_quick(FAMILIES))
+def test_steps_in_place_see_what_steps_by_mask_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As on a GPU, whose kernel is told a position, with products by torch in its place."""
+    need_triton()
+    from offplan.runtime.model import coded_kernel
+
+    monkeypatch.setattr(coded_kernel, "attend_codes", weigh_codes)
+    monkeypatch.setattr(coded_kernel, "attend_latent_codes", weigh_latents)
+    folder = save_tiny(name, tmp_path)
+    expected, session = follow(open_coded(folder, 5)), open_coded(folder, 5)
+    session.runner.forward.find_filled = filled_up_to
+    found = follow(session)
+    assert float((found - expected).abs().max()) < TOLERANCE * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_attention_changes_within_what_rounding_can_do(seed: int) -> None:
+    """Scores differ by d = 1/16 of the sum of their products' sizes at most, so weights by a factor
+    of exp(2 d), and values by 1/16 each."""
+    torch.manual_seed(seed)
+    query, key, value = (
+        torch.randn(2, 4, 1, 32),
+        torch.randn(2, 2, 50, 32),
+        torch.randn(2, 2, 50, 32),
+    )
+    seen, sinks = torch.ones(1, 50, dtype=torch.bool), torch.randn(4)
+    asked = seen, 32**-0.5, None, sinks
+    exact, found = (
+        weigh(query, key, value, *asked),
+        weigh(query, round_off(key), round_off(value), *asked),
+    )
+    repeated = [each.repeat_interleave(2, 1) for each in (key, value)]
+    products = query.abs() @ repeated[0].abs().mT
+    most = RELATIVE * 32**-0.5 * products.amax(-1, keepdim=True)
+    sizes = weigh(query, key, value.abs(), *asked)
+    bound = ((2 * most).exp() * (1 + RELATIVE) - 1) * sizes
+    assert bool(((found - exact).abs() <= bound).all())
+    assert float((found - exact).norm() / exact.norm()) < RELATIVE
+
+
+def held_bytes(model: Model, batch: int, chunk: int) -> tuple[int, int]:
+    """Predicted bytes of the cache, and of the values of one layer's codes."""
+    stage, work = (
+        hold(model, way=FP8),
+        Workload(batch=batch, context=CONTEXT, prompt_tokens=16, output_tokens=4),
+    )
+    parts = activation_parts(stage, work, chunk)
+    return stage.cache_bytes(work), parts["values of one layer's cached codes"]
+
+
+@pytest.mark.parametrize("name", first_quick(FAMILIES))
+def test_predicted_bytes_are_allocated(tmp_path: Path, name: str) -> None:
+    folder = save_tiny(name, tmp_path)
+    with open_coded(folder, 5) as session:
+        session.prefill(PROMPT)
+        cache = session.runner.layers.cache
+        assert cache is not None
+        assert cache.scratch is not None
+        found = sum(part.numel() * part.itemsize for part in cache.tensors())
+        assert (found, cache.scratch.memory.nbytes) == held_bytes(open_model(str(folder)), 2, 5)
+    stored = hold(open_model(str(folder))).row_cache(CONTEXT)
+    assert found < 2 * stored.nbytes
+
+
+@pytest.mark.parametrize("name", first_quick(["qwen3", "mistral_windowed", "deepseek_v3"]))
+def test_rows_go_on_from_codes(tmp_path: Path, name: str) -> None:
+    """Rows copied, cut short and read again give what a text read at once gives."""
+    folder, tokens = save_tiny(name, tmp_path), PROMPT[0].tolist()
+    with open_coded(folder, 5) as session:
+        rows = Rows(session, 3)
+        (first,) = rows.join_all([tokens])
+        (again,) = rows.join_all([[*tokens, 7, 8]])
+        made = rows.step({first.row: 3, again.row: 4})
+    with open_coded(folder, 5) as session:
+        session.prefill(torch.tensor([[*tokens, 7, 8]]))
+        expected = session.decode(torch.tensor([[4]]))[0]
+    scale = float(expected.abs().max())
+    assert float((made[again.row] - expected).abs().max()) < TOLERANCE * scale
+    assert again.tokens_read < len(tokens)
+
+
+def test_layers_that_share_a_cache_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="shares or changes what is cached"):
+        open_coded(save_tiny("shared_rings", tmp_path), 5)
+
+
+def test_scales_stand_behind_codes() -> None:
+    assert encode(torch.ones(2, 8)).shape == (2, 8 + SCALE_BYTES)
+    assert cache_codes.is_coded(encode(torch.ones(2, 8)))

@@ -1,0 +1,179 @@
+"""The kernels that attend to cached codes: as products with the values that codes stand for."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from offplan.runtime.model.cache_codes import CODES, Scratch, encode
+from tests.runtime.interpreted import (
+    HAS_GPU,
+    INTERPRETED,
+    TARGETS,
+    compile_ptx,
+    need_triton,
+    run_interpreted,
+    runs_itself,
+    runs_kernels,
+)
+from tests.runtime.seen import find_seen
+from tests.tiers import each_value_once
+
+DEVICE = "cuda" if HAS_GPU else "cpu"
+DTYPES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
+"""Triton's interpreter multiplies no bfloat16."""
+LIMITS = (101376, 8)
+KEPT = 100
+SEES = ["all", "window", "chunk", "ring", "ring_of_chunk"]
+"""As ``coded_kernel.SEES``, which needs Triton."""
+REACH = 24
+CASES = each_value_once(
+    product(SEES, [(4, 2, 16, 16), (71, 1, 64, 64), (8, 8, 24, 40)], [False, True], [None, 5.0])
+)
+"""What is seen; heads, KV heads and widths; sinks; a soft cap."""
+
+
+@pytest.mark.slow
+@runs_itself
+def test_kernels_interpreted() -> None:
+    run_interpreted(__file__)
+
+
+def values_of(kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    scratch = Scratch(4 * kept.numel() * dtype.itemsize, kept.device)
+    return scratch.expand(kept, kept, dtype)[0]
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize(("sees", "sizes", "has_sinks", "soft_cap"), CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_weigh_as_their_values(
+    sees: str,
+    sizes: tuple[int, int, int, int],
+    has_sinks: bool,
+    soft_cap: float | None,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from offplan.runtime.model import coded_kernel
+
+    if INTERPRETED:
+        monkeypatch.setattr(coded_kernel, "gpu_limits", lambda index: LIMITS)
+    torch.manual_seed(0)
+    heads, num_kv, key_dim, value_dim = sizes
+    kept = REACH if sees.startswith("ring") else KEPT
+    positions = [KEPT - 3, 30, 0]
+    # sizes of tokens differ by thousands: so do their scales
+    spread = torch.logspace(-1.5, 1.5, kept)[torch.randperm(kept), None]
+    query = torch.randn(3, heads, key_dim).to(DEVICE, dtype)
+    keys, values = (
+        encode((torch.randn(3, num_kv, kept, dim) * spread).to(DEVICE, dtype))
+        for dim in (key_dim, value_dim)
+    )
+    sinks = torch.randn(heads).to(DEVICE, dtype) if has_sinks else None
+    expected = torch.empty(3, heads, value_dim)
+    of_keys, of_values = (values_of(each, dtype).float() for each in (keys, values))
+    for row, position in enumerate(positions):
+        seen = [*range(*find_seen(sees, position, REACH))]
+        unseen = [place for place in range(kept) if place not in seen]
+        keys[row, :, unseen], values[row, :, unseen] = 0xFF, 0xFF  # of a scale that is NaN
+        repeated = heads // num_kv
+        key, value = (
+            of[row, :, seen].repeat_interleave(repeated, 0) for of in (of_keys, of_values)
+        )
+        scores = 0.1 * (query[row].float()[:, None] @ key.mT)
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.float().view(-1, 1, 1)], -1)
+        weights = scores.softmax(-1)[..., : len(seen)]
+        expected[row] = (weights @ value)[:, 0].cpu()
+    kind = getattr(coded_kernel, sees.upper())
+    where = torch.tensor(positions, device=DEVICE)
+    got = coded_kernel.attend_codes(
+        query, keys, values, where, 0.1, soft_cap, sinks, kind, REACH
+    ).cpu()
+    # weights are rounded to the query's type, each by half a unit at most
+    size = float(expected.abs().max())
+    bound = 2 * torch.finfo(dtype).eps * size
+    torch.testing.assert_close(got.float(), expected, rtol=0, atol=bound)
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize("heads", [4, 20])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_latents_of_codes_mix_as_their_values(
+    heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offplan.runtime.model import coded_kernel
+
+    if INTERPRETED:
+        monkeypatch.setattr(coded_kernel, "gpu_limits", lambda index: LIMITS)
+    torch.manual_seed(0)
+    query, query_rotary = (torch.randn(3, heads, dim).to(DEVICE, dtype) for dim in (64, 16))
+    latents, rotaries = (encode(torch.randn(3, KEPT, dim).to(DEVICE, dtype)) for dim in (64, 16))
+    of_latents, of_rotaries = (values_of(each, dtype).float() for each in (latents, rotaries))
+    where = torch.tensor([KEPT - 1, 30, 0], device=DEVICE)
+    scores = query.float() @ of_latents.mT + query_rotary.float() @ of_rotaries.mT
+    beyond = torch.arange(KEPT, device=DEVICE) > where[:, None]
+    shares = (scores * 0.1).masked_fill(beyond[:, None], -torch.inf).softmax(-1)
+    expected = (shares @ of_latents).cpu()
+    latents[beyond], rotaries[beyond] = 0xFF, 0xFF
+    got = coded_kernel.attend_latent_codes(query, query_rotary, latents, rotaries, where, 0.1)
+    bound = 2 * torch.finfo(dtype).eps * float(expected.abs().max())
+    torch.testing.assert_close(got.cpu().float(), expected, rtol=0, atol=bound)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="asks no kernel")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_moved_bits_are_codes_less_a_power_of_two(dtype: torch.dtype) -> None:
+    need_triton()
+    from offplan.runtime.model.coded_kernel import TYPES
+
+    codes = torch.arange(256, dtype=torch.uint8)
+    numbers = codes[(codes & 0x7F) != 0x7F]
+    kind = TYPES[dtype]
+    bits = (numbers.view(torch.int8).int() << kind.shift) & kind.mask
+    made = bits.to(torch.uint16).view(dtype).double() * 2.0**kind.power
+    assert torch.equal(made, numbers.view(CODES).double())
+
+
+POINTERS = {"query": "*{0}", "query_rotary": "*{0}", "keys": "*u8", "values": "*u8"}
+POINTERS |= {"latents": "*u8", "rotaries": "*u8", "position": "*i64", "partial": "*fp32"}
+POINTERS |= {"log_sums": "*fp32", "sinks": "*{0}", "out": "*{0}"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="compiles")
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("kind", "name"), [("bf16", "bfloat16"), ("fp16", "float16")])
+def test_kernels_compile_for_every_gpu(target: int, kind: str, name: str) -> None:
+    need_triton()
+    from offplan.runtime.model import coded_kernel
+
+    dtype = getattr(torch, name)
+    named = ("SHIFT", "MASK", "QUERY_POWER", "WEIGHT_POWER", "POWER")
+    of_type = dict(zip(named, coded_kernel.TYPES[dtype], strict=True))
+    shared = {80: 166912, 90: 232448}.get(target, 101376)
+
+    def compile_one(kernel: Any, constants: dict[str, Any]) -> str:
+        kinds = {
+            each: text.format(kind) for each, text in POINTERS.items() if each in kernel.arg_names
+        }
+        return compile_ptx(kernel, target, kinds, constants, {"num_warps": 4})
+
+    for dim in (64, 128, 256):
+        widths = {"KEY": dim, "VALUE": dim, "BLOCK_K": dim, "BLOCK_V": dim}
+        block = coded_kernel.choose_block(2 * dim, shared)
+        more = {"SCALE": 0.1, "SOFT_CAP": 30.0, "REACH": 4096, "SEES": 1, "NUM_KV": 8}
+        sizes = {"BLOCK_H": 16, "BLOCK_S": block}
+        ptx = compile_one(coded_kernel._attend_split, {**widths, **more, **sizes, **of_type})
+        assert "mma" in ptx
+    block = coded_kernel.choose_block(512 + 64, shared)
+    more = {"SCALE": 0.1, "LATENT": 512, "ROPE": 64, "BLOCK_H": 16, "BLOCK_S": block}
+    assert "mma" in compile_one(coded_kernel._attend_latent_split, {**more, **of_type})
+    sizes = {"HAS_SINKS": True, "VALUE": 96, "BLOCK_V": 128, "BLOCK": 128}
+    compile_one(coded_kernel._join_splits, sizes)
