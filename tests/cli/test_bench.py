@@ -127,7 +127,6 @@ def test_what_is_read_in_place_is_not_counted(cli: CLI, tmp_path: Path) -> None:
     assert all(way["decode"]["step_s"] > 0 for way in data["vs"].values())
 
 
-@pytest.mark.slow
 def test_a_plan_that_streams_nothing(cli: CLI, tmp_path: Path) -> None:
     plan = write_plan(tmp_path, "[]")
     data = bench(cli, plan)

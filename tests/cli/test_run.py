@@ -33,7 +33,6 @@ def test_it_says_what_it_knows(cli: CLI, tmp_path: Path, rules: str) -> None:
         assert f"\n{row} " in err
 
 
-@pytest.mark.slow
 def test_the_shipped_plan_in_json(cli: CLI) -> None:
     arguments = ("--prompt", "Weights", "--device", "cpu", "--json")
     code, out, _ = cli("run", "plans/tiny-moe.yaml", *arguments)

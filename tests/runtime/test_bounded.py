@@ -45,7 +45,6 @@ def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.slow
 def test_blocks_give_what_whole_scores_do() -> None:
     model = _build()
     whole = _read(model, TOKENS)

@@ -181,7 +181,6 @@ def test_a_prompt_in_chunks_is_the_whole_one(falcon: Path) -> None:
         assert session.link_bytes - before >= 3 * sum(slab.nbytes for slab in slabs)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", others_in_sweep(["falcon", "nemotron_h", "gemma2"], ["nemotron_h"])
 )
@@ -430,7 +429,6 @@ def test_caches_of_a_stage_are_those_that_were_counted(falcon: Path) -> None:
     assert hold(model, way=STOCK).passes is None
 
 
-@pytest.mark.slow
 def test_what_passes_take_is_the_same_on_a_busy_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
