@@ -9,7 +9,7 @@ from offplan.held.stage import Stage
 from offplan.library.alternatives import tokens_per_s
 from offplan.library.runnable import why_not_run
 from offplan.plan import Plan
-from offplan.planner.make import make_plan
+from offplan.planner.make import try_plan
 from offplan.planner.question import Question
 
 WORTH_TELLING = 1.1
@@ -47,7 +47,7 @@ def advise_cache(question: Question, plan: Plan | None) -> CacheAdvice | None:
     if plan is not None and not _may_help(question, plan, stages[0]):
         return None
     try:
-        found = make_plan(replace(question, stages=stages, goal=changed)).plan
+        found = try_plan(replace(question, stages=stages, goal=changed)).plan
     except OffplanError:
         return None
     if plan is not None and tokens_per_s(found) < WORTH_TELLING * tokens_per_s(plan):
