@@ -176,4 +176,4 @@ def test_kernels_compile_for_every_gpu(target: int, kind: str, name: str) -> Non
     more = {"SCALE": 0.1, "LATENT": 512, "ROPE": 64, "BLOCK_H": 16, "BLOCK_S": block}
     assert "mma" in compile_one(coded_kernel._attend_latent_split, {**more, **of_type})
     sizes = {"HAS_SINKS": True, "VALUE": 96, "BLOCK_V": 128, "BLOCK": 128}
-    compile_one(coded_kernel._join_splits, sizes)
+    compile_one(coded_kernel.join_splits, sizes)

@@ -14,6 +14,7 @@ import triton.language as tl
 from offplan.kernel_sizes import CODED_PROGRAMS, LATENT_HEADS
 from offplan.row_cache import SCALE_BYTES
 from offplan.runtime.gpu_limits import gpu_limits
+from offplan.runtime.model.latent_kernel import join_splits
 
 _SCALE_BYTES = tl.constexpr(SCALE_BYTES)
 MAX_BLOCK_TOKENS = 64
@@ -241,40 +242,6 @@ def _attend_latent_split(  # type: ignore[no-untyped-def]
         tl.store(log_sums + at, top, mask=is_head)
 
 
-@triton.jit
-def _join_splits(  # type: ignore[no-untyped-def]
-    partial,
-    log_sums,
-    sinks,
-    out,
-    num_splits,
-    num_heads,
-    HAS_SINKS: tl.constexpr,
-    VALUE: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One program for a head of a sequence: weigh its splits by their softmax sums.
-
-    A sink takes its share of the softmax and gives nothing.
-    """
-    number = tl.program_id(0)
-    at = number.to(tl.int64)
-    split, dim = tl.arange(0, BLOCK), tl.arange(0, BLOCK_V)
-    sums = tl.load(log_sums + at * num_splits + split, mask=split < num_splits, other=float("-inf"))
-    top = tl.max(sums, 0)
-    total = tl.sum(tl.exp(sums - top), 0)
-    if HAS_SINKS:
-        total += tl.exp(tl.load(sinks + number % num_heads).to(tl.float32) - top)
-    joined = tl.zeros([BLOCK_V], dtype=tl.float32)
-    for each in range(num_splits):
-        log_sum = tl.load(log_sums + at * num_splits + each)
-        if log_sum != float("-inf"):  # of an empty split nothing was written
-            part = tl.load(partial + (at * num_splits + each) * BLOCK_V + dim)
-            joined += tl.exp(log_sum - top) / total * part
-    tl.store(out + at * VALUE + dim, joined.to(out.dtype.element_ty), mask=dim < VALUE)
-
-
 def shared_size(width: int, block: int) -> int:
     """Bytes of shared memory that a program takes at most for ``block`` tokens of a width."""
     return 2 * (block + LATENT_HEADS) * width + 16 * block
@@ -333,7 +300,7 @@ def attend_codes(
         num_warps=4,
     )  # fmt: skip
     out = query.new_empty(batch, heads, value_dim)
-    _join_splits[(batch * heads,)](
+    join_splits[(batch * heads,)](
         partial, log_sums, log_sums if sinks is None else sinks, out, splits, heads,
         HAS_SINKS=sinks is not None, VALUE=value_dim, BLOCK_V=block_v,
         BLOCK=triton.next_power_of_2(splits),
@@ -369,7 +336,7 @@ def attend_latent_codes(
         BLOCK_S=block, num_warps=4,
     )  # fmt: skip
     out = torch.empty_like(query)
-    _join_splits[(batch * heads,)](
+    join_splits[(batch * heads,)](
         partial, log_sums, log_sums, out, splits, heads, HAS_SINKS=False, VALUE=latent_dim,
         BLOCK_V=latent_dim, BLOCK=triton.next_power_of_2(splits),
     )  # fmt: skip

@@ -80,20 +80,37 @@ def _attend_split(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _join_splits(partial, log_sums, out, num_splits, LATENT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program for a head of a sequence: weigh its splits by their softmax sums."""
-    at = tl.program_id(0).to(tl.int64)
-    split, dim = tl.arange(0, BLOCK), tl.arange(0, LATENT)
+def join_splits(  # type: ignore[no-untyped-def]
+    partial,
+    log_sums,
+    sinks,
+    out,
+    num_splits,
+    num_heads,
+    HAS_SINKS: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program for a head of a sequence: weigh its splits by their softmax sums.
+
+    A sink takes its share of the softmax and gives nothing.
+    """
+    number = tl.program_id(0)
+    at = number.to(tl.int64)
+    split, dim = tl.arange(0, BLOCK), tl.arange(0, BLOCK_V)
     sums = tl.load(log_sums + at * num_splits + split, mask=split < num_splits, other=float("-inf"))
     top = tl.max(sums, 0)
     total = tl.sum(tl.exp(sums - top), 0)
-    joined = tl.zeros([LATENT], dtype=tl.float32)
-    for number in range(num_splits):
-        log_sum = tl.load(log_sums + at * num_splits + number)
+    if HAS_SINKS:
+        total += tl.exp(tl.load(sinks + number % num_heads).to(tl.float32) - top)
+    joined = tl.zeros([BLOCK_V], dtype=tl.float32)
+    for each in range(num_splits):
+        log_sum = tl.load(log_sums + at * num_splits + each)
         if log_sum != float("-inf"):  # of an empty split nothing was written
-            part = tl.load(partial + (at * num_splits + number) * LATENT + dim)
+            part = tl.load(partial + (at * num_splits + each) * BLOCK_V + dim)
             joined += tl.exp(log_sum - top) / total * part
-    tl.store(out + at * LATENT + dim, joined.to(out.dtype.element_ty))
+    tl.store(out + at * VALUE + dim, joined.to(out.dtype.element_ty), mask=dim < VALUE)
 
 
 def choose_block(width: int, shared_bytes: int) -> int:
@@ -140,7 +157,8 @@ def attend_filled(
         num_warps=4,
     )  # fmt: skip
     out = torch.empty_like(query)
-    _join_splits[(batch * heads,)](
-        partial, log_sums, out, splits, LATENT=latent_dim, BLOCK=triton.next_power_of_2(splits)
-    )
+    join_splits[(batch * heads,)](
+        partial, log_sums, log_sums, out, splits, heads, HAS_SINKS=False, VALUE=latent_dim,
+        BLOCK_V=latent_dim, BLOCK=triton.next_power_of_2(splits),
+    )  # fmt: skip
     return out
