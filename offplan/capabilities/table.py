@@ -26,8 +26,6 @@ APART = (
     ("stock", "kv_cache_dtype", "a cache in FP8 needs offplan's"),
 )
 """Pairs of keys that may not meet, and why: in a rule, or in what runs it."""
-_UNASKED = {"kv_cache_dtype": "auto"}
-"""Values that ask for nothing, where they are not ``off``."""
 Recoding = Packing
 """Weights that a plan holds in another form than the checkpoint's: one capability does it."""
 
@@ -80,9 +78,8 @@ class Goal(
     def list_refusals(self, asked: Asked) -> Iterator[str]:
         """Yield why no plan can answer, each with the key in backquotes."""
         for one, other, why in APART:
-            if one == self.way.name and (value := getattr(self, other)) != _UNASKED.get(
-                other, "off"
-            ):
+            value = getattr(self, other)
+            if one == self.way.name and value != USUAL[other]:
                 yield (
                     f"`{other}={value}`: {self.way.whose} passes are to run {asked.model.source}, "
                     f"and {why}: leave `{other}` out"
