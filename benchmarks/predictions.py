@@ -24,6 +24,7 @@ from offplan.checkpoint.open import open_model
 from offplan.held.held import hold, hold_counted
 from offplan.held.packing import pack_everything
 from offplan.library.asking import pose
+from offplan.library.machines import MOST_TIMED
 from offplan.machine.measure import measure_machine
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Goal, Offload, Workload, dump_plan
@@ -216,7 +217,7 @@ def time_layers(
     model: Model, workload: Workload, goal: Goal, here: MachineProfile
 ) -> MachineProfile:
     """Add to this machine's profile how long the model's layers take on it at a workload."""
-    chunks = prefill_chunks(workload.prompt_tokens, workload.batch)
+    chunks = prefill_chunks(min(workload.prompt_tokens, MOST_TIMED), workload.batch)
     if not goal.way.is_own:
         times = measure_pass_times(hold_counted(model, goal.way), workload, chunks[:1])
         return here.model_copy(update={"layer_times": times})

@@ -1,6 +1,6 @@
 """Seconds of compute with everything resident: measured where a profile has it, else a roofline."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import log
@@ -107,8 +107,9 @@ def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> Co
 
     The estimate is a roofline, max(bytes / HBM rate, operations / matmul rate), plus the overhead
     of a layer, an engine's own or the profile's. A layer of transformers' own passes takes the
-    roofline, its launches, or what its operators read and write, whichever is most. Times measured
-    at other shapes of the same layer scale it, or, of the chunks of a prompt, differ from it by as
+    roofline, its launches, or what its operators read and write, whichever is most. Times of two
+    equal chunks give those between them, and chunks that of a longer prompt. Times measured at
+    other shapes of the same layer scale it, or, of the chunks of a prompt, differ from it by as
     much. A recoded layer that was not measured itself takes what that costs beyond the layer as it
     is stored: never less. A cache that is kept as codes adds ``cached_bytes``.
     """
@@ -181,6 +182,16 @@ def _measured_or(
     others = [time for time in others if time.is_part == shape.is_part] or others
     if not others:
         return ComputeTime(estimate(shape), measured=False)
+    alike = {
+        time.context: time.seconds
+        for time in others
+        if (time.batch, time.tokens) == (shape.batch, shape.tokens)
+    }
+    if alike and min(alike) < shape.context < max(alike):
+        return ComputeTime(_interpolate(alike, shape.context), measured=False)
+    if parts := _split(shape, others):
+        times = [_measured_or(machine, key, part, estimate) for part in parts]
+        return ComputeTime(sum(time.seconds for time in times), measured=False)
     nearest = min(others, key=lambda time: (_distance(time, shape), time.tokens, time.context))
     known = PassShape(shape.phase, nearest.batch, nearest.tokens, nearest.context)
     if shape.is_part:  # what launches and joining take does not grow with it
@@ -189,6 +200,31 @@ def _measured_or(
     known_s = estimate(known)
     scale = estimate(shape) / known_s if known_s else 1.0
     return ComputeTime(scale * nearest.seconds, measured=False)
+
+
+def _interpolate(times: Mapping[int, float], context: int) -> float:
+    """Return the time on the line between the contexts next to one: attention grows evenly."""
+    below = max(each for each in times if each <= context)
+    above = min(each for each in times if each > context)
+    share = (context - below) / (above - below)
+    return (1 - share) * times[below] + share * times[above]
+
+
+def _split(shape: PassShape, times: Sequence[LayerTime]) -> tuple[PassShape, ...]:
+    """Split a chunk that is larger than any that was timed into chunks as they were timed.
+
+    Returns none if it is not larger, or if chunks were not timed at several places of a prompt.
+    """
+    parts = [each for each in times if each.is_part and each.batch == shape.batch]
+    largest = max((each.tokens for each in parts), default=shape.tokens)
+    reach = {each.context for each in parts if each.tokens == largest}
+    if largest >= shape.tokens or len(reach) < 2:
+        return ()
+    return tuple(
+        PassShape(shape.phase, shape.batch, stop - start, stop, is_part=True)
+        for start in range(shape.context - shape.tokens, shape.context, largest)
+        for stop in [min(start + largest, shape.context)]
+    )
 
 
 def _distance(time: LayerTime, shape: PassShape) -> float:

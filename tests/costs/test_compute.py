@@ -75,6 +75,32 @@ def test_a_part_of_a_prompt_is_not_priced_as_a_whole_one() -> None:
     assert not layer_time(only_whole, WORK, first).measured
 
 
+def test_a_chunk_takes_the_time_between_those_of_equal_ones() -> None:
+    first, fourth, last = (PassShape(Phase.PREFILL, 1, 8, 8 * n, is_part=True) for n in (1, 4, 6))
+    times = [measured(first, 1.0, WORK.key), measured(fourth, 7.0, WORK.key)]
+    times += [measured(last, 8.0, WORK.key)]
+    machine = make_machine(layer_times=times)
+    for context, seconds in ((8, 1.0), (16, 3.0), (24, 5.0), (40, 7.5), (48, 8.0)):
+        time = layer_time(machine, WORK, PassShape(Phase.PREFILL, 1, 8, context, is_part=True))
+        assert time.seconds == pytest.approx(seconds)
+        assert time.measured == (context in (8, 48))
+
+
+@pytest.mark.parametrize("is_part", [True, False])
+def test_a_larger_chunk_takes_the_time_of_those_it_has(is_part: bool) -> None:
+    first, last = (PassShape(Phase.PREFILL, 1, 8, 8 * n, is_part=True) for n in (1, 4))
+    times = [measured(first, 1.0, WORK.key), measured(last, 7.0, WORK.key)]
+    machine = make_machine(layer_times=times)
+    whole = PassShape(Phase.PREFILL, 1, 24, 24, is_part=is_part)
+    assert layer_time(machine, WORK, whole).seconds == pytest.approx(1.0 + 3.0 + 5.0)
+    behind = PassShape(Phase.PREFILL, 1, 16, 32, is_part=is_part)
+    assert layer_time(machine, WORK, behind).seconds == pytest.approx(5.0 + 7.0)
+    rest = PassShape(Phase.PREFILL, 1, 4, 28, is_part=True)
+    more = PassShape(Phase.PREFILL, 1, 28, 28, is_part=is_part)
+    of_rest = layer_time(machine, WORK, rest).seconds
+    assert layer_time(machine, WORK, more).seconds == pytest.approx(1.0 + 3.0 + 5.0 + of_rest)
+
+
 def test_head_is_read_once_for_the_last_tokens() -> None:
     machine = make_machine()
     time = outside_time(machine, STAGE, DECODE)

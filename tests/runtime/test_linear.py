@@ -128,7 +128,7 @@ def warm_up(session: Session) -> None:
 
 def measure(session: Session) -> None:
     with session.stream(), torch.inference_mode():
-        for layer in session.runner.prompt_layers(PROMPT[:, :70]):
+        for layer in session.runner.chunk_layers(PROMPT[:, :70], 0, 70):
             layer()
         session.runner.set_length(30)
         for layer in session.runner.forward.step_layers(PROMPT[:, :1]):

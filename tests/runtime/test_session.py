@@ -222,7 +222,7 @@ def test_a_step_after_calls_of_a_prompt_were_noted(checkpoint: Path) -> None:
         session.prefill(PROMPT)
         expected = session.decode(PROMPT[:, :1]).clone()
         session.prefill(PROMPT)
-        session.runner.prompt_layers(PROMPT)
+        session.runner.chunk_layers(PROMPT, 0, PROMPT.shape[1])
         assert torch.equal(session.decode(PROMPT[:, :1]), expected)
 
 

@@ -1,10 +1,11 @@
 """Measures how long this model's layers compute on this machine, run as the runtime runs them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+import numpy
 import torch
 
 from offplan.held.stage import Stage
@@ -29,6 +30,12 @@ first, no more than the second."""
 REPEATS = 4
 """Times a layer is run in a row: enough to make what begins and ends a row a small share."""
 
+TIMED_CHUNKS = 4
+"""Chunks of a prompt that are timed at most: the time between two is taken to grow evenly.
+
+It does where attention reaches all tokens before, and stays where a window is full.
+"""
+
 CPU_REPEATS = 5
 """Times that anything is run in a row on the CPU, which has other work, too."""
 
@@ -48,31 +55,35 @@ def measure_layer_times(
     The shortest run of layers that has every kind is loaded with random weights, all resident.
     Prefill is timed for prompts in chunks of each size in ``chunks`` (tokens, none more than the
     prompt, the largest first). Chunks run as in the session, captured or not: small chunks that are
-    not captured take as long as their launches. A chunk's time is the mean of those of a prompt;
-    what lies outside the layers is all of it. Decode is timed for a captured layer with the whole
-    prompt and half of the output in the cache. If the context ends before, the cache has a few
-    tokens less. A step of the request meets that on average.
+    not captured take as long as their launches. TIMED_CHUNKS of a prompt are timed, the first and
+    the last among them; what lies outside the layers is that of all. Decode is timed for a captured
+    layer with the whole prompt and half of the output in the cache. If the context ends before, the
+    cache has a few tokens less. A step of the request meets that on average.
     """
     kinds = [layer.key for layer in stage.layers]
     num_layers = max(kinds.index(kind) for kind in kinds) + 1
     short = replace(stage.model, layers=stage.model.layers[:num_layers])
-    names = [*kinds[:num_layers], stage.outside_key]
+    names = kinds[:num_layers]
     # room for a token and the decode steps that are timed, and for a last chunk that is whole
     num_steps = NUM_WARMUP_STEPS + NUM_SAMPLES * (1 if device == "cuda" else CPU_REPEATS)
     longest = max(-(-workload.prompt_tokens // chunk) * chunk for chunk in chunks)
     context = max(workload.context, longest, num_steps + 2)
     times: list[LayerTime] = []
 
-    def note(timings: Sequence[Timing], **what: Any) -> None:
-        of_kinds = dict(zip(names, timings, strict=True))  # of equal layers the last one's
+    def note(of_kinds: Mapping[str, Timing], **what: Any) -> None:
         times.extend(
             LayerTime(layer=name, batch=workload.batch, **each._asdict(), **what)
             for name, each in of_kinds.items()
         )
-        if on_progress is not None:
-            on_progress(len(times) // len(of_kinds), len(chunks) + 1)
 
-    for chunk in chunks:
+    def name(timings: Sequence[Timing]) -> dict[str, Timing]:
+        return dict(zip(names, timings, strict=True))  # of equal layers the last one's
+
+    def tell(number: int) -> None:
+        if on_progress is not None:
+            on_progress(number, len(chunks) + 1)
+
+    for number, chunk in enumerate(chunks, 1):
         offload = Offload(prefill_chunk=chunk, embeddings=place_tables(stage))
         offload = offload.recoded_by(stage.recoding)
         with Session(short, offload, context=context, device=device) as session:
@@ -83,14 +94,29 @@ def measure_layer_times(
             vocabulary = session.loaded.module.config.get_text_config().vocab_size
             prompt = torch.randint(vocabulary, shape)
             captured = session.runner.captures_prompt(workload.batch, workload.prompt_tokens)
-            timings = _time_prefill(session, prompt, num_chunks, captured=captured)
-            reach, is_part = chunk * (num_chunks + 1) // 2, chunk < workload.prompt_tokens
-            note(timings, phase="prefill", tokens=chunk, context=reach, is_part=is_part)
-            if chunk == chunks[0]:
+            stops = choose_stops(workload.prompt_tokens, chunk)
+            each, rest = _time_prefill(session, prompt, stops, captured=captured)
+            what = {"phase": "prefill", "tokens": chunk, "is_part": chunk < workload.prompt_tokens}
+            for stop, *timings in zip(stops, *each, strict=True):
+                note(name(timings), context=stop, **what)
+            note({stage.outside_key: rest}, context=stops[-1], **what)
+            tell(number + (number > 1))
+            if number == 1:
                 filled = min(workload.decode_context, context - num_steps - 1)
-                timings = _time_decode(session, prompt[:, :1], filled)
-                note(timings, phase="decode", tokens=1, context=workload.decode_context)
+                timings, rest = _time_decode(session, prompt[:, :1], filled)
+                of_step = name(timings) | {stage.outside_key: rest}
+                note(of_step, phase="decode", tokens=1, context=workload.decode_context)
+                tell(2)
     return tuple(times)
+
+
+def choose_stops(prompt_tokens: int, chunk: int) -> list[int]:
+    """Choose the chunks of a prompt that are timed: return the tokens up to the end of each.
+
+    They are the first, the second, one in the middle and the last. The last is taken to be whole.
+    """
+    count = -(-prompt_tokens // chunk)
+    return [chunk * number for number in sorted({1, min(2, count), count // 2 + 1, count})]
 
 
 def place_tables(stage: Stage) -> Literal["device", "host"]:
@@ -133,21 +159,32 @@ def measure_model_reads(
 
 
 def _time_prefill(
-    session: Session, prompt: torch.Tensor, num_chunks: int, *, captured: bool
-) -> list[Timing]:
-    """Time each layer for a chunk of a prompt, on average, and all that lies outside of them.
+    session: Session, prompt: torch.Tensor, stops: Sequence[int], *, captured: bool
+) -> tuple[list[list[Timing]], Timing]:
+    """Time each layer for the chunks that end at ``stops``, and all that lies outside layers.
 
-    Of a prompt that is to be ``captured`` layers are captured too. Another's chunks may take as
-    long as the host needs to launch them: they are taken through a layer as a request's are.
+    The latter is what ``prompt`` takes beside its layers. Of a prompt that is to be ``captured``
+    layers are captured too. Another's chunks may take as long as the host needs to launch them:
+    they are taken through a layer as a request's are.
     """
     whole = _time(session, lambda: session.prefill(prompt))
+    chunk = stops[0]
+    # latents are expanded chunk by chunk: not for the last one anew, as if it began a prompt
+    length = chunk if len(stops) == 1 else session.context + 1
+    tokens = prompt[:, :chunk].to(session.device)
     with session.stream(), torch.inference_mode():
-        layers = session.runner.prompt_layers(prompt.to(session.device))
-        each = _time_layers(session, layers, captured=captured)
-    return [*(_share(timing, num_chunks) for timing in each), _find_rest(whole, each)]
+        session.runner.fill_cache()
+        chunks = [session.runner.chunk_layers(tokens, stop - chunk, length) for stop in stops]
+        # layer by layer, as a prompt passes them
+        each = _time_layers(session, list(zip(*chunks, strict=True)), captured=captured)
+    ends = range(chunk, prompt.shape[1] + 1, chunk)
+    seconds = (numpy.interp(ends, stops, [timing.seconds for timing in of]).sum() for of in each)
+    return each, _find_rest(whole, float(sum(seconds)))
 
 
-def _time_decode(session: Session, tokens: torch.Tensor, filled: int) -> list[Timing]:
+def _time_decode(
+    session: Session, tokens: torch.Tensor, filled: int
+) -> tuple[list[Timing], Timing]:
     """Time each captured layer, and the rest of a captured step, behind ``filled`` tokens.
 
     Only the number of them counts, not what they were: attention reads the cache up to there.
@@ -158,32 +195,42 @@ def _time_decode(session: Session, tokens: torch.Tensor, filled: int) -> list[Ti
     step = _time(session, lambda: session.decode(tokens))
     with session.stream(), torch.inference_mode():
         layers = session.runner.forward.step_layers(tokens)
-        each = _time_layers(session, layers, captured=True)
-    return [*each, _find_rest(step, each)]
+        timed = _time_layers(session, [(layer,) for layer in layers], captured=True)
+    each = [timing for (timing,) in timed]
+    return each, _find_rest(step, sum(timing.seconds for timing in each))
 
 
 def _share(timing: Timing, count: int) -> Timing:
     return timing._replace(seconds=timing.seconds / count)
 
 
-def _find_rest(whole: Timing, layers: Sequence[Timing]) -> Timing:
+def _find_rest(whole: Timing, layers_s: float) -> Timing:
     """Return what a pass takes beside its layers, with the samples of the pass."""
-    seconds = max(0.0, whole.seconds - sum(each.seconds for each in layers))
+    seconds = max(0.0, whole.seconds - layers_s)
     spread = whole.spread * whole.seconds / seconds if seconds else 0.0
     return whole._replace(seconds=seconds, spread=round(spread, 4))
 
 
 def _time_layers(
-    session: Session, layers: Sequence[Callable[[], object]], *, captured: bool
-) -> list[Timing]:
-    """Time each layer, captured or not; the CPU captures nothing."""
+    session: Session, layers: Sequence[Sequence[Callable[[], object]]], *, captured: bool
+) -> list[list[Timing]]:
+    """Time each layer's chunks, captured or not; the CPU captures nothing."""
     if session.device.type == "cuda":
         time = _time_captured if captured else partial(_time, repeats=REPEATS)
-        return [time(session, layer) for layer in layers]
+        timed = []
+        for chunks in layers:
+            timed.append([time(session, chunk) for chunk in chunks])
+            session.runner.end_chunks()
+        return timed
     # in turns: in a row of its own a layer would find its code and weights in the CPU's caches; and
     # on average: a median is too short for a whole pass, which other processes do interrupt
-    samples = [[time_once(layer) for layer in layers] for _ in range(NUM_SAMPLES * CPU_REPEATS)]
-    return [average(each) for each in zip(*samples, strict=True)]
+    samples = [
+        [[time_once(chunk) for chunk in chunks] for chunks in layers]
+        for _ in range(NUM_SAMPLES * CPU_REPEATS)
+    ]
+    session.runner.end_chunks()
+    of_layers = zip(*samples, strict=True)
+    return [[average(of) for of in zip(*each, strict=True)] for each in of_layers]
 
 
 def _time_captured(session: Session, work: Callable[[], object]) -> Timing:

@@ -88,12 +88,6 @@ class ChunkedTexts:
             for chunk, hidden in zip(every, together(steps), strict=True):
                 chunk.hidden = hidden
 
-    def try_layer(self, index: int) -> None:
-        """Do the same work, and leave the chunks as they are."""
-        for chunks in self._chunks:
-            for chunk in chunks:
-                self._step(index, chunk)
-
     def _step(self, index: int, chunk: _Chunk) -> torch.Tensor:
         with self._around(chunk):
             return self._run(index, chunk)

@@ -17,8 +17,8 @@ from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.gpu_memory import PeakMemory
 from offplan.runtime.model.active_rows import ExtendedRows
 from offplan.runtime.model.cache_codes import Scratch
-from offplan.runtime.model.cache_mask import FindFilled, filled_mask
-from offplan.runtime.model.caches import LayerCaches, Position, Swap
+from offplan.runtime.model.cache_mask import FindFilled, Way, filled_mask
+from offplan.runtime.model.caches import ALL, LayerCaches, Position, Swap
 from offplan.runtime.model.frequencies import Frequencies
 from offplan.runtime.model.kernels import ExpertKernels, find_filled
 from offplan.runtime.model.latent import keep_latents
@@ -65,7 +65,7 @@ class ModelRunner:
         self.frequencies = Frequencies(module)
         self._text: torch.Tensor | None = None
         """The tokens of each sequence where they are to be read again, int64 on the device."""
-        expansions = keep_latents(module)
+        self._expansions = keep_latents(module)
         self._extended = ExtendedRows(module, device)
         layers = decoder_layers(module)
         self.linear = [index for index, part in enumerate(find_linear(layers)) if part]
@@ -93,7 +93,7 @@ class ModelRunner:
         self._schedules = PassSchedules(loaded.placement, len(self.layers))
         carried: list[Carried] = [self._schedules, self._executor, self._passes, self._position]
         carried += [self.layers, self._extended, self.frequencies, self._experts, loaded]
-        self._carried = CarriedState(*carried, *expansions)
+        self._carried = CarriedState(*carried, *self._expansions)
 
     def prefill(self, prompt: torch.Tensor) -> torch.Tensor:
         """Begin new sequences with a prompt, int64 of shape [batch, tokens].
@@ -331,15 +331,37 @@ class ModelRunner:
             and self._experts.can_capture(batch * self.chunk)
         )
 
-    def prompt_layers(self, prompt: torch.Tensor) -> list[Callable[[], object]]:
-        """Return what each layer does for a prompt on the device, to be done again and again.
+    def chunk_layers(
+        self, tokens: torch.Tensor, start: int, num_tokens: int
+    ) -> list[Callable[[], object]]:
+        """Return what each layer does for one chunk of a prompt, to be done again and again.
 
-        A call takes all chunks through its layer and leaves them as they were. No weights are
-        moved: all have to be resident.
+        ``tokens``, [batch, new] on the device, begin at ``start`` of a prompt of ``num_tokens``. A
+        call leaves them as they were. No weights are moved: all have to be resident.
         """
-        chunk = min(self.chunk, prompt.shape[1])
-        chunks = ChunkedTexts([Reading(prompt)], self.forward, chunk)
-        return [partial(chunks.try_layer, index) for index in range(len(self.layers))]
+        calls = self.layers.note_calls(partial(self.forward.chunk, tokens, start, num_tokens))
+        new = self.forward.position.new
+
+        def run(index: int, call: Call) -> None:
+            with as_planned(tokens.shape[1], start, self.chunk):
+                self.forward.prepare(ALL, new, Way.CHUNK, index)
+                self.layers.step(index, call)
+
+        return [partial(run, index, call) for index, call in enumerate(calls)]
+
+    def end_chunks(self) -> None:
+        """Give up the keys and values that a layer's chunks have made of latents."""
+        for each in self._expansions:
+            each.invalidate()
+
+    def fill_cache(self) -> None:
+        """Write random numbers over the cache, which is to be of values.
+
+        A GPU multiplies zeros faster, since it draws less power.
+        """
+        assert self.layers.cache is not None
+        for part in self.layers.cache.tensors():
+            part.normal_()
 
     def close(self) -> None:
         """Give back graphs and caches; the device must be idle."""
