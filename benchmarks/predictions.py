@@ -1,18 +1,21 @@
 """What plans promise and what they keep, over models, budgets, batches and prompts, as JSON.
 
-    python -m benchmarks.predictions [NAME ...] > benchmarks/results/predictions-h200.json
+    python -m benchmarks.predictions [--sizes N] [NAME ...] > results.json
 
 Needs a CUDA device and host memory for the weights. This machine is measured once and a model's
 layers once for each workload, as ``offplan measure`` does; each plan is then run by ``offplan
 bench`` on random weights, in a process of its own. A budget is stated, or holds a share of the
 model's weights beside everything else that a plan with all of them on the GPU takes. NAMEs pick
-cases by a part of their name, and order them.
+cases by a part of their name, and order them. ``--sizes`` has layers timed for so many sizes of
+chunks alone, the largest.
 """
 
+import argparse
 import json
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -113,6 +116,7 @@ CASES = [
         Case(CONFIGS["gpt-oss-20b"], None, gpu_gib=24, **each)
         for each in (LONGEST, VERY_LONG, LONG)
     ),
+    Case(QWEN, None, gpu_gib=40, **LONGEST),
     *(Case(QWEN, None, gpu_gib=32, **each) for each in (VERY_LONG, LONG)),
     Case(CONFIGS["Mistral-Nemo-12B"], None, gpu_gib=56, **LONGEST),
     *(Case(CONFIGS["gpt-oss-120b"], None, gpu_gib=size, **TWO_THOUSAND) for size in (24, 48)),
@@ -136,10 +140,10 @@ CASES = [
 ]
 
 
-def bench(plan: Path) -> dict[str, Any]:
+def bench(plan: Path, num_requests: int = 3) -> dict[str, Any]:
     """Run ``offplan bench``; raises CalledProcessError, whose stderr says why."""
     command = [sys.executable, "-c", "from offplan.cli.main import main; main()", "bench"]
-    options = ["--dummy-weights", "--repeats", "3", "--steps", "10", "--json"]
+    options = ["--dummy-weights", "--repeats", str(num_requests), "--steps", "10", "--json"]
     done = subprocess.run([*command, plan, *options], check=True, capture_output=True, text=True)
     return dict(json.loads(done.stdout))
 
@@ -180,7 +184,8 @@ def run(case: Case, model: Model, machine: MachineProfile, folder: Path) -> dict
     planned = make_plan(pose(model, machine, case.workload, budget, case.goal))
     plan = folder / "plan.yaml"
     plan.write_text(dump_plan(planned.plan))
-    benched = bench(plan)
+    # a prompt of so many tokens takes ten seconds or more, each time
+    benched = bench(plan, 3 if case.prompt_tokens < LONGEST["prompt_tokens"] else 1)
     predicted, measured = benched["predicted"], benched["measured"]
     floor = asdict(planned.floor)
     touched = None
@@ -214,10 +219,17 @@ def run(case: Case, model: Model, machine: MachineProfile, folder: Path) -> dict
 
 
 def time_layers(
-    model: Model, workload: Workload, goal: Goal, here: MachineProfile
+    model: Model,
+    workload: Workload,
+    goal: Goal,
+    here: MachineProfile,
+    num_sizes: int | None = None,
 ) -> MachineProfile:
-    """Add to this machine's profile how long the model's layers take on it at a workload."""
-    chunks = prefill_chunks(min(workload.prompt_tokens, MOST_TIMED), workload.batch)
+    """Add to this machine's profile how long the model's layers take on it at a workload.
+
+    ``num_sizes`` are the sizes of chunks, the largest, that they are timed for; all if left out.
+    """
+    chunks = prefill_chunks(min(workload.prompt_tokens, MOST_TIMED), workload.batch)[:num_sizes]
     if not goal.way.is_own:
         times = measure_pass_times(hold_counted(model, goal.way), workload, chunks[:1])
         return here.model_copy(update={"layer_times": times})
@@ -233,7 +245,11 @@ def time_layers(
 
 def main() -> None:
     """Run the cases; one that fails is part of the result."""
-    names = sys.argv[1:] or [""]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", default=[""])
+    parser.add_argument("--sizes", type=int)
+    args = parser.parse_args()
+    names = args.names
     chosen = list(dict.fromkeys(c for name in names for c in CASES if name in c.name))
     results = []
     here = measure_machine()
@@ -245,7 +261,9 @@ def main() -> None:
             model, workload = open_model(str(Path(case.config).resolve())), case.workload
             measured_for = case.config, workload, case.goal.packing, case.goal.stock
             if measured_for not in machines:
-                machines[measured_for] = time_layers(model, workload, case.goal, here)
+                began = time.perf_counter()
+                machines[measured_for] = time_layers(model, workload, case.goal, here, args.sizes)
+                print(f"layers: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
             try:
                 machine = machines[measured_for]
                 results.append(run(case, model, machine, Path(folder)))
