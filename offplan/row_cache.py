@@ -4,6 +4,9 @@ A layer that sees the last w tokens keeps w, in a ring: the token at position p 
 layer that sees chunks of w tokens does likewise. A ring cannot go back to what it has overwritten,
 nor can a state of linear attention. So each row keeps a checkpoint of both, from the end of its
 last prompt, called the row checkpoint.
+
+A layer that keeps nothing may read an earlier layer's ring. A chunk's keys and values then stay
+until the prompt has passed all layers. Each reader repeats what the chunks did to the ring.
 """
 
 from collections.abc import Sequence
@@ -29,10 +32,31 @@ class RowCache:
     def window(self, layer: int) -> int | None:
         """Return the tokens of a layer's ring; None if it keeps the whole context."""
         cache = self.layers[layer]
-        is_ring = cache.bytes_per_token and not cache.is_whole
-        if not is_ring or cache.window is None or cache.window >= self.context:
+        if not cache.bytes_per_token or cache.window is None or cache.window >= self.context:
             return None
         return cache.window
+
+    def owner(self, layer: int) -> int | None:
+        """Return the earlier layer whose ring a layer reads; None if it reads no other's.
+
+        A layer that keeps nothing reads the last one before it that has its window.
+        """
+        cache = self.layers[layer]
+        if cache.bytes_per_token or cache.window is None:
+            return None
+        alike = (n for n in reversed(range(layer)) if self.layers[n].window == cache.window)
+        return next((n for n in alike if self.window(n) is not None), None)
+
+    @cached_property
+    def shared_rings(self) -> frozenset[int]:
+        """Layers whose rings later layers read."""
+        owners = map(self.owner, range(len(self.layers)))
+        return frozenset(owner for owner in owners if owner is not None)
+
+    @cached_property
+    def waiting_token_bytes(self) -> int:
+        """Bytes of a prompt's token that wait for layers which read another's ring."""
+        return sum(self.layers[owner].bytes_per_token for owner in self.shared_rings)
 
     def most_values(self, chunk: int) -> int:
         """Bytes of the values that a pass makes of one layer's codes at most; 0 if it has none.

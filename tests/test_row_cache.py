@@ -8,8 +8,7 @@ from offplan.checkpoint.model import KVCache
 from offplan.row_cache import RowCache
 
 WHOLE, WINDOW = KVCache(100), KVCache(10, window=8)
-STATE, SHARED = KVCache(state_bytes=7), KVCache(10, window=8, is_whole=True)
-SHARING = KVCache(window=8)
+STATE, SHARING = KVCache(state_bytes=7), KVCache(window=8)
 
 
 @pytest.mark.parametrize(
@@ -19,12 +18,20 @@ SHARING = KVCache(window=8)
         ([WHOLE, WINDOW], 20, 20 * 100 + 2 * 8 * 10),
         ([WHOLE, WINDOW], 8, 8 * 110),  # a window that the context fits in
         ([WINDOW, STATE], 9, 2 * (8 * 10 + 7)),
-        ([WHOLE, SHARED, SHARING], 20, 20 * 110),
+        ([WHOLE, WINDOW, SHARING], 20, 20 * 100 + 2 * 8 * 10),
         ([], 20, 0),
     ],
 )
 def test_bytes(layers: list[KVCache], context: int, nbytes: int) -> None:
     assert RowCache(layers, context).nbytes == nbytes
+
+
+def test_the_last_window_alike_is_read() -> None:
+    layers = [WINDOW, WINDOW, WHOLE, KVCache(10, window=4), SHARING, SHARING, KVCache()]
+    row = RowCache(layers, 20)
+    assert [row.owner(layer) for layer in range(7)] == [None] * 4 + [1, 1, None]
+    assert (row.shared_rings, row.waiting_token_bytes) == ({1}, 10)
+    assert not RowCache(layers, 8).shared_rings  # that keep the context
 
 
 def test_a_pass_goes_on_where_rings_have_what_it_sees() -> None:

@@ -5,7 +5,6 @@ Source: the cache classes and the attention modules of transformers 5.23 (``cach
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from offplan.checkpoint.architecture import Architecture, LinearAttention
 from offplan.checkpoint.model import KVCache
@@ -38,11 +37,6 @@ def describe_kv_caches(
             "and is counted as 0 bytes"
         )
     sharing = [KVCache(window=window) for window in architecture.windows[num_own : len(layers)]]
-    shared = {each.window for each in sharing} - {None}
-    for index, cache in reversed([*enumerate(caches)]):
-        if cache is not None and cache.window in shared:  # the last layer of their kind
-            caches[index] = replace(cache, is_whole=True)
-            shared.remove(cache.window)
     return [cache or KVCache() for cache in caches] + sharing, notes
 
 

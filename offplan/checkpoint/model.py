@@ -30,8 +30,6 @@ class KVCache:
     """Tokens kept at most (sliding window); None keeps the whole context."""
     state_bytes: int = 0
     """Bytes of a sequence's fixed state (linear attention's recurrent and convolution state)."""
-    is_whole: bool = False
-    """True if offplan's own passes keep the whole context all the same: later layers read it."""
     num_vectors: int = field(default=0, compare=False)
     """Vectors that one token's bytes are: a key and a value of each head, or a latent and its
     rotary part; 0 if that is not known."""
@@ -111,7 +109,7 @@ class Layer:
             for p in self.parameters
         ]
         kept = self.kv_cache
-        cache = [kept.bytes_per_token, kept.window, kept.state_bytes] + kept.is_whole * [True]
+        cache = [kept.bytes_per_token, kept.window, kept.state_bytes]
         # the same bytes of values would be another cache
         cache += kept.is_coded * [kept.value_bytes]
         content = json.dumps([self.kind, parameters, cache])

@@ -244,8 +244,10 @@ def phase_bytes(
     layers, row = _distinct_layers(stage), stage.row_cache(workload.context)
 
     def attend(stage: Stage, layer: Layer, shape: PassShape) -> int:
-        is_ring = stage.is_own and row.window(layer.index) is not None
-        joined = joined_bytes(layer, shape) if is_ring else 0
+        owner = row.owner(layer.index)
+        index = layer.index if owner is None else owner
+        is_ring = stage.is_own and row.window(index) is not None
+        joined = joined_bytes(stage.layers[index], shape) if is_ring else 0
         return attention_bytes(stage, layer, shape) + joined
 
     # of chunks with as many tokens, the last one reaches furthest and takes most
@@ -295,7 +297,8 @@ def waiting_bytes(stage: Stage, workload: Workload, chunk: PassShape) -> int:
     They are WAITING_COPIES of a hidden state of every other token, since all chunks pass a layer
     before the next layer runs. Layers are handed per-layer inputs of each token beside it. The
     rotary table of the whole prompt has a cosine and a sine for each element of a query head.
-    Chunks of latent attention add the keys and values that they expand, of all heads.
+    Chunks of latent attention add the keys and values that they expand, of all heads. Layers that
+    read another layer's ring add the keys and values that it caches of each token.
     """
     dims = attention_dims(stage.architecture, chunk.phase)
     others = workload.batch * (workload.prompt_tokens - chunk.tokens)
@@ -305,7 +308,8 @@ def waiting_bytes(stage: Stage, workload: Workload, chunk: PassShape) -> int:
     if chunk.is_part and stage.architecture.latents is not None:
         width = dims.num_heads * (dims.query_dim + dims.value_dim)
         kept += workload.batch * workload.prompt_tokens * width
-    return kept * stage.element_bytes
+    waiting = stage.row_cache(workload.context).waiting_token_bytes if stage.is_own else 0
+    return kept * stage.element_bytes + workload.batch * workload.prompt_tokens * waiting
 
 
 def hidden_bytes(stage: Stage, shape: PassShape) -> int:

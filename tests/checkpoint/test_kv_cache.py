@@ -153,10 +153,9 @@ def test_layers_that_read_anothers_cache_keep_none():
     assert caches == [FULL, KVCache(), KVCache()]
 
 
-def test_the_last_window_that_others_read_is_kept_whole():
+def test_a_window_that_others_read_is_like_the_others():
     kinds = [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")]
     config = {**GQA, "layer_types": kinds, "sliding_window": 8, "num_kv_shared_layers": 2}
     caches, _ = describe(config, [FUSED] * 5)
     windowed = replace(FULL, window=8)
-    kept = [windowed, replace(windowed, is_whole=True), FULL]
-    assert caches == [*kept, KVCache(window=8), KVCache()]
+    assert caches == [windowed, windowed, FULL, KVCache(window=8), KVCache()]

@@ -301,6 +301,19 @@ def test_chunks_wait_with_their_hidden_states() -> None:
     assert waiting_bytes(stage, workload, whole) == 2 * 8 * 16 * 2
 
 
+def test_keys_wait_for_the_layers_that_read_anothers_window() -> None:
+    """Those of the whole prompt, until all its chunks have passed all layers."""
+    kept = [KVCache(64, window=8), KVCache(128, window=8), KVCache(32), KVCache(window=8)]
+    layers = [make_layer(index, DENSE, each) for index, each in enumerate(kept)]
+    stages = [hold(replace(dense_model(1), layers=tuple(layers[:n]))) for n in (3, 4)]
+    chunk = PassShape(Phase.PREFILL, 3, 4, 30)
+    for context, bytes_per_token in ((100, 128), (8, 0)):
+        workload = Workload(batch=3, prompt_tokens=6, output_tokens=2, context=context)
+        alone, read = (waiting_bytes(stage, workload, chunk) for stage in stages)
+        assert read - alone == 3 * 6 * bytes_per_token
+    assert waiting_bytes(hold(stages[1].model, way=STOCK), workload, chunk) == alone
+
+
 def test_kv_cache_is_static() -> None:
     stage = hold(dense_model(3))
     assert stage.cache_bytes(Workload(batch=2, context=1000)) == 3 * 2 * 1000 * 128
@@ -316,7 +329,7 @@ def test_layers_with_a_window_keep_rings_and_a_checkpoint() -> None:
 
 def test_a_chunk_is_joined_to_what_rings_have() -> None:
     windowed = make_layer(0, DENSE, KVCache(128, window=8))
-    whole = make_layer(0, DENSE, KVCache(128, window=8, is_whole=True))
+    whole = make_layer(0, DENSE, KVCache(128))
     for tokens, context, joined in ((10, 30, 17), (4, 30, 11), (4, 8, 8), (30, 30, 0)):
         shape = PassShape(Phase.PREFILL, 2, tokens, context)
         assert joined_bytes(windowed, shape) == 2 * joined * 128

@@ -12,6 +12,7 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV32Config,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma4TextConfig,
     GPTJConfig,
     GPTNeoXConfig,
@@ -41,6 +42,7 @@ SIZES = {
     "max_position_embeddings": 128,
 }
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+SLIDING_AND_FULL = ["sliding_attention", "full_attention"]
 LATENTS = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
@@ -149,7 +151,7 @@ OTHERS: dict[str, PreTrainedConfig] = {
         **{**HEADS, "head_dim": 16},
         global_head_dim=16,
         sliding_window=8,
-        layer_types=[*["sliding_attention", "full_attention"] * 2, "full_attention"],
+        layer_types=[*SLIDING_AND_FULL * 2, "full_attention"],
         num_kv_shared_layers=3,
         hidden_size_per_layer_input=8,
         vocab_size_per_layer_input=64,
@@ -159,10 +161,21 @@ OTHERS: dict[str, PreTrainedConfig] = {
         **{**HEADS, "head_dim": 16},
         global_head_dim=16,
         sliding_window=8,
-        layer_types=[*["sliding_attention", "full_attention"] * 3, "full_attention"],
+        layer_types=[*SLIDING_AND_FULL * 2, SLIDING_AND_FULL[0], *SLIDING_AND_FULL],
         num_kv_shared_layers=3,
         hidden_size_per_layer_input=8,
         vocab_size_per_layer_input=64,
+    ),
+    "shared_streams": Gemma3nTextConfig(
+        **SIZES,
+        **HEADS,
+        sliding_window=8,
+        layer_types=[*SLIDING_AND_FULL * 2, "sliding_attention"],
+        num_kv_shared_layers=3,
+        activation_sparsity_pattern=[0.5, 0.5, 0.0, 0.0, 0.0],
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=64,
+        laurel_rank=8,
     ),
     "text_part": Qwen2_5_VLConfig(
         text_config=SIZES

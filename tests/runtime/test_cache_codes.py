@@ -17,11 +17,13 @@ from offplan.errors import CheckpointError
 from offplan.held.held import hold
 from offplan.plan import Workload
 from offplan.row_cache import SCALE_BYTES
+from offplan.runtime.loading.skeleton import build_skeleton, decoder_layers
 from offplan.runtime.model import cache_codes
 from offplan.runtime.model.attention import weigh
 from offplan.runtime.model.cache_codes import CODES, Scratch, encode, encode_by_bits, scales_of
 from offplan.runtime.model.cache_mask import filled_up_to
 from offplan.runtime.model.caches import Ring, _Layer
+from offplan.runtime.model.probe import check_codes
 from offplan.runtime.rows import Rows
 from offplan.runtime.session import Session
 from tests.runtime.conftest import save_tiny
@@ -33,7 +35,9 @@ from tests.tiers import first_quick
 
 FP8 = replace(OWN, kv_cache_dtype="fp8")
 FAMILIES = ["qwen3", "sinks", "deepseek_v3", "mistral_windowed", "chunked", "soft_caps", "linear"]
-"""Grouped heads, sinks, latents, rings of windows and of chunks, soft caps, states beside keys."""
+FAMILIES += ["shared_streams"]
+"""Grouped heads, sinks, latents, rings of windows and of chunks, soft caps, states beside keys, and
+caches that later layers read."""
 RELATIVE = 2.0**-4
 """Part by which e4m3 changes a value at most: half of a step of three bits of mantissa."""
 PROMPT = torch.tensor([[number * number % 61 for number in range(23)]] * 2)
@@ -251,9 +255,18 @@ def test_rows_go_on_from_codes(tmp_path: Path, name: str) -> None:
     assert again.tokens_read < len(tokens)
 
 
-def test_layers_that_share_a_cache_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="shares or changes what is cached"):
-        open_coded(save_tiny("shared_rings", tmp_path), 5)
+@pytest.mark.parametrize("layer", [1, 2])
+def test_what_reaches_attention_otherwise_than_cached_is_refused(
+    tmp_path: Path, layer: int
+) -> None:
+    """In a layer that keeps codes, and in one that reads another's."""
+    model = open_model(str(save_tiny("shared_streams", tmp_path)))
+    layers, stage = decoder_layers(build_skeleton(model)), hold(model, way=FP8)
+    caches = [each.kv_cache for each in stage.layers]
+    check_codes("tiny", layers, caches)
+    vars(layers[layer])["reads"] = [[]]
+    with pytest.raises(CheckpointError, match=f"layer {layer} changes what is cached"):
+        check_codes("tiny", layers, caches)
 
 
 def test_scales_stand_behind_codes() -> None:

@@ -18,6 +18,7 @@ from offplan.plan import Workload
 from offplan.row_cache import RowCache
 from offplan.runtime.loading.skeleton import build_skeleton
 from offplan.runtime.model.caches import LayerCaches, Position, Ring
+from offplan.runtime.passes.chunks import ChunkedTexts, Reading
 from offplan.runtime.rows import Rows
 from offplan.runtime.session import Session
 from tests.runtime.conftest import save_tiny
@@ -25,7 +26,9 @@ from tests.runtime.greedy import TOLERANCE, Alone, Greedy
 from tests.runtime.plans import CONTEXT, group, offload, open_session
 from tests.tiers import each_value_once, first_quick
 
-FAMILIES = ["mistral_windowed", "sinks", "chunked", "shared_rings", "soft_caps", "olmo3_windowed"]
+FAMILIES = ["mistral_windowed", "sinks", "chunked", "soft_caps", "olmo3_windowed"]
+SHARED = ["shared_rings", "shared_streams"]
+FAMILIES += SHARED
 """Windows of 8 tokens or chunks of 6, in all layers or in some."""
 CHUNKS = [8, 1, 3, 6, 7, 64]
 PROMPT = [number * number % 61 for number in range(23)]
@@ -176,6 +179,28 @@ def test_what_is_priced_is_allocated(tmp_path: Path, name: str, context: int) ->
         assert has_ring == (name in FAMILIES and context > 8)
 
 
+@pytest.mark.parametrize("name", first_quick(SHARED))
+def test_keys_that_wait_are_priced(tmp_path: Path, name: str) -> None:
+    """What layers hand on of each chunk, beside what the cache keeps."""
+    prompt = torch.tensor([PROMPT] * 2)
+    with open_session(save_tiny(name, tmp_path), offload(), capture=False) as session:
+        session.prefill(prompt)
+        forward, row = session.runner.forward, session.loaded.stage.row_cache(CONTEXT)
+        kept = {each.untyped_storage().data_ptr() for each in forward.layers.cache.tensors()}
+        with torch.inference_mode():
+            texts = ChunkedTexts([Reading(prompt)], forward, 5)
+            for index in range(len(forward.layers)):
+                texts.run_layer(index, None)
+        waiting = {
+            each.data_ptr(): each.nbytes()
+            for chunk in texts._chunks[0]
+            for states in chunk.arguments[-1]["shared_kv_states"].values()
+            for each in (part.untyped_storage() for part in states)
+            if each.data_ptr() not in kept
+        }
+        assert sum(waiting.values()) == prompt.numel() * row.waiting_token_bytes > 0
+
+
 def test_a_ring_hands_on_what_a_chunk_sees() -> None:
     ring = make_ring(5, 2)
     states = torch.arange(40.0).view(2, 1, 20, 1)
@@ -197,6 +222,26 @@ def make_ring(num_tokens: int, batch: int) -> Ring:
     position.is_chunk = True
     ring.update(torch.zeros(batch, 1, 1, 1), torch.zeros(batch, 1, 1, 1))
     return ring
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "why"),
+    first_quick(
+        [
+            ("shared_rings", None, "layer 4 reads another layer's window"),
+            ("mistral_windowed", 8, "layer 4 has a window, and shares or changes what is cached"),
+        ]
+    ),
+)
+def test_a_ring_that_others_read_unlike_the_config_is_refused(
+    tmp_path: Path, name: str, window: int | None, why: str
+) -> None:
+    """By the config layer 4 keeps nothing; it reads the ring of layer 2, or keeps its own."""
+    model = open_model(str(save_tiny(name, tmp_path)))
+    layers = [*model.layers]
+    layers[4] = replace(layers[4], kv_cache=KVCache(window=window))
+    with pytest.raises(CheckpointError, match=why):
+        build_skeleton(replace(model, layers=tuple(layers)))
 
 
 def test_a_window_that_the_config_does_not_say_is_refused(tmp_path: Path) -> None:

@@ -227,13 +227,13 @@ def _attend_chunk(
     """Attend from a chunk of a prompt to the tokens up to each one's own.
 
     In a layer that sees chunks of the text, each that the prompt's meets is a text of its own. Of a
-    layer with a ring, ``key`` and ``value`` are the chunk's alone.
+    layer with a ring, its own or another's, ``key`` and ``value`` are the chunk's alone.
     """
-    start, num_tokens = before.flatten().tolist()
+    start, num_tokens, begun = before.flatten().tolist()
     size = module.asked.chunk
     if (ring := module.ring) is not None:
         behind = start % size if size else min(start, module.asked.window - 1)
-        key, value = ring.extend(key, value, start, behind)
+        key, value = ring.extend(key, value, start, behind, begun)
         start = behind  # as if the text began with the first of them
     if size is None:
         return _attend_up_to(module, query, key, value, start, num_tokens, scaling, sinks)

@@ -18,7 +18,7 @@ class Way(str, Enum):
     """
 
     CHUNK = "offplan_chunk"
-    """A chunk of a prompt; its start and the prompt's length are on the host."""
+    """A chunk of a prompt; where it begins and how long the prompt is are on the host."""
     MASK = "offplan_mask"
     """One new token, and a mask of the tokens up to it."""
     BLOCKS = "offplan_blocks"
@@ -41,9 +41,12 @@ FindFilled = Callable[[torch.Tensor, int], Filled]
 int64 of [batch] on the device."""
 
 
-def filled_before(start: int, num_tokens: int) -> Filled:
-    """Say where a chunk begins and how long its prompt is: int32 on the host, [1, 1, 1, 2]."""
-    return Filled(Way.CHUNK, torch.tensor([[[[start, num_tokens]]]], dtype=torch.int32))
+def filled_before(start: int, num_tokens: int, begun: int) -> Filled:
+    """Say where a chunk begins, how long its prompt is, and where the pass begins to read it.
+
+    The three are int32 on the host, [1, 1, 1, 3].
+    """
+    return Filled(Way.CHUNK, torch.tensor([[[[start, num_tokens, begun]]]], dtype=torch.int32))
 
 
 def filled_up_to(position: torch.Tensor, context: int) -> Filled:

@@ -184,16 +184,23 @@ class Ring(_Layer):
         num_alike: int,
         *,
         codes: bool = False,
+        is_shared: bool = False,
     ) -> None:
-        """Keep ``num_tokens`` of each row, of texts of up to ``context``."""
+        """Keep ``num_tokens`` of each row, of texts of up to ``context``.
+
+        If it ``is_shared``, later layers extend it by the same chunks once more.
+        """
         super().__init__(position, context, blocks, num_alike, codes=codes)
         self._num_tokens = num_tokens
         self._checkpoint = checkpoint
+        self._is_shared = is_shared
+        self._begun: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Its checkpoint, of all rows."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take [batch, heads, tokens, dim] like the first states seen, and as much beside it."""
         super().lazy_initialization(key_states, value_states)
-        self._take(self._checkpoint, key_states, value_states)
+        self._begun = self._take(self._checkpoint, key_states, value_states)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -211,14 +218,19 @@ class Ring(_Layer):
         return self.keys, self.values
 
     def extend(
-        self, keys: torch.Tensor, values: torch.Tensor, start: int, behind: int
+        self, keys: torch.Tensor, values: torch.Tensor, start: int, behind: int, begun: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a chunk's keys and values after those of ``behind`` tokens before it; keep them.
 
         All are [batch, heads, tokens, dim]; the chunk begins at ``start``. Copies both where there
-        are any before it.
+        are any before it. The first chunk of its pass begins at ``begun``. There a shared ring goes
+        back to its checkpoint, since another layer may have extended it by the same chunks.
         """
         size, stop = self._num_tokens, start + keys.shape[2]
+        if self._is_shared and start == begun > 0:
+            assert self._begun is not None
+            for ring, kept in zip((self.keys, self.values), self._begun, strict=True):
+                ring.copy_(kept[self._rows])
         last = torch.arange(max(start, stop - size), stop, device=keys.device)
         made = []
         for ring, new in ((self.keys, keys), (self.values, values)):
@@ -375,15 +387,22 @@ class LayerCaches(Cache):
         self.scratch = scratch
         """Memory for the values of one layer's codes; None if there are none."""
 
-        def make(kind: tuple[int, int | None, bool]) -> _Layer:
-            _, num_tokens, codes = kind
-            given, alike = (position, row.context), num_alike[kind]
+        def make(index: int) -> _State | _Layer:
+            if (state := self._states.get(index)) is not None:
+                return state
+            if (owner := row.owner(index)) is not None:
+                return self.by_layer[owner]
+            _, num_tokens, codes = kinds[index]
+            given, alike = (position, row.context), num_alike[kinds[index]]
             if num_tokens is None:
                 return _Layer(*given, self._blocks, alike, codes=codes)
-            return Ring(*given, num_tokens, self._rings, self._checkpoint, alike, codes=codes)
+            blocks, is_shared = (self._rings, self._checkpoint), index in row.shared_rings
+            return Ring(*given, num_tokens, *blocks, alike, codes=codes, is_shared=is_shared)
 
-        self.by_layer = [self._states.get(index) or make(kind) for index, kind in enumerate(kinds)]
-        """What each layer keeps."""
+        self.by_layer: list[_State | _Layer] = []
+        """What each layer keeps, or the earlier layer's ring that it reads."""
+        for index in range(len(kinds)):
+            self.by_layer.append(make(index))
         # linear attention asks its cache for a layer of it
         super().__init__(
             layers=[

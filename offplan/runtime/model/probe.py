@@ -6,8 +6,10 @@ those would hide is read off them, at the start of a text and far into it.
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +23,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 from offplan.checkpoint.jsontext import describe
 from offplan.checkpoint.model import KVCache
 from offplan.errors import CheckpointError
-from offplan.row_cache import SCALE_BYTES
+from offplan.row_cache import SCALE_BYTES, RowCache
 from offplan.runtime.model.latent import expands_latents
 from offplan.runtime.model.rewrites import find_linear
 from offplan.runtime.refusal import refuse, refuse_config
@@ -49,14 +51,21 @@ class Asked(NamedTuple):
     """True if the softmax has a learned sink for each head."""
     soft_cap: float | None = None
     """Value that scores are softly capped at."""
-    is_shared: bool = False
-    """True if it does not read alone what its cache keeps, or not as it is kept."""
 
     def is_plain_within(self, context: int) -> bool:
         """Return True if it asks for nothing in texts of so many tokens."""
         reach = min(self.window or context, self.chunk or context)
-        plain = self._replace(window=None, chunk=None, is_shared=False) == Asked()
+        plain = self._replace(window=None, chunk=None) == Asked()
         return plain and reach >= context
+
+
+class _Attended(NamedTuple):
+    """A call of an attention."""
+
+    module: nn.Module
+    asked: Asked
+    reads: list[int]
+    """Layers whose keys and values it was given as their cache returned them."""
 
 
 def probe_attention(model: PreTrainedModel, layers: nn.ModuleList) -> dict[nn.Module, Asked]:
@@ -71,8 +80,8 @@ def probe_attention(model: PreTrainedModel, layers: nn.ModuleList) -> dict[nn.Mo
         raise refuse(f"{type(model).__name__} counts positions by its cache")
     _call(model, layers, 0)  # what only the start of a text has, such as a prefix, is refused
     found = _call(model, layers, NUM_TOKENS - NUM_NEW)
-    asked = dict(found)
-    if unlike := [module for module, each in found if asked[module] != each]:
+    asked = {each.module: each.asked for each in found}
+    if unlike := [each.module for each in found if asked[each.module] != each.asked]:
         raise refuse(f"{type(unlike[0]).__name__} attends more than once, and not alike")
     return asked
 
@@ -83,17 +92,25 @@ def check_rings(name: str, layers: nn.ModuleList, caches: Sequence[KVCache]) -> 
     ``layers`` are those of a model called ``name``, whose attentions were probed, ``caches`` what
     offplan read of its config. Raises CheckpointError where these differ.
     """
+    row = RowCache(caches, sys.maxsize)
     for index, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
-        if cache.window is None or cache.is_whole or not cache.bytes_per_token:
-            continue
         found = [vars(each)["asked"] for each in layer.modules() if "asked" in vars(each)]
+        reads = vars(layer)["reads"]
+        owner = index if row.window(index) is not None else row.owner(index)
+        if owner is None:
+            if any(row.window(each) is not None for each in chain(*reads)):
+                raise refuse(
+                    f"{name}: layer {index} reads another layer's window, which its config does "
+                    "not say"
+                )
+            continue
         sees = [each.chunk or each.window for each in found]
         if sees != [cache.window]:
             raise refuse(
                 f"{name}: by its config layer {index} sees {cache.window} tokens, by transformers' "
                 f"class {' and '.join(str(each or 'all') for each in sees) or 'none'}"
             )
-        if found[0].is_shared:
+        if reads != [[owner]]:
             raise refuse(
                 f"{name}: layer {index} has a window, and shares or changes what is cached"
             )
@@ -103,18 +120,22 @@ def check_codes(name: str, layers: nn.ModuleList, caches: Sequence[KVCache]) -> 
     """Check that what layers cache as codes has the heads that offplan counts scales for.
 
     ``layers`` and ``name`` are as for ``check_rings``. Raises CheckpointError where that differs,
-    or attention does not read alone what its layer caches.
+    or what is cached does not reach attention as it is.
     """
+    if not any(cache.is_coded for cache in caches):
+        return
     for index, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
+        found = [each for each in layer.modules() if "asked" in vars(each)]
+        is_latent = [*map(expands_latents, found)] == [True]
+        reads = [[index]] if is_latent else vars(layer)["reads"]
+        # attention reads codes of any layer, but nothing else can
+        if (reads != [[index]]) if cache.is_coded else any(len(each) != 1 for each in reads):
+            raise refuse(
+                f"{name}: layer {index} changes what is cached, which a cache in FP8 does not "
+                "allow: leave kv_cache_dtype out"
+            )
         if not cache.is_coded:
             continue
-        found = [each for each in layer.modules() if "asked" in vars(each)]
-        is_shared = [vars(each)["asked"].is_shared and not expands_latents(each) for each in found]
-        if is_shared != [False]:
-            raise refuse(
-                f"{name}: layer {index} shares or changes what is cached, which a cache in FP8 "
-                "does not allow: leave kv_cache_dtype out"
-            )
         keys, of_key, values, of_value = vars(layer)["cached"]
         size, count = keys * of_key + values * of_value, keys + values
         expected = size + SCALE_BYTES * count == cache.bytes_per_token
@@ -126,11 +147,9 @@ def check_codes(name: str, layers: nn.ModuleList, caches: Sequence[KVCache]) -> 
             )
 
 
-def _call(
-    model: PreTrainedModel, layers: nn.ModuleList, start: int
-) -> list[tuple[nn.Module, Asked]]:
+def _call(model: PreTrainedModel, layers: nn.ModuleList, start: int) -> list[_Attended]:
     """Call a model on the tokens from ``start`` on; return what its attentions were asked for."""
-    found: list[tuple[nn.Module, Asked]] = []
+    found: list[_Attended] = []
     masks: list[tuple[Any, Asked | str]] = []
     """Masks, of which layers share few, and what they leave."""
     tried: list[object] = []
@@ -147,11 +166,12 @@ def _call(
     def attend(
         module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **others: Any
     ) -> tuple[torch.Tensor, None]:
-        readers = [each.readers for each in kept if each.made and _is_same(each.made, key, value)]
-        for each in readers or [[]]:
-            each.append(module)
-        asked = _read(module, find_reach(attention_mask), others)
-        found.append((module, asked._replace(is_shared=not readers)))
+        reads = [
+            index
+            for index, part in enumerate(parts)
+            if isinstance(part, _Kept) and part.made and _is_same(part.made, key, value)
+        ]
+        found.append(_Attended(module, _read(module, find_reach(attention_mask), others), reads))
         scaling = others.get("scaling")
         shapes = query.shape, key.shape, value.shape, scaling
         if shapes not in tried:  # it takes a millisecond, and most layers ask for the same
@@ -165,7 +185,7 @@ def _call(
     tokens = torch.zeros(1, NUM_NEW, dtype=torch.int64, device="meta")
     linear = find_linear(layers)
     parts = [LinearAttentionLayer() if each else _Kept(start) for each in linear]
-    kept, cache = [each for each in parts if isinstance(each, _Kept)], Cache(layers=parts)
+    cache = Cache(layers=parts)
     unpadded = _Unpadded(getattr(model.config.get_text_config(), "pad_token_id", None))
     with _checked(layers, cache, found), torch.inference_mode(), unpadded:
         try:
@@ -185,11 +205,7 @@ def _call(
                 f"what attention of {type(model).__name__} sees cannot be told without its weights "
                 f"({describe(error, 200)})"
             ) from error
-    shared = {each for part in kept if len(part.readers) > 1 for each in part.readers}
-    return [
-        (module, each._replace(is_shared=each.is_shared or module in shared))
-        for module, each in found
-    ]
+    return found
 
 
 def _is_same(made: tuple[Any, Any], key: Any, value: Any) -> bool:
@@ -223,9 +239,7 @@ class _Unpadded(TorchFunctionMode):
 
 
 @contextmanager
-def _checked(
-    layers: nn.ModuleList, cache: Cache, found: list[tuple[nn.Module, Asked]]
-) -> Iterator[None]:
+def _checked(layers: nn.ModuleList, cache: Cache, found: list[_Attended]) -> Iterator[None]:
     """Check each layer called meanwhile: that it is given the cache, attends, returns states."""
     for index, layer in enumerate(layers):
         layer.forward = _make_checked(index, layer, cache, found)
@@ -237,7 +251,7 @@ def _checked(
 
 
 def _make_checked(
-    index: int, layer: Any, cache: Cache, found: list[tuple[nn.Module, Asked]]
+    index: int, layer: Any, cache: Cache, found: list[_Attended]
 ) -> Callable[..., Any]:
     forward, kept = layer.forward, cache.layers[index]
     attends = isinstance(kept, _Kept)
@@ -258,6 +272,7 @@ def _make_checked(
         finally:
             if isinstance(kept, _Kept) and kept.made is not None:
                 vars(layer)["cached"] = [n for each in kept.made for n in each.shape[1::2]]
+            vars(layer)["reads"] = [each.reads for each in found[before:]]
         if attends and len(found) == before:
             raise refuse(f"layer {index} has no attention that transformers lets be chosen")
         if not attends and len(found) > before:
@@ -282,8 +297,6 @@ class _Kept(CacheLayerMixin):
         self._start = start
         self.made: tuple[torch.Tensor, torch.Tensor] | None = None
         """The keys and values that the last update returned."""
-        self.readers: list[nn.Module] = []
-        """The attentions that were given them."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate nothing."""

@@ -62,9 +62,8 @@ class ChunkedTexts:
         for reading in readings:
             chunks, start = [], reading.start
             for tokens in reading.tokens.split(chunk, dim=1):
-                calls = self._layers.note_calls(
-                    partial(forward.chunk, tokens, start, reading.stop, reading.rows)
-                )
+                text = tokens, start, reading.stop, reading.rows
+                calls = self._layers.note_calls(partial(forward.chunk, *text, begun=reading.start))
                 arguments, new = [call.arguments for call in calls], forward.position.new
                 chunks.append(_Chunk(calls[0].hidden, arguments, reading.rows, new, start))
                 start += tokens.shape[1]

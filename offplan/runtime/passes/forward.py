@@ -58,14 +58,16 @@ class Forward:
         num_tokens: int,
         rows: slice = ALL,
         keep: slice = LAST,
+        begun: int | None = None,
     ) -> torch.Tensor:
         """Run one chunk, [batch, new], of a text of ``num_tokens`` from position ``start`` on.
 
-        Its cache is that of ``rows``. Returns the logits of the tokens ``keep``, [batch, kept,
-        vocabulary].
+        Its cache is that of ``rows``. The pass reads the text from ``begun`` on, by default from
+        the chunk on. Returns the logits of the tokens ``keep``, [batch, kept, vocabulary].
         """
         new = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        return self._call(tokens, rows, new, filled_before(start, num_tokens), keep)
+        filled = filled_before(start, num_tokens, start if begun is None else begun)
+        return self._call(tokens, rows, new, filled, keep)
 
     def step_layers(self, tokens: torch.Tensor) -> list[Callable[[], torch.Tensor]]:
         """Return what each layer does in ``step``, to be done again and again until the next pass.

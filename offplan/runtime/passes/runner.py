@@ -165,6 +165,8 @@ class ModelRunner:
                 self.layers.forget_from(each.stop, each.rows)
                 if not each.start:
                     self.layers.forget_states(each.rows)
+                elif self._row_cache.shared_rings:  # which go back to it for every reader
+                    self.keep(each.rows)
             self.frequencies.set_length(readings[-1].stop)
             shapes = [each.tokens.shape for each in readings]
             self.tokens_embedded += sum(map(prod, shapes))
