@@ -73,6 +73,7 @@ class _Row:
 class _OneText:
     """Passes of a runner whose caches have one length, as those of one row."""
 
+    keeps_more = False
     goes_back, one_row, renewal = False, "caches of transformers' own, which have one length", 0
     chunk, length = sys.maxsize, 0
 
@@ -529,9 +530,10 @@ class Rows:
         Parts of one pass share what rotary embeddings change by. Hidden states of their tokens wait
         for each layer, two of a token. A plan has memory for six of each token that a chunk of all
         rows has (``WAITING_COPIES`` and ``HIDDEN_COPIES`` of ``costs.activations``). A chunk here
-        is of one row.
+        is of one row. Where more waits of each token, a pass reads no more than that chunk.
         """
-        most = (3 * self.num_rows - 2) * self._runner.chunk
+        num_chunks = self.num_rows if self._runner.keeps_more else 3 * self.num_rows - 2
+        most = num_chunks * self._runner.chunk
         passes: list[list[_Part]] = []
         last: Hashable = None
         num_tokens = 0

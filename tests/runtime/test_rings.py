@@ -201,6 +201,23 @@ def test_keys_that_wait_are_priced(tmp_path: Path, name: str) -> None:
         assert sum(waiting.values()) == prompt.numel() * row.waiting_token_bytes > 0
 
 
+@pytest.mark.parametrize(("name", "num_passes"), first_quick([("shared_rings", 4), ("qwen3", 2)]))
+def test_prompts_read_together_keep_what_is_priced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, num_passes: int
+) -> None:
+    """Where keys wait, no more than a chunk of each row; else hidden states of a few times that."""
+    with open_session(save_tiny(name, tmp_path), offload(prefill_chunk=2)) as session:
+        rows, passes, read = Rows(session, 4), [], session.runner.read
+
+        def note(readings: list[Reading], **others: bool) -> torch.Tensor:
+            passes.append(len(readings))
+            return read(readings, **others)
+
+        monkeypatch.setattr(session.runner, "read", note)
+        rows.join_all([[number] * 6 for number in range(4)])
+        assert len(passes) == num_passes
+
+
 def test_a_ring_hands_on_what_a_chunk_sees() -> None:
     ring = make_ring(5, 2)
     states = torch.arange(40.0).view(2, 1, 20, 1)

@@ -295,6 +295,12 @@ class ModelRunner:
         return self.frequencies.change
 
     @property
+    def keeps_more(self) -> bool:
+        """True if more than hidden states of a prompt's tokens waits for layers."""
+        waiting = self._row_cache.waiting_token_bytes
+        return bool(waiting or self._loaded.stage.architecture.per_layer_width)
+
+    @property
     def goes_back(self) -> bool:
         """True if a text can be left as it is in a step: the states of linear attention go on."""
         return not self.linear
