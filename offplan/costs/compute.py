@@ -110,8 +110,9 @@ def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> Co
     roofline, its launches, or what its operators read and write, whichever is most. Times of two
     equal chunks give those between them, and chunks that of a longer prompt. Times measured at
     other shapes of the same layer scale it, or, of the chunks of a prompt, differ from it by as
-    much. A recoded layer that was not measured itself takes what that costs beyond the layer as it
-    is stored: never less. A cache that is kept as codes adds ``cached_bytes``.
+    much. A smaller chunk takes its share of a larger one at least. A recoded layer that was not
+    measured itself takes what that costs beyond the layer as it is stored: never less. A cache that
+    is kept as codes adds ``cached_bytes``.
     """
     if work.stored is not None and work.key not in machine.timed_layers:
         seconds = layer_time(machine, work.stored, shape).seconds
@@ -194,12 +195,13 @@ def _measured_or(
         return ComputeTime(sum(time.seconds for time in times), measured=False)
     nearest = min(others, key=lambda time: (_distance(time, shape), time.tokens, time.context))
     known = PassShape(shape.phase, nearest.batch, nearest.tokens, nearest.context)
-    if shape.is_part:  # what launches and joining take does not grow with it
-        seconds = nearest.seconds + estimate(shape) - estimate(known)
-        return ComputeTime(max(0.0, seconds), measured=False)
-    known_s = estimate(known)
-    scale = estimate(shape) / known_s if known_s else 1.0
-    return ComputeTime(scale * nearest.seconds, measured=False)
+    wanted_s, known_s = estimate(shape), estimate(known)
+    scaled_s = nearest.seconds * (wanted_s / known_s if known_s else 1.0)
+    if not shape.is_part:
+        return ComputeTime(scaled_s, measured=False)
+    # what launches and joining take does not grow with it
+    seconds = nearest.seconds + wanted_s - known_s
+    return ComputeTime(max(seconds, scaled_s if wanted_s < known_s else 0.0), measured=False)
 
 
 def _interpolate(times: Mapping[int, float], context: int) -> float:

@@ -101,6 +101,15 @@ def test_a_larger_chunk_takes_the_time_of_those_it_has(is_part: bool) -> None:
     assert layer_time(machine, WORK, more).seconds == pytest.approx(1.0 + 3.0 + 5.0 + of_rest)
 
 
+def test_a_part_takes_its_share_of_a_whole_prompt_that_was_faster_than_estimated() -> None:
+    """Less the difference of their estimates the whole prompt would leave it no time."""
+    part = PassShape(Phase.PREFILL, 1, 1_000, 1_000, is_part=True)
+    estimate = layer_time(make_machine(), WORK, PREFILL).seconds
+    share = layer_time(make_machine(), WORK, part).seconds / estimate
+    machine = make_machine(layer_times=[measured(PREFILL, estimate / 2, WORK.key)])
+    assert layer_time(machine, WORK, part).seconds == pytest.approx(share * estimate / 2)
+
+
 def test_head_is_read_once_for_the_last_tokens() -> None:
     machine = make_machine()
     time = outside_time(machine, STAGE, DECODE)
