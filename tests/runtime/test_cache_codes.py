@@ -1,4 +1,4 @@
-"""A cache in FP8: codes of e4m3, and logits as of a cache whose values are rounded so."""
+"""A cache in FP8: codes of E3M4, and logits as of a cache whose values are rounded so."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,13 @@ from offplan.row_cache import SCALE_BYTES
 from offplan.runtime.loading.skeleton import build_skeleton, decoder_layers
 from offplan.runtime.model import cache_codes
 from offplan.runtime.model.attention import weigh
-from offplan.runtime.model.cache_codes import CODES, Scratch, encode, encode_by_bits, scales_of
+from offplan.runtime.model.cache_codes import (
+    Scratch,
+    decode_to,
+    encode,
+    encode_by_bits,
+    scales_of,
+)
 from offplan.runtime.model.cache_mask import filled_up_to
 from offplan.runtime.model.caches import Ring, _Layer
 from offplan.runtime.model.probe import check_codes
@@ -38,8 +44,8 @@ FAMILIES = ["qwen3", "sinks", "deepseek_v3", "mistral_windowed", "chunked", "sof
 FAMILIES += ["shared_streams"]
 """Grouped heads, sinks, latents, rings of windows and of chunks, soft caps, states beside keys, and
 caches that later layers read."""
-RELATIVE = 2.0**-4
-"""Part by which e4m3 changes a value at most: half of a step of three bits of mantissa."""
+RELATIVE = 2.0**-5
+"""Part by which E3M4 changes a value at most: half of a step of four bits of mantissa."""
 PROMPT = torch.tensor([[number * number % 61 for number in range(23)]] * 2)
 
 
@@ -54,22 +60,34 @@ def test_values_are_near_and_rounded_once(dtype: torch.dtype) -> None:
     states = (torch.randn(2, 3, 7, 16) * sizes[:, None]).to(dtype)
     made = round_off(states)
     largest = states.abs().amax(-1, keepdim=True).double()
-    # below 2**-6 of the scale steps have one size: a part of the largest of 2**-9 / 224 / 2
-    bound = (RELATIVE * states.abs().double()).clamp(min=2.0**-10 / 224 * largest)
+    # below 2**-2 of the scale steps have one size: a part of the largest of 2**-6 / 15.5 / 2
+    bound = (RELATIVE * states.abs().double()).clamp(min=2.0**-7 / 15.5 * largest)
     assert bool(((made.double() - states.double()).abs() <= bound).all())
     assert torch.equal(round_off(made), made)
     assert torch.equal(round_off(torch.zeros(1, 8, dtype=dtype)), torch.zeros(1, 8, dtype=dtype))
 
 
-def test_bits_round_as_torch_does() -> None:
+def test_bits_are_those_of_the_format() -> None:
+    """Exponents of three bits with a bias of 3, and steps of 2**-6 below 2**-2."""
+    number = torch.arange(128)
+    exponent, mantissa = number >> 4, (number & 15) / 16
+    values = torch.where(exponent > 0, 1 + mantissa, mantissa) * 2.0 ** (exponent.clamp(1) - 3)
+    made = torch.empty(256)
+    decode_to(made, torch.arange(256).byte(), torch.ones(1))
+    assert torch.equal(made, torch.cat([values, -values]))
+    assert torch.equal(encode_by_bits(made.half())[1:128], torch.arange(1, 128).byte())
+    assert torch.equal(encode_by_bits(made.half())[129:], torch.arange(129, 256).byte())
+
+
+def test_bits_round_to_the_nearest_and_half_to_even() -> None:
     """Of all codes, what lies half way between two, and just beside."""
-    codes = torch.arange(127, dtype=torch.uint8).view(CODES).float()
-    half = (codes[1:] + codes[:-1]) / 2
-    near = torch.cat(
-        [codes, half, *(torch.nextafter(half, half.new_full((), s)) for s in (0, 448))]
-    )
-    values = torch.cat([near, -near])
-    assert torch.equal(encode_by_bits(values), values.to(CODES).view(torch.uint8))
+    codes = torch.empty(128, dtype=torch.float16)
+    decode_to(codes, torch.arange(128).byte(), torch.ones(1))
+    half, number = (codes[1:] + codes[:-1]) / 2, torch.arange(127)
+    below, above = (torch.nextafter(half, half.new_full((), to)) for to in (0, 31))
+    assert torch.equal(encode_by_bits(half), (number + number % 2).byte())
+    assert torch.equal(encode_by_bits(below), number.byte())
+    assert torch.equal(encode_by_bits(above), (number + 1).byte())
 
 
 def test_compiled_codes_are_those_of_torch() -> None:

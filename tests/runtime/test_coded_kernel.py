@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from offplan.runtime.model.cache_codes import CODES, Scratch, encode
+from offplan.runtime.model.cache_codes import Scratch, decode_to, encode
 from tests.runtime.interpreted import (
     HAS_GPU,
     INTERPRETED,
@@ -131,14 +131,14 @@ def test_latents_of_codes_mix_as_their_values(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_moved_bits_are_codes_less_a_power_of_two(dtype: torch.dtype) -> None:
     need_triton()
-    from offplan.runtime.model.coded_kernel import TYPES
+    from offplan.runtime.model.coded_kernel import choose_constants
 
-    codes = torch.arange(256, dtype=torch.uint8)
-    numbers = codes[(codes & 0x7F) != 0x7F]
-    kind = TYPES[dtype]
-    bits = (numbers.view(torch.int8).int() << kind.shift) & kind.mask
-    made = bits.to(torch.uint16).view(dtype).double() * 2.0**kind.power
-    assert torch.equal(made, numbers.view(CODES).double())
+    codes, chosen = torch.arange(256, dtype=torch.uint8), choose_constants(dtype)
+    bits = (codes.view(torch.int8).int() << chosen["SHIFT"]) & chosen["MASK"]
+    made = bits.to(torch.uint16).view(dtype).double() * 2.0 ** chosen["POWER"]
+    expected = torch.empty(256)
+    decode_to(expected, codes, torch.ones(1))
+    assert torch.equal(made, expected.double())
 
 
 POINTERS = {"query": "*{0}", "query_rotary": "*{0}", "keys": "*u8", "values": "*u8"}
@@ -155,8 +155,7 @@ def test_kernels_compile_for_every_gpu(target: int, kind: str, name: str) -> Non
     from offplan.runtime.model import coded_kernel
 
     dtype = getattr(torch, name)
-    named = ("SHIFT", "MASK", "QUERY_POWER", "WEIGHT_POWER", "POWER")
-    of_type = dict(zip(named, coded_kernel.TYPES[dtype], strict=True))
+    of_type = coded_kernel.choose_constants(dtype)
     shared = {80: 166912, 90: 232448}.get(target, 101376)
 
     def compile_one(kernel: Any, constants: dict[str, Any]) -> str:

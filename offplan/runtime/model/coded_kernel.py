@@ -14,6 +14,7 @@ import triton.language as tl
 from offplan.kernel_sizes import CODED_PROGRAMS, LATENT_HEADS
 from offplan.row_cache import SCALE_BYTES
 from offplan.runtime.gpu_limits import gpu_limits
+from offplan.runtime.model.cache_codes import BITS
 from offplan.runtime.model.latent_kernel import join_splits
 
 _SCALE_BYTES = tl.constexpr(SCALE_BYTES)
@@ -30,25 +31,28 @@ _WINDOW, _CHUNK, _RING = tl.constexpr(WINDOW), tl.constexpr(CHUNK), tl.constexpr
 _RING_OF_CHUNK = tl.constexpr(RING_OF_CHUNK)
 
 
-class Types(NamedTuple):
-    """How codes become floats of a type: by moving bits, and by powers of two that those lack."""
+class Powers(NamedTuple):
+    """Powers of two by which products of codes that lack one stay in a type's range."""
 
-    shift: int
-    """Bits that a code is moved by: from a mantissa of three bits to the type's."""
-    mask: int
-    """Bits that remain: the sign, and those of the code."""
     query_power: int
     """Power of two that queries are multiplied by, for products that float32 has."""
     weight_power: int
     """The same of softmax weights."""
-    power: int
-    """Power of two that a code lacks."""
 
 
-TYPES = {
-    torch.bfloat16: Types(4, 0x87F0, 60, 60, 120),
-    torch.float16: Types(7, 0xBF80, 0, 6, 8),
-}
+POWERS = {torch.bfloat16: Powers(60, 60), torch.float16: Powers(0, 2)}
+
+
+def choose_constants(dtype: torch.dtype) -> dict[str, int]:
+    """Return the constants of both kernels that depend on the query's type."""
+    kind, powers = BITS[dtype], POWERS[dtype]
+    return {
+        "SHIFT": kind.shift,
+        "MASK": kind.mask & 0xFFFF,
+        "QUERY_POWER": powers.query_power,
+        "WEIGHT_POWER": powers.weight_power,
+        "POWER": kind.power,
+    }
 
 
 @triton.jit
@@ -291,13 +295,11 @@ def attend_codes(
     splits = max(1, min(CODED_PROGRAMS * num_processors // num_programs, triton.cdiv(most, block)))
     partial = query.new_empty(batch, heads, splits, block_v, dtype=torch.float32)
     log_sums = query.new_empty(batch, heads, splits, dtype=torch.float32)
-    shift, mask, query_power, weight_power, power = TYPES[query.dtype]
     _attend_split[(batch * num_kv, blocks, splits)](
         query, keys, values, position, partial, log_sums, context, group,
         SCALE=scaling, SOFT_CAP=soft_cap or 0.0, KEY=key_dim, VALUE=value_dim, BLOCK_K=block_k,
-        BLOCK_V=block_v, REACH=reach, SEES=sees, SHIFT=shift, MASK=mask, QUERY_POWER=query_power,
-        WEIGHT_POWER=weight_power, POWER=power, NUM_KV=num_kv, BLOCK_H=LATENT_HEADS, BLOCK_S=block,
-        num_warps=4,
+        BLOCK_V=block_v, REACH=reach, SEES=sees, NUM_KV=num_kv, BLOCK_H=LATENT_HEADS, BLOCK_S=block,
+        num_warps=4, **choose_constants(query.dtype),
     )  # fmt: skip
     out = query.new_empty(batch, heads, value_dim)
     join_splits[(batch * heads,)](
@@ -328,12 +330,10 @@ def attend_latent_codes(
     splits = max(1, min(num_processors // (batch * blocks), triton.cdiv(context, block)))
     partial = query.new_empty(batch, heads, splits, latent_dim, dtype=torch.float32)
     log_sums = query.new_empty(batch, heads, splits, dtype=torch.float32)
-    shift, mask, query_power, weight_power, power = TYPES[query.dtype]
     _attend_latent_split[(batch, blocks, splits)](
         query, query_rotary, latents, rotaries, position, partial, log_sums, context, heads,
-        SCALE=scaling, LATENT=latent_dim, ROPE=rope, SHIFT=shift, MASK=mask,
-        QUERY_POWER=query_power, WEIGHT_POWER=weight_power, POWER=power, BLOCK_H=LATENT_HEADS,
-        BLOCK_S=block, num_warps=4,
+        SCALE=scaling, LATENT=latent_dim, ROPE=rope, BLOCK_H=LATENT_HEADS, BLOCK_S=block,
+        num_warps=4, **choose_constants(query.dtype),
     )  # fmt: skip
     out = torch.empty_like(query)
     join_splits[(batch * heads,)](
