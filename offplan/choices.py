@@ -17,7 +17,7 @@ took 0.97 to 1.05 of the predicted time to the first token, and one of gpt-oss-2
 parts, Mixtral-8x22B took 0.97 s in place of 0.66, DeepSeek-V2-Lite 0.42 in place of 0.39.
 """
 KVCacheDtype = Literal["auto", "fp8"]
-"""Type of the KV cache: as the model computes it, or e4m3. Source: vLLM ``--kv-cache-dtype``."""
+"""Type of the KV cache: as the model computes it, or in FP8. Source: vLLM ``--kv-cache-dtype``."""
 DeviceName = Literal["cuda", "cpu"]
 """Device that a machine is measured on: its current CUDA device, or the CPU as one that plays
 GPU."""

@@ -15,7 +15,7 @@ class KVCacheGoal(GoalBase):
 
     # left out where it is usual: what is printed of other plans stays as it is
     kv_cache_dtype: KVCacheDtype = Field(default="auto", exclude_if=lambda dtype: dtype == "auto")
-    """``fp8`` keeps keys, values and latents as e4m3, with a scale for each token and head;
+    """``fp8`` keeps keys, values and latents as E3M4, with a scale for each token and head;
     ``auto`` keeps them as the model computes them."""
 
     @property

@@ -88,7 +88,7 @@ Source: ``runtime.model.latent.attend_latent``, ``runtime.model.scored.weigh``.
 """
 
 ENCODING_BYTES = 13
-"""Bytes of a value of a key or a value while it is encoded: in float32, scaled, and its code twice.
+"""Bytes of a value of a key or a value while it is encoded, at most: six of 16 bits, and a mask.
 
 Source: ``runtime.model.cache_codes.encode``, uncompiled.
 """

@@ -3,11 +3,11 @@
 from offplan.costs.work import LayerWork, PassShape
 from offplan.placement import Phase
 
-VALUE_PASSES = 3
+VALUE_PASSES = 9
 """Times that a prompt moves the values of one layer's codes before attention reads them: written,
-then read and written again as they are scaled.
+then read and written again four times, as bits are moved and values scaled.
 
-Source: ``runtime.model.cache_codes.Scratch.expand``.
+Source: ``runtime.model.cache_codes.decode_to``.
 """
 
 

@@ -62,6 +62,7 @@ def test_values_are_near_and_rounded_once(dtype: torch.dtype) -> None:
     largest = states.abs().amax(-1, keepdim=True).double()
     # below 2**-2 of the scale steps have one size: a part of the largest of 2**-6 / 15.5 / 2
     bound = (RELATIVE * states.abs().double()).clamp(min=2.0**-7 / 15.5 * largest)
+    bound *= 1 + (dtype is torch.float32) * 2.0**-5  # which is rounded to float16 first
     assert bool(((made.double() - states.double()).abs() <= bound).all())
     assert torch.equal(round_off(made), made)
     assert torch.equal(round_off(torch.zeros(1, 8, dtype=dtype)), torch.zeros(1, 8, dtype=dtype))
