@@ -67,10 +67,13 @@ def describe_cache(analysis: Analysis) -> list[str]:
         return []
     size = format_bytes(found.cache_bytes)
     if analysis.result is None:
-        return [f"A plan with --kv-cache-dtype fp8 fits and gives {_describe_speed(found)}."]
+        return [
+            f"A plan with --kv-cache-dtype fp8 fits and gives {_describe_speed(found)}. It "
+            "rounds keys and values by up to 1/32."
+        ]
     return [
-        f"--kv-cache-dtype fp8 would give {_describe_speed(found)}, with a KV cache of {size}. Its "
-        "answers differ a little from this one's."
+        f"--kv-cache-dtype fp8 would give {_describe_speed(found)}, with a KV cache of {size}. It "
+        "rounds keys and values by up to 1/32, so its answers differ a little from this one's."
     ]
 
 
