@@ -69,11 +69,11 @@ def describe_cache(analysis: Analysis) -> list[str]:
     if analysis.result is None:
         return [
             f"A plan with --kv-cache-dtype fp8 fits and gives {_describe_speed(found)}. It "
-            "rounds keys and values by up to 1/32."
+            "rounds keys and values to 4 bits of mantissa."
         ]
     return [
         f"--kv-cache-dtype fp8 would give {_describe_speed(found)}, with a KV cache of {size}. It "
-        "rounds keys and values by up to 1/32, so its answers differ a little from this one's."
+        "rounds keys and values to 4 bits of mantissa: its answers differ a little from this one's."
     ]
 
 
