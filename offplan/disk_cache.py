@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from offplan.files import write_whole
 
-FORMAT = 2
+FORMAT = 3
 """The version of these files, which each of them states: of another version, none is believed."""
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _LENGTH_BYTES = 8

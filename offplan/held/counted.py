@@ -32,7 +32,7 @@ class CountedPasses:
     step_moved: Sequence[tuple[float, float]]
     """The same of a decode step: for any, and for each token of its context."""
     chunk_bytes: tuple[float, float, float, float] | None = None
-    """Temporaries of a chunk at the end of a context, of a model whose passes are bounded in both.
+    """Temporaries of a chunk at the end of a context, of a model that reads prompts in chunks.
     They are bytes for any, for each token of the chunk, for each of the context, and for each pair.
     None: a prompt is counted as read whole."""
 
@@ -46,13 +46,13 @@ class CountedPasses:
 
     def activation_bytes(self, batch: int, chunk: int, context: int) -> tuple[int, int]:
         """Bytes of the temporaries of a prompt's ``chunk`` tokens, and of a decode step."""
-        if self.chunk_bytes is None:
-            fixed, of_token, of_pair = self.prompt_bytes
-            prompt = fixed + batch * (of_token * chunk + of_pair * chunk * chunk)
-        else:
+        fixed, of_token, of_pair = self.prompt_bytes
+        prompt = fixed + batch * (of_token * chunk + of_pair * chunk * chunk)
+        if self.chunk_bytes is not None:  # either may be more: layers of several kinds
             fixed, of_token, of_kept, of_pair = self.chunk_bytes
-            prompt = fixed + batch * (
-                of_token * chunk + of_kept * context + of_pair * chunk * context
+            prompt = max(
+                prompt,
+                fixed + batch * (of_token * chunk + of_kept * context + of_pair * chunk * context),
             )
         fixed, of_token = self.step_bytes
         return ceil(prompt), ceil(batch * (fixed + of_token * context))

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from offplan.checkpoint.open import open_model
-from offplan.runtime.stock.bounded import bound_by_blocks, bounded_by, is_bounded
+from offplan.runtime.stock.bound import bounded_by
+from offplan.runtime.stock.bounded import bound_by_blocks, is_bounded
 from offplan.runtime.stock.generation import StockGeneration
 from offplan.runtime.stock.passes import LiveBytes, count_passes
 from tests.runtime.families import make_config, require, save
@@ -18,10 +19,20 @@ TOKENS = 301
 TOLERANCE = 1e-5
 
 
-def _build(**sizes: Any) -> Any:
-    """Build a DeepSeek-V4 whose indexer chooses few blocks of many, without equal scores."""
-    require("deepseek_v4")
-    config = make_config("deepseek_v4", {"index_n_heads": 16, "index_topk": 8, **sizes})
+SHARED = {"indexer_types": ["full", "shared", "full", "shared", "shared"]}
+FAMILIES = [
+    ("deepseek_v4", {}),
+    ("deepseek_v32", {}),
+    ("glm_moe_dsa", {}),
+    ("glm_moe_dsa", SHARED),
+    ("axk2", {}),
+]
+
+
+def _build(family: str, **sizes: Any) -> Any:
+    """Build a model whose indexers choose few tokens or blocks of many, without equal scores."""
+    require(family)
+    config = make_config(family, {"index_n_heads": 16, "index_topk": 8, **sizes})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     for value in model.parameters():
@@ -45,23 +56,26 @@ def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got - expected).abs().max() / expected.abs().max())
 
 
-def test_blocks_give_what_whole_scores_do() -> None:
-    model = _build()
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "sizes"), FAMILIES)
+def test_blocks_give_what_whole_scores_do(family: str, sizes: dict[str, Any]) -> None:
+    model = _build(family, **sizes)
     whole = _read(model, TOKENS)
     bound_by_blocks(model)
     assert torch.equal(_read(model, TOKENS), whole)  # so few tokens run as transformers has them
-    for bound in (1, 2**14):
+    for bound in (2**15, 2**17):
         with bounded_by(bound):
             assert 0 < _difference(_read(model, TOKENS), whole) < TOLERANCE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 7, 61, 128])
-def test_chunks_give_what_a_whole_prompt_does(chunk: int) -> None:
-    model = _build()
+@pytest.mark.parametrize("family", ["deepseek_v4", "deepseek_v32", "kimi_linear", "nemotron_h"])
+def test_chunks_give_what_a_whole_prompt_does(family: str, chunk: int) -> None:
+    model = _build(family)
     whole = _read(model, TOKENS)
     bound_by_blocks(model)
-    with bounded_by(2**14):
+    with bounded_by(2**17):
         assert _difference(_read(model, chunk), whole) < TOLERANCE
 
 
@@ -76,11 +90,14 @@ def test_other_models_are_left_as_they_are() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("chunk", "context"), [(128, 512), (128, 4096), (1024, 4096)])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v4", "deepseek_v32", "falcon", "kimi_linear", "nemotron_h", "gemma2"]
+)
 def test_a_chunk_at_the_end_takes_no_more_than_is_counted(
-    chunk: int, context: int, tmp_path: Path
+    family: str, chunk: int, context: int, tmp_path: Path
 ) -> None:
-    require("deepseek_v4")
-    folder = save("deepseek_v4", tmp_path)
+    require(family)
+    folder = save(family, tmp_path)
     passes = count_passes(open_model(str(folder)))
     assert passes.chunk_bytes is not None
     model = AutoModelForCausalLM.from_pretrained(folder).requires_grad_(False)
@@ -101,7 +118,7 @@ def test_a_chunk_at_the_end_takes_no_more_than_is_counted(
 
 @pytest.mark.slow
 def test_blocks_take_less_than_whole_scores() -> None:
-    model, taken = _build(o_lora_rank=8), []
+    model, taken = _build("deepseek_v4", o_lora_rank=8), []
     bound_by_blocks(model)
     for bound in (sys.maxsize, 2**14):
         text, live = StockGeneration(model, torch.ones(1, 2048).long(), 4096), LiveBytes()

@@ -10,39 +10,33 @@ Source: transformers 5.23, ``models/deepseek_v4``: ``eager_attention_forward`` a
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from offplan.runtime.stock.bound import FLOAT32_BYTES, bound_bytes
+from offplan.runtime.stock.sparse import SPARSE_TYPES, bound_sparse
 from offplan.transformers_private import choose_attention
 
-BOUND_BYTES = 2**28
-"""Bytes of scores, or of copies of keys, that a block of queries makes at most.
-
-A block has one query at least.
-"""
-BLOCK_TOKENS = 128
-"""Tokens that the largest block of DeepSeek-V4's compressed layers stands for."""
 _NAME = "offplan-bounded"
 _TYPES = frozenset({"deepseek_v4"})
 _SCORER = "DeepseekV4IndexerScorer"
-_FLOAT32_BYTES = 4
-
-_bound = [BOUND_BYTES]
 
 
 def is_bounded(config: Any) -> bool:
     """Return True if ``bound_by_blocks`` bounds a model's passes, by its transformers config."""
-    return config.get_text_config().model_type in _TYPES
+    return config.get_text_config().model_type in _TYPES | SPARSE_TYPES
 
 
 def bound_by_blocks(model: PreTrainedModel) -> None:
     """Have a model's attention and indexers run in blocks of queries, if its type is known here."""
     if not is_bounded(model.config):
+        return
+    if model.config.get_text_config().model_type in SPARSE_TYPES:
+        bound_sparse(model)
         return
     AttentionInterface.register(_NAME, _attend)
     AttentionMaskInterface.register(_NAME, AttentionMaskInterface()["eager"])
@@ -51,32 +45,6 @@ def bound_by_blocks(model: PreTrainedModel) -> None:
     for part in model.modules():
         if type(part).__name__ == _SCORER:
             part.forward = partial(_score, part.forward)
-
-
-@contextmanager
-def bounded_by(num_bytes: int) -> Iterator[None]:
-    """Have blocks of other sizes than BOUND_BYTES."""
-    _bound.append(num_bytes)
-    try:
-        yield
-    finally:
-        _bound.pop()
-
-
-def lengthen(cache: Any, num_tokens: int) -> None:
-    """Give a cache the size that it has after so many tokens more, a multiple of BLOCK_TOKENS.
-
-    Its tensors have no values afterwards. Source: transformers 5.23, ``DeepseekV4HCACache``.
-    """
-    for layer in cache.layers:
-        if not layer.is_initialized:
-            continue
-        layer.cumulative_length += num_tokens
-        for name, kept in getattr(layer, "compressed_kv", {}).items():
-            more = num_tokens // layer.compress_rate
-            blocks = kept.new_empty(kept.shape[0], more, kept.shape[2])
-            layer.compressed_kv[name] = torch.cat([kept, blocks], dim=1)
-            layer.entry_count[name] += more
 
 
 def _attend(
@@ -95,12 +63,12 @@ def _attend(
     """
     batch, heads, num_new, dim = query.shape
     num_kept = key.shape[2]
-    row_bytes = batch * heads * num_kept * _FLOAT32_BYTES
+    row_bytes = batch * heads * num_kept * FLOAT32_BYTES
     copied_bytes = batch * heads * num_kept * dim * key.element_size()
-    if max(row_bytes * num_new, copied_bytes) <= _bound[-1]:
+    if max(row_bytes * num_new, copied_bytes) <= bound_bytes():
         own = sys.modules[type(module).__module__].eager_attention_forward
         return own(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0], None
-    rows, made = max(1, _bound[-1] // row_bytes), query.new_empty(batch, num_new, heads, dim)
+    rows, made = max(1, bound_bytes() // row_bytes), query.new_empty(batch, num_new, heads, dim)
     for start in range(0, num_new, rows):
         block = slice(start, start + rows)
         mask = None if attention_mask is None else attention_mask[:, :, block]
@@ -141,10 +109,10 @@ def _score(
     hidden]. Returns float32 [batch, new, kept].
     """
     batch, num_new, heads, _ = query.shape
-    row_bytes = max(1, keys.shape[1] * heads * _FLOAT32_BYTES)
-    if batch * num_new * row_bytes <= _bound[-1]:
+    row_bytes = max(1, keys.shape[1] * heads * FLOAT32_BYTES)
+    if batch * num_new * row_bytes <= bound_bytes():
         return own(query, keys, hidden)
-    rows = max(1, _bound[-1] // row_bytes)
+    rows = max(1, bound_bytes() // row_bytes)
     made = query.new_empty(batch, num_new, keys.shape[1], dtype=torch.float32)
     for number in range(batch):
         one = slice(number, number + 1)

@@ -38,7 +38,14 @@ from offplan.runtime.loading.places import assign, find_places, materialise_buff
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.model.calls import LayerCalls
 from offplan.runtime.refusal import refuse
-from offplan.runtime.stock.bounded import BLOCK_TOKENS, is_bounded, lengthen
+from offplan.runtime.stock.chunks import (
+    BLOCK_TOKENS,
+    can_lengthen,
+    keeps_all,
+    keeps_views,
+    lengthen,
+    reads_chunks,
+)
 from offplan.runtime.stock.generation import StockGeneration, tensors_within
 from offplan.runtime.stock.shaped import (
     ShapedTensor,
@@ -64,11 +71,14 @@ LEAST_SIZES, MANY_OPERATORS = 3, 5_000
 
 Seconds would make the answer depend on how busy the host is.
 """
-CHUNKS, CONTEXTS = (128, 1024), (15_360, 131_072, 1_048_576)
-"""Tokens of a chunk and of the context that it ends, of models whose passes run in blocks.
+CHUNKS = (128, 1024)
+"""Tokens of the chunks that are read at the end of a context."""
+CONTEXTS = (15_360, 131_072, 1_048_576)
+"""Tokens of the contexts; no window may be longer than the first.
 
-DeepSeek-V4's attention copies most for a context just below 16,384 tokens: from there on it runs in
-blocks.
+The last is read of models whose layers all have a window or a state: other masks would take GiB, as
+they have values. DeepSeek-V4's attention copies most for a context just below 16,384 tokens: from
+there on it runs in blocks.
 """
 BLOCK_BYTES = 512
 """What the CUDA allocator rounds sizes up to. Source: c10/cuda/CUDACachingAllocator.cpp."""
@@ -195,9 +205,10 @@ def _count(model: Model, sizes: Sequence[int], *, is_fake: bool) -> CountedPasse
             break  # some read a prompt token by token
     first, sizes = counted[0], sizes[: len(counted)]
     kept = [num_tokens + 1 for num_tokens in sizes]  # the step's token is kept, too
-    chunk_bytes, step_bytes = None, _fit_line(sizes, [each.step_bytes for each in counted])
-    if is_fake and is_bounded(skeleton.config):
-        chunk_bytes, step_bytes = _count_chunks(skeleton, layers, kinds)
+    chunk_bytes, of_steps = None, [each.step_bytes for each in counted]
+    if is_fake and counted[LEAST_SIZES - 1].prompt_operators <= 2 * MANY_OPERATORS:
+        chunk_bytes, of_long = _try_chunks(skeleton, layers, kinds)
+        of_steps += of_long
     return CountedPasses(
         is_estimated=not is_fake,
         calls=first.calls,
@@ -206,7 +217,7 @@ def _count(model: Model, sizes: Sequence[int], *, is_fake: bool) -> CountedPasse
             for index in range(len(layers))
         ],
         prompt_bytes=_fit_square(sizes, [each.prompt_bytes for each in counted]),
-        step_bytes=step_bytes,
+        step_bytes=_fit_line([*sizes, *CONTEXTS], of_steps),
         chunk_bytes=chunk_bytes,
         pinned=pinned,
         borrowed=borrowed,
@@ -222,17 +233,38 @@ def _count(model: Model, sizes: Sequence[int], *, is_fake: bool) -> CountedPasse
     )
 
 
-def _count_chunks(
+def _try_chunks(
     skeleton: Any, layers: nn.ModuleList, kinds: Sequence[object]
-) -> tuple[tuple[float, float, float, float], tuple[float, float]]:
+) -> tuple[tuple[float, float, float, float] | None, list[int]]:
+    """Count the temporaries of chunks, and those of a step at the end of some of CONTEXTS.
+
+    Returns None and no step if that cannot be.
+    """
+    if not reads_chunks(skeleton.config):
+        return None, []
+    text = StockGeneration(skeleton, torch.zeros(1, 1, dtype=torch.int64), 2**30)
+    with torch.no_grad(), _running_once(layers, kinds, text.has_layers(len(layers))):
+        text.prefill(0, 1)
+    if not can_lengthen(text.cache, CONTEXTS[0]):
+        return None, []
+    contexts = CONTEXTS[:-1] if keeps_all(text.cache) else CONTEXTS
+    try:
+        return _count_chunks(skeleton, layers, kinds, contexts)
+    except Exception:  # as where a table of positions ends before
+        return None, []
+
+
+def _count_chunks(
+    skeleton: Any, layers: nn.ModuleList, kinds: Sequence[object], contexts: Sequence[int]
+) -> tuple[tuple[float, float, float, float], list[int]]:
     """Count the temporaries of chunks, and of steps behind them, as one text grows.
 
-    A cache keeps views of whole chunks, which the next chunk replaces: so each is read twice. What
-    lies between is not read: the cache is made as long as if it were.
+    A window's cache keeps views of a whole chunk, which the next chunk replaces: so each is read
+    twice. What lies between is not read: the cache is made as long as if it were.
     """
     live, done = LiveBytes(), 0
     of_chunks, of_steps = dict[tuple[int, int], int](), list[int]()
-    text = StockGeneration(skeleton, torch.zeros(1, CONTEXTS[-1] + 1, dtype=torch.int64), 2**30)
+    text = StockGeneration(skeleton, torch.zeros(1, contexts[-1] + 1, dtype=torch.int64), 2**30)
     is_alike = text.has_layers(len(layers))
     first = {kind: index for index, kind in reversed([*enumerate(kinds)])}
 
@@ -250,17 +282,18 @@ def _count_chunks(
         return taken + sum(beside[first[kind]] for kind in kinds) - ran
 
     with torch.no_grad(), _running_once(layers, kinds, is_alike), live:
-        for context in CONTEXTS:
+        for context in contexts:
             stop = context - 1 - 2 * sum(CHUNKS)  # the step fills a block of any size
             take((stop - done) % BLOCK_TOKENS)
             lengthen(text.cache, stop - done)
             done = stop
             for chunk in reversed(CHUNKS):
-                take(chunk)
+                if keeps_views(text.cache):
+                    take(chunk)
                 of_chunks[chunk, context] = take(chunk)
             with decoding_as_on_gpu(skeleton):
                 of_steps.append(take(1))
-    return _fit_pairs(of_chunks), _fit_line(CONTEXTS, of_steps)
+    return _fit_pairs(of_chunks), of_steps
 
 
 def _viewed_bytes(text: StockGeneration, num_layers: int) -> list[int]:
@@ -428,7 +461,7 @@ def _fit_pairs(found: Mapping[tuple[int, int], int]) -> tuple[float, float, floa
 
     They grow as those of the longest contexts do, and reach what was found of each.
     """
-    (few, many), (short, long) = CHUNKS, CONTEXTS[-2:]
+    (few, many), (short, long) = CHUNKS, sorted({context for _, context in found})[-2:]
     of_few = (found[few, long] - found[few, short]) / (long - short)
     of_many = (found[many, long] - found[many, short]) / (long - short)
     of_pair = max(0.0, (of_many - of_few) / (many - few))
@@ -443,8 +476,11 @@ def _fit_pairs(found: Mapping[tuple[int, int], int]) -> tuple[float, float, floa
 
 
 def _fit_line(sizes: Sequence[int], found: Sequence[float]) -> tuple[float, float]:
-    of_token = max(0.0, (found[-1] - found[-2]) / (sizes[-1] - sizes[-2]))
-    return max(0.0, max(f - of_token * n for n, f in zip(sizes, found, strict=True))), of_token
+    """Fit bytes for any number of tokens and for each; ``found`` may be of the first sizes."""
+    points = [*zip(sizes, found, strict=False)]
+    (fewer, before), (more, after) = points[-2:]
+    of_token = max(0.0, (after - before) / (more - fewer))
+    return max(0.0, max(f - of_token * n for n, f in points)), of_token
 
 
 def answer() -> None:

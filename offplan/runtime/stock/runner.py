@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from offplan.checkpoint.model_types import STOCK_CHUNKS, STOCK_CHUNKS_WITHOUT_WINDOW
 from offplan.errors import InputError
 from offplan.placement import Phase, Placement
 from offplan.runtime.forms.experts import STORED_EXPERTS_NAME, holds_codes
@@ -21,6 +20,7 @@ from offplan.runtime.passes.forward import require_prompt, require_step
 from offplan.runtime.passes.link import Link, PassSchedules
 from offplan.runtime.passes.nan import NanFoundError, NanWatch
 from offplan.runtime.refusal import refuse
+from offplan.runtime.stock.chunks import reads_chunks
 from offplan.runtime.stock.generation import StockGeneration
 from offplan.schedule import (
     Copy,
@@ -255,20 +255,6 @@ class StockRunner:
                 f"{min(uncalled)}, whose weights the plan moves"
             )
         return tuple(order)
-
-
-def reads_chunks(config: Any) -> bool:
-    """Return True if prompts in chunks are known to give what whole ones do, by a transformers
-    config.
-
-    Source: ``DynamicCache``, which keeps a window where a config names one, whoever attends to it.
-    """
-    text = config.get_text_config()
-    keys = ("sliding_window", "attention_chunk_size", "layer_types")
-    named = [getattr(text, key, None) for key in keys]
-    is_windowed = any(named[:2]) or "sliding_attention" in (named[2] or ())
-    without = not is_windowed and text.model_type in STOCK_CHUNKS_WITHOUT_WINDOW
-    return without or text.model_type in STOCK_CHUNKS
 
 
 def _choose_stored_experts(module: Any) -> None:
