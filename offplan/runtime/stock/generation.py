@@ -104,6 +104,9 @@ class StockGeneration:
                 f"{type(self._model).__name__} keeps nothing of the tokens that it has read, "
                 "and transformers gives it the last one alone"
             )
+        # Bamba, Falcon-H1, Nemotron-H and Zamba would keep as many as their configs say
+        if given.get("logits_to_keep", 1) > 1:
+            inputs["logits_to_keep"] = given["logits_to_keep"]
         # a checkpoint's own code may know the cache by the name of an older transformers
         for key in inputs.keys() & {*CACHES} - self._taken:
             inputs[self._cache_name] = inputs.pop(key)
