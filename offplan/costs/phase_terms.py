@@ -66,6 +66,7 @@ def list_phase(
     yield seconds("bound", taken.bound_ps, "max(compute, link waited for)", awaited)
     waits = [each for list_waits in WAITS for each in list_waits(taken.times, stage, machine)]
     slowdown = Input("slowdown of reading beside copies", taken.times.uva_slowdown, "count")
-    waited_ps = taken.step_ps - taken.compute_ps
+    # a thousand chunks are rounded by some nanoseconds
+    waited_ps = max(0, taken.step_ps - taken.compute_ps)
     yield seconds("stall", waited_ps, taken.waiting, *waits, *((slowdown,) if reads else ()))
     yield seconds("step", taken.step_ps, "compute + stall")
