@@ -67,6 +67,6 @@ def list_phase(
     waits = [each for list_waits in WAITS for each in list_waits(taken.times, stage, machine)]
     slowdown = Input("slowdown of reading beside copies", taken.times.uva_slowdown, "count")
     # a thousand chunks are rounded by some nanoseconds
-    waited_ps = max(0, taken.step_ps - taken.compute_ps)
+    waited_ps = taken.step_ps - taken.compute_ps if taken.step_ps > taken.compute_ps else 0
     yield seconds("stall", waited_ps, taken.waiting, *waits, *((slowdown,) if reads else ()))
     yield seconds("step", taken.step_ps, "compute + stall")
