@@ -1,6 +1,7 @@
 """Cached experts: of a layer's routed experts those used last are on the GPU as well.
 
-The host's cores may multiply a share of those that a step misses.
+The host's cores may multiply some of those that a step misses, now; the link then brings these for
+later steps.
 """
 
 import math
@@ -9,11 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from offplan.capabilities.goal import Asked, GoalBase
 from offplan.capabilities.rule import Count, LayerExperts, RuleBase, WeightCache
-from offplan.checkpoint.experts import SECOND_PROJECTIONS
 from offplan.checkpoint.model import Experts, Layer, Model
 from offplan.checkpoint.model_types import EXPERTS_IN_OUT
 from offplan.errors import PlanError
@@ -39,6 +39,16 @@ BOUNDARY_BYTES = 256
 """Every part of the slots, and the table, starts on such a boundary."""
 
 
+SPLIT_SAVES = 0.02
+"""Part of the time of whole experts that splitting one has to save."""
+LATER_PARTS = 16
+"""Parts of an expert in which ``later_experts`` is counted."""
+MOST_LATER = 8
+"""Experts of a layer that the link brings for later in one step, at most."""
+LATER_STEPS = 64
+"""Steps after each of which a layer decides anew whether the link brings experts for later."""
+
+
 class Division(NamedTuple):
     """The part of a layer's missed experts that the host's cores multiply in a step."""
 
@@ -46,6 +56,25 @@ class Division(NamedTuple):
     """Whole experts."""
     chunks: int
     """Chunks of one expert more: the first CHUNK_COLUMNS of its inner columns, so many times."""
+
+
+class MissRates(NamedTuple):
+    """Seconds that the host's cores and the link take for experts that a step misses.
+
+    A prediction has them from a machine's profile, a session from what it measures when it opens.
+    """
+
+    trip_s: float
+    """A hand-over to the cores, beside what they compute."""
+    cores_s: float
+    """One expert, by the cores."""
+    link_s: float
+    """One expert, over the link."""
+
+    def seconds(self, num_missed: float, by_cores: float) -> float:
+        """Return how long cores and link take together: the longer of both."""
+        of_cores = self.trip_s + by_cores * self.cores_s if by_cores else 0.0
+        return max(of_cores, (num_missed - by_cores) * self.link_s)
 
 
 @dataclass(frozen=True)
@@ -59,40 +88,61 @@ class ExpertSlots:
     """Experts of the layer."""
     unit_bytes: tuple[int, ...]
     """Bytes of each unit of the layer's experts, in the slab's order."""
-    host_share: float = 0.0
-    """Part of the experts that a step misses which the host's cores multiply where they lie."""
+    by_cores: bool = False
+    """True if the host's cores multiply some of the experts that a step misses where they lie."""
     inner: int = 0
-    """Inner columns of an expert that cores and link split; 0 if they split none."""
+    """Inner columns of an expert that cores and link may split; 0 if they split none."""
+    later: int = 0
+    """LATER_PARTS of an expert that the link may bring for later, a step: of what the cores
+    multiplied. What a step leaves of it the next ones may use, up to MOST_LATER experts."""
 
     @property
     def splits(self) -> bool:
-        """True if cores and link each multiply a part of one missed expert.
+        """True if cores and link may each multiply a part of one missed expert.
 
         The link brings its part into the last slot, where no expert is kept.
         """
-        return self.num_slots > 1 and self.inner > 0
+        return self.by_cores and self.num_slots > 1 and self.inner > 0
 
     @property
     def num_kept(self) -> int:
         """Experts that are kept from step to step."""
         return self.num_slots - self.splits
 
-    def divide(self, num_missed: int) -> Division:
-        """Divide so many experts that a layer misses in a step: the cores get ``host_share``.
+    def divide(self, num_missed: int, rates: MissRates) -> Division:
+        """Divide so many experts that a layer misses in a step: cores and link end together.
 
-        An expert is split by whole chunks; if none is split, the share is rounded.
+        An expert is split, by whole chunks, only if that saves SPLIT_SAVES of the time.
         """
-        wanted = self.host_share * num_missed
+        if not self.by_cores or not num_missed:
+            return Division(0, 0)
+        whole = min(range(num_missed + 1), key=lambda number: rates.seconds(num_missed, number))
         if not self.splits:
-            return Division(math.floor(wanted + 0.5), 0)
+            return Division(whole, 0)
+        both = rates.cores_s + rates.link_s
+        wanted = min(max(0.0, (num_missed * rates.link_s - rates.trip_s) / both), num_missed)
         experts = math.floor(wanted)
         chunks = round((wanted - experts) * self.inner / CHUNK_COLUMNS)
-        is_whole = chunks * CHUNK_COLUMNS >= self.inner
-        return Division(experts + is_whole, 0 if is_whole else chunks)
+        if chunks * CHUNK_COLUMNS >= self.inner:
+            experts, chunks = experts + 1, 0
+        split_s = rates.seconds(num_missed, self.count_by_cores(experts, chunks))
+        is_split = split_s < (1 - SPLIT_SAVES) * rates.seconds(num_missed, whole)
+        return Division(experts, chunks) if is_split else Division(whole, 0)
 
     def count_by_cores(self, experts: int, chunks: int) -> float:
         """Count the experts that a ``Division`` gives the cores, a part of one as that part."""
         return experts + (chunks * CHUNK_COLUMNS / self.inner if chunks else 0.0)
+
+    def brings_later(self, used: float, recent: float) -> bool:
+        """Return True if the link is to bring experts for later, by what the last steps chose.
+
+        Of ``used`` experts ``recent`` were among the ``num_kept`` used last. By chance so would
+        ``num_kept`` of ``num_experts`` be: that share has to be beaten by an eighth, of hits or of
+        misses. What is not chosen again is not worth the link.
+        """
+        kept, others = self.num_kept, self.num_experts - self.num_kept
+        beyond = recent * self.num_experts - kept * used
+        return 8 * beyond > used * min(kept, others)
 
     @cached_property
     def expert_bytes(self) -> int:
@@ -123,9 +173,8 @@ class ExpertSlots:
     def describe(self) -> str:
         """Say how many experts are kept, and what the cores do of those that are missed."""
         told = f", {self.num_kept} experts kept"
-        if self.host_share:
-            told += f", {self.host_share:.0%} of those missed by the cores"
-            told += ", one split" * self.splits
+        if self.by_cores:
+            told += ", those missed by cores and link"
         return told
 
 
@@ -142,6 +191,8 @@ class ExpertsFound:
     """Experts that were not."""
     by_cores: float = 0.0
     """Experts of these that the host's cores multiplied where they lie."""
+    later: float = 0.0
+    """Experts of these that the link then brought for later steps."""
 
     @property
     def brought(self) -> float:
@@ -157,6 +208,7 @@ class ExpertsFound:
         if self.by_cores:
             yield "experts brought", "brought"
             yield "experts multiplied by the cores", "by_cores"
+            yield "experts brought for later", "later"
 
 
 def table_bytes(num_experts: int) -> int:
@@ -168,6 +220,10 @@ def _align(num_bytes: int) -> int:
     return -(-num_bytes // BOUNDARY_BYTES) * BOUNDARY_BYTES
 
 
+_OLD_KEYS = ("host_share", "split_expert")
+"""Keys of rules of before."""
+
+
 class CachedExpertsRule(RuleBase):
     """A rule that may keep experts on the GPU one by one."""
 
@@ -176,31 +232,31 @@ class CachedExpertsRule(RuleBase):
     read the others over the link, in place of those unused longest. Null keeps none."""
     cached_experts_more: Count | None = None
     """The first layers that the rule takes, so many of them, keep one expert more."""
-    host_share: float | None = Field(default=None, ge=0, le=1)
-    """Part of the experts that a layer misses in a step which the host's cores multiply where they
-    lie; the link brings the others. Null is all of them, where ``decode: host`` keeps experts."""
-    split_expert: bool | None = None
-    """True has cores and link each multiply some inner columns of one missed expert, so that
-    ``host_share`` is met more closely. Null and false have them divide whole experts."""
+    later_experts: float | None = Field(default=None, ge=0, le=MOST_LATER)
+    """Experts of a layer that the link may bring for later, a step: of those that the host's cores
+    multiplied. It is counted in sixteenths. Null brings none, where ``decode: host``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_share(cls, data: Any) -> Any:
+        """Refuse the keys of before cores and link divided by their rates."""
+        if isinstance(data, dict) and (old := [key for key in _OLD_KEYS if key in data]):
+            raise ValueError(
+                f"found {' and '.join(old)}: cores and link divide missed experts by their rates "
+                "now, in no stated share. offplan replan makes the plan again; or take the key out"
+            )
+        return data
 
     def list_faults(self) -> Iterator[str]:
         """Yield what its cached experts cannot be."""
         is_divided = self.cached_experts is not None and self.decode.is_by_cores
-        if self.host_share is not None and not is_divided:
+        if self.later_experts is not None and not is_divided:
             kept = "no" if self.cached_experts is None else str(self.cached_experts)
             yield (
-                f"found host_share: {self.host_share:g} with decode: {self.decode.name} and {kept} "
-                "cached_experts: it divides the experts that a step misses between the host's "
-                "cores and the link, so write decode: host and cached_experts, or take it out"
-            )
-        if self.split_expert and not (
-            self.host_share and self.host_share < 1 and (self.cached_experts or 0) > 1
-        ):
-            yield (
-                f"found split_expert with host_share: {self.host_share} and cached_experts: "
-                f"{self.cached_experts}: cores and link each multiply a part of an expert, and its "
-                "part from the link takes the last slot, so write a host_share between 0 and 1 and "
-                "cached_experts of 2 or more, or take split_expert out"
+                f"found later_experts: {self.later_experts:g} with decode: {self.decode.name} and "
+                f"{kept} cached_experts: the link brings for later what the host's cores multiply "
+                "of the experts that a step misses, so write decode: host and cached_experts, or "
+                "take it out"
             )
         if self.cached_experts is None:
             if self.cached_experts_more is not None:
@@ -244,15 +300,15 @@ class CachedExpertsRule(RuleBase):
                 f"{experts.rule} has cached_experts: {asked}, and {experts.layer} has "
                 f"{num_experts} experts: keep {num_experts} at most, or leave them resident"
             )
-        inner = experts.count_inner() if self.split_expert else 0
-        if self.split_expert and not inner:
-            raise PlanError(
-                f"{experts.rule} has split_expert, and the experts of {experts.layer} cannot be "
-                f"split: they are packed, have {CHUNK_COLUMNS} inner columns or fewer, or no "
-                f"projection named {' or '.join(sorted(SECOND_PROJECTIONS))}: leave split_expert "
-                "out"
-            )
-        return ExpertSlots(num_slots, num_experts, experts.unit_bytes, self.share_of_cores, inner)
+        by_cores = self.decode.is_by_cores
+        return ExpertSlots(
+            num_slots,
+            num_experts,
+            experts.unit_bytes,
+            by_cores,
+            experts.count_inner() if by_cores else 0,
+            round((self.later_experts or 0) * LATER_PARTS),
+        )
 
     def why_not_on_gpu(self, model: Model, dtype: str, layers: Sequence[Layer]) -> str | None:
         """Say what no kernel reads from slots."""
@@ -275,36 +331,28 @@ class CachedExpertsRule(RuleBase):
             f"`batch` to {MAX_PAIRS // num_chosen}, or leave cached_experts out"
         )
 
-    @property
-    def num_kept(self) -> int:
-        """Experts of a layer that are on the GPU from step to step; the last slot may keep none."""
-        return (self.cached_experts or 0) - bool(self.split_expert)
-
-    @property
-    def share_of_cores(self) -> float:
-        """Part of the kept experts that a step misses which the host's cores multiply."""
-        if self.cached_experts is None or not self.decode.is_by_cores:
-            return 0.0
-        return 1.0 if self.host_share is None else self.host_share
-
     def describe(self) -> str:
         """Say how many experts it keeps, and who multiplies those that are missed."""
         if self.cached_experts is None:
             return super().describe()
         more = self.cached_experts_more
         told = f", and one more of the first {more} of them" if more else ""
-        if share := self.share_of_cores:
-            told += f"; the host's cores multiply {share:.0%} of those missed, "
-            told += "the link brings the rest"
-            told += "; one expert is split between them" * bool(self.split_expert)
-        kept = f"; the {self.num_kept} experts of a layer used last are on the GPU, too{told}"
+        if self.decode.is_by_cores:
+            told += "; the host's cores and the link divide those missed by their rates"
+            if self.later_experts:
+                told += (
+                    ", and of those that the cores multiply the link brings up to "
+                    f"{self.later_experts:g} a step for later"
+                )
+        kept = f"; the {self.cached_experts} experts of a layer used last are on the GPU, too{told}"
         return super().describe() + kept
 
     def describe_plainly(self) -> str:
         """Say how many experts it keeps to people who do not know the keys."""
         if self.cached_experts is None:
             return super().describe_plainly()
-        number = f"{self.num_kept}" + f" or {self.num_kept + 1}" * bool(self.cached_experts_more)
+        kept, more = self.cached_experts, bool(self.cached_experts_more)
+        number = f"{kept}" + f" or {kept + 1}" * more
         kept = f"; the {number} of a layer that were used last are on the GPU as well"
         return super().describe_plainly() + kept
 
