@@ -2,6 +2,8 @@
 
 A kernel of a captured step is given the number of a job and two words. It writes 0 to the answer
 and rings with the number. The stream waits until the answer is 1 or more: 1 for done, 2 for failed.
+Experts that the kernel has listed for later are copied to the GPU behind the answer, on a stream of
+the coordinator's own. It answers the next bell before it queues another piece.
 Source: FreeToken, ``gpu_sync_cuda.cpp``, for a doorbell within a captured step.
 """
 
@@ -10,9 +12,10 @@ from collections.abc import Iterable, Sequence
 from ctypes import Structure, c_int64, c_void_p
 from enum import IntEnum
 from pathlib import Path
+from typing import NamedTuple
 
 from offplan.errors import OffplanError
-from offplan.hostcores.library import Dense, Experts, Library, Team, Words
+from offplan.hostcores.library import Dense, Driver, Experts, Library, Team, Words
 
 LEAST_LIMIT_S = 1.0
 """Seconds that a job may always take before the watchdog gives it up."""
@@ -21,11 +24,23 @@ TIMES_PRICE = 10.0
 _TROUBLES = {
     1: "the host's cores ran out of memory for a product",
     2: "the host's cores did not answer in time: a thread that computes was stopped, or hangs",
+    3: "the driver did not copy the experts that the host's cores multiplied to the GPU",
 }
 
 
 JobKind = IntEnum("JobKind", "NOTHING DENSE EXPERTS SLEEP", start=0)
 """The kind of product that a job computes, as ``coordinator.h`` has it."""
+
+
+class Spent(NamedTuple):
+    """What a coordinator has spent since it began."""
+
+    busy_ns: int
+    """Nanoseconds in which it computed."""
+    queueing_ns: int
+    """Nanoseconds in which it queued copies."""
+    queued_bytes: int
+    """Bytes of these copies."""
 
 
 class _Call(Structure):
@@ -99,6 +114,28 @@ class Coordinator:
         call = _Call(self._address, job)
         self._tasks.append(call)
         return ctypes.addressof(call)
+
+    def exchange(self, job: int) -> None:
+        """Ring for a job and wait for the answer, as a stream does that has rung for nothing."""
+        self._calls.offplan_exchange(self._address, job)
+
+    def copy_by(self, driver: Driver) -> None:
+        """Copy by a driver the experts that jobs list for later, before there are such jobs."""
+        self._tasks.append(driver)
+        self._calls.offplan_copy_by(self._address, ctypes.byref(driver))
+
+    def drain(self) -> None:
+        """Wait until nothing is under way: no job, and no copy of what jobs have listed.
+
+        Returns as well once a job or a copy has failed, which ``check`` says. No stream may ring
+        meanwhile.
+        """
+        if self._address:
+            self._calls.offplan_drain(self._address)
+
+    def count(self) -> Spent:
+        """Return what was spent so far; the coordinator is not closed."""
+        return Spent(*(self._calls.offplan_counter(self._address, at) for at in range(3)))
 
     def check(self) -> None:
         """Raise OffplanError if a job has failed."""

@@ -12,9 +12,11 @@ from ctypes import (
     byref,
     c_double,
     c_float,
+    c_int32,
     c_int64,
     c_uint8,
     c_uint32,
+    c_uint64,
     c_void_p,
 )
 from enum import IntEnum
@@ -75,7 +77,44 @@ class Experts(Structure):
         *_each(c_int64, "num_tokens num_chosen"),
         *_each(c_void_p, "inputs chosen factors outputs"),
         ("precise", c_int64),
+        ("later", c_void_p),
     )
+
+
+MOST_LISTED = 16
+"""Experts that a list has room for."""
+
+
+class LaterList(Structure):
+    """Experts of a layer to be copied into slots behind a product; see ``products.h``."""
+
+    _fields_ = (
+        *_each(c_int32, "count sequence failed unused"),
+        ("pairs", c_int32 * 2 * MOST_LISTED),
+    )
+
+
+class LaterPart(Structure):
+    """Addresses of a part of the experts and of its slots; see ``products.h``."""
+
+    _fields_ = (("experts", c_void_p), ("slots", c_uint64), ("bytes", c_int64))
+
+
+class Later(Structure):
+    """What is copied, and into what, of the experts that a list names; see ``products.h``."""
+
+    _fields_ = (
+        ("list", c_void_p),
+        ("done", c_uint64),
+        ("num_parts", c_int64),
+        ("parts", c_void_p),
+    )
+
+
+class Driver(Structure):
+    """Functions that copy experts to a device; see ``coordinator.h``."""
+
+    _fields_ = tuple(_each(c_void_p, "set_context copy synchronize context stream"))
 
 
 class Words(Structure):
@@ -103,6 +142,10 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "read": (None, (c_void_p, c_void_p, c_int64)),
     "coordinator": (c_void_p, (c_void_p, c_void_p, c_int64)),
     "add_job": (c_int64, (c_void_p, c_int64, c_void_p, c_int64)),
+    "exchange": (c_int64, (c_void_p, c_int64)),
+    "copy_by": (None, (c_void_p, c_void_p)),
+    "drain": (None, (c_void_p,)),
+    "counter": (c_int64, (c_void_p, c_int64)),
     "trouble": (c_int64, (c_void_p,)),
     "end_coordinator": (c_int64, (c_void_p,)),
 }
@@ -150,7 +193,8 @@ class Library:
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(calls, f"offplan_{name}")
             function.restype, function.argtypes = result, arguments
-        for which, structure in enumerate((Matrix, Dense, Experts, Words)):
+        known = Matrix, Dense, Experts, Words, LaterList, LaterPart, Later, Driver
+        for which, structure in enumerate(known):
             assert calls.offplan_sizes(which) == ctypes.sizeof(structure), structure
         bits = calls.offplan_instruction_sets()
         self.instruction_sets = [each for each in InstructionSet if bits >> each & 1]

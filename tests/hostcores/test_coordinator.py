@@ -10,7 +10,7 @@ import torch
 
 from offplan.errors import OffplanError
 from offplan.hostcores.coordinator import Coordinator, choose_cores, parse_cores
-from offplan.hostcores.library import Dense, Words
+from offplan.hostcores.library import Dense, Driver, Later, LaterList, LaterPart, Words
 from offplan.runtime.host_cores import cores
 from tests.hostcores.cores import make_weight, require_cores, values_of
 
@@ -169,3 +169,175 @@ def test_a_quota_counts_as_the_cores_that_there_are(tmp_path: Path) -> None:
 def test_lists_of_cores_are_read() -> None:
     assert parse_cores("0-3,8\n") == [0, 1, 2, 3, 8]
     assert parse_cores("\n") == []
+
+
+class Copier:
+    """Stands in for the driver: copies memory of the host, now or when it is asked to."""
+
+    def __init__(self, coordinator: Coordinator, status: int = 0) -> None:
+        self.copies: list[tuple[int, int, int]] = []
+        """Target, source and bytes of each copy, in the order in which they were queued."""
+        self.num_done, self.is_held, self.contexts, self._status = 0, False, [0], status
+        types = ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
+        kinds = [
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._enter),
+            ctypes.CFUNCTYPE(*types)(self._copy),
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._synchronize),
+        ]
+        self._keeps = kinds
+        addresses = [ctypes.cast(each, ctypes.c_void_p).value for each in kinds]
+        coordinator.copy_by(Driver(*addresses, 11, 12))
+
+    def _enter(self, context: int) -> int:
+        self.contexts.append(context)
+        return 0
+
+    def _copy(self, target: int, source: int, num_bytes: int, stream: int) -> int:
+        assert stream == 12
+        self.copies.append((target, source, num_bytes))
+        if not self.is_held:
+            self.do()
+        return self._status
+
+    def _synchronize(self, stream: int) -> int:
+        assert stream == 12
+        self.is_held = False
+        self.do()
+        return 0
+
+    def do(self) -> None:
+        while self.num_done < len(self.copies):
+            ctypes.memmove(*self.copies[self.num_done])
+            self.num_done += 1
+
+
+class Listing:
+    """Experts of two parts, their slots, and a job whose kernel lists some of them for later."""
+
+    def __init__(self, coordinator: Coordinator, num_experts: int = 6) -> None:
+        up, down = make_weight("bf16", 64, 96, num_experts), make_weight("bf16", 96, 32, num_experts)
+        sizes = 3 << 20, 20  # the first in pieces
+        self.parts = [torch.randint(0, 255, (num_experts, n), dtype=torch.uint8) for n in sizes]
+        self.slots = [torch.zeros_like(part[:3]) for part in self.parts]
+        rows = [
+            LaterPart(part.data_ptr(), slot.data_ptr(), part[0].nbytes)
+            for part, slot in zip(self.parts, self.slots, strict=True)
+        ]
+        self.list, self.done = LaterList(), ctypes.c_int32()
+        table = (LaterPart * 2)(*rows)
+        self.later = Later(
+            ctypes.addressof(self.list), ctypes.addressof(self.done), 2, ctypes.addressof(table)
+        )
+        task = cores.Experts(up=cores.describe(*up), down=cores.describe(*down))
+        task.num_experts, task.is_gated, task.alpha, task.limit = num_experts, 1, 1.0, float("inf")
+        task.kernels, task.num_tokens, task.num_chosen = cores.load().kernels(), 1, 2
+        given = torch.randn(1, 96).bfloat16(), torch.tensor([[1, 4]]), torch.ones(1, 2)
+        self.out = torch.zeros(1, 96, dtype=torch.bfloat16)
+        task.inputs, task.chosen, task.factors = (each.data_ptr() for each in given)
+        task.outputs, task.later = self.out.data_ptr(), ctypes.addressof(self.later)
+        task.keeps = up, down, given, table
+        self.job = coordinator.add(task)
+
+    def note(self, *pairs: tuple[int, int]) -> None:
+        """List experts with their slots, as a step's kernel does."""
+        self.list.count = len(pairs)
+        self.list.sequence += bool(pairs)
+        for at, (expert, slot) in enumerate(pairs):
+            self.list.pairs[at][:] = expert, slot
+
+    def require(self, *pairs: tuple[int, int]) -> None:
+        assert self.done.value == self.list.sequence
+        for expert, slot in pairs:
+            for part, slots in zip(self.parts, self.slots, strict=True):
+                assert torch.equal(slots[slot], part[expert])
+
+    def wait(self) -> None:
+        """Wait for the word, as the layer's next lookup does."""
+        ends = time.monotonic() + 20
+        while self.done.value != self.list.sequence:
+            assert time.monotonic() < ends
+            time.sleep(0)
+
+
+def test_what_is_listed_is_copied_behind_the_answer(coordinator: Coordinator) -> None:
+    stream, copier, layers = Stream(coordinator), Copier(coordinator), []
+    for _ in range(3):
+        layers.append(Listing(coordinator))
+    given = [[(4, 0), (1, 2)], [], [(0, 0)], [(5, 2), (3, 1), (2, 0)], []]
+    for step in range(10):
+        for number, layer in enumerate(layers):
+            layer.wait()
+            pairs = given[(step + number) % len(given)]
+            layer.note(*pairs)
+            assert stream.run(layer.job) == DONE
+            if step % 2:
+                layer.wait()
+                layer.require(*pairs)
+    coordinator.drain()
+    for number, layer in enumerate(layers):
+        layer.require(*given[(9 + number) % len(given)])
+    assert copier.contexts == [0, 11]  # once, on the thread that copies
+    sizes = {num_bytes for *_, num_bytes in copier.copies}
+    assert sizes == {1 << 20, 20, 4}
+    spent = coordinator.count()
+    assert spent.queued_bytes == sum(n for *_, n in copier.copies if n != 4)
+    assert spent.busy_ns > 0
+    assert spent.queueing_ns > 0
+    coordinator.check()
+
+
+def test_a_bell_is_answered_while_copies_are_under_way(coordinator: Coordinator) -> None:
+    """And ``drain`` waits for all of them, also for the ones that are not queued yet."""
+    stream, copier, layer = Stream(coordinator), Copier(coordinator), Listing(coordinator)
+    product, out, expected = add_product(coordinator)
+    copier.is_held = True
+    layer.note((2, 1), (0, 0))
+    assert stream.run(layer.job) == DONE
+    for _ in range(3):
+        assert stream.run(product) == DONE
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+    assert layer.done.value == 0
+    coordinator.drain()
+    layer.require((2, 1), (0, 0))
+    assert copier.copies[-1] == (ctypes.addressof(layer.done), layer.later.list + 4, 4)
+    coordinator.drain()  # of nothing
+
+
+def test_a_list_is_read_before_the_answer(coordinator: Coordinator) -> None:
+    """A lookup that finds nothing pending may write the next one as soon as it has come."""
+    stream, copier, layer = Stream(coordinator), Copier(coordinator), Listing(coordinator)
+    for _ in range(200):
+        layer.note()
+        assert stream.run(layer.job) == DONE
+        layer.list.count, layer.list.pairs[0][:] = 1, (99, 99)
+    coordinator.drain()
+    assert copier.copies == []
+
+
+def test_a_copy_that_fails_is_said(coordinator: Coordinator) -> None:
+    stream, copier, layer = Stream(coordinator), Copier(coordinator, 700), Listing(coordinator)
+    layer.note((2, 1), (3, 0))
+    assert stream.run(layer.job) in (DONE, FAILED)
+    coordinator.drain()  # which waits for nothing any more
+    assert len(copier.copies) == 1
+    with pytest.raises(OffplanError, match="the driver did not copy the experts"):
+        coordinator.check()
+    assert stream.run(layer.job) == FAILED
+
+
+def test_it_closes_with_copies_pending(words: Words) -> None:
+    library = cores.load()
+    coordinator = Coordinator(library, library.team(1), ctypes.addressof(words))
+    copier, layer = Copier(coordinator), Listing(coordinator)
+    copier.is_held = True
+    layer.note((2, 1), (0, 0))
+    assert Stream(coordinator).run(layer.job) == DONE
+    coordinator.close()
+    coordinator.drain()
+    coordinator.close()
+
+
+def test_a_job_is_rung_for_by_the_host(coordinator: Coordinator) -> None:
+    job, out, expected = add_product(coordinator)
+    coordinator.exchange(job)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)

@@ -1,6 +1,7 @@
 #include "coordinator.h"
 #include <sched.h>
 #include <time.h>
+#include <algorithm>
 
 static void doze(int64_t ns) {
   const timespec time = {ns / 1000000000, ns % 1000000000};
@@ -52,6 +53,51 @@ void Coordinator::fail(int64_t reason) {
   words->answer.store(FAILED, std::memory_order_release);
 }
 
+// Note what a job lists, before it is answered: until then nobody writes another list there.
+void Coordinator::list_later(const Later* later) {
+  if (!later || later->list->count <= 0) return;
+  while (num_pending == MOST_PENDING) copy_piece();
+  Pending& added = pending[(oldest + num_pending++) % MOST_PENDING];
+  added = {later, *later->list, 0, 0, 0};
+  added.list.count = std::min(added.list.count, (int32_t)LaterList::MOST);
+}
+
+// Queue the next piece of the oldest list, and behind its last one the word that says so.
+void Coordinator::copy_piece() {
+  const int64_t since = now_ns();
+  Pending& next = pending[oldest];
+  const Later& later = *next.later;
+  int status = 0;
+  if (!has_context) status = driver.set_context ? driver.set_context(driver.context) : -1;
+  has_context = true;
+  const LaterPart& part = later.parts[next.part];
+  const auto& pair = next.list.pairs[next.nth];
+  const int64_t bytes = std::min(part.bytes - next.first, (int64_t)PIECE_BYTES);
+  if (!status)
+    status = driver.copy(part.slots + pair.slot * part.bytes + next.first,
+                         part.experts + pair.expert * part.bytes + next.first, bytes, driver.stream);
+  queued_bytes.fetch_add(bytes, std::memory_order_relaxed);
+  next.first += bytes;
+  if (next.first == part.bytes) next.first = 0, next.part++;
+  if (next.part == later.num_parts) next.part = 0, next.nth++;
+  if (next.nth == next.list.count) {
+    // the list itself has the word: nobody changes it before this copy is done
+    if (!status) status = driver.copy(later.done, &later.list->sequence, 4, driver.stream);
+    oldest = (oldest + 1) % MOST_PENDING, num_pending--;
+  }
+  if (status) num_pending = 0, fail(3);
+  queueing_ns.fetch_add(now_ns() - since, std::memory_order_relaxed);
+}
+
+void Coordinator::drain() {
+  const int64_t own = asked.fetch_add(1) + 1;
+  while (drained.load(std::memory_order_acquire) < own) {
+    if (why.load() || ends.load() || has_ended.load()) break;
+    sched_yield();
+  }
+  if (driver.synchronize && driver.synchronize(driver.stream)) fail(3);
+}
+
 void Coordinator::serve() {
   if (core >= 0) {
     cpu_set_t cores;
@@ -61,8 +107,15 @@ void Coordinator::serve() {
   }
   int64_t heard_ns = now_ns();
   for (int64_t looks = 0; !ends.load(std::memory_order_relaxed) && !why.load(); looks++) {
+    const int64_t wanted = asked.load();  // before the bell: whoever asks has rung earlier
     const uint32_t number = words->bell.load(std::memory_order_acquire);
     if (!number) {
+      if (num_pending) {
+        copy_piece();
+        continue;
+      }
+      if (drained.load(std::memory_order_relaxed) != wanted)
+        drained.store(wanted, std::memory_order_release);
       _mm_pause();
       if (looks % 256 == 0 && now_ns() - heard_ns > SPIN_NS) doze(DOZE_NS);
       continue;
@@ -70,8 +123,10 @@ void Coordinator::serve() {
     words->bell.store(0, std::memory_order_relaxed);
     const Job& job = jobs[number <= num_jobs.load(std::memory_order_acquire) ? number : 0];
     limit_ns.store(job.limit_ns, std::memory_order_relaxed);
-    began_ns.store(now_ns(), std::memory_order_release);
+    const int64_t began = now_ns();
+    began_ns.store(began, std::memory_order_release);
     int failed = 0;
+    if (job.kind == EXPERTS) list_later(((const ::Experts*)job.task)->later);
     switch (job.kind) {
       case DENSE: failed = multiply(*team, *(const Dense*)job.task); break;
       case EXPERTS: failed = multiply_experts(*team, *(const ::Experts*)job.task); break;
@@ -80,6 +135,7 @@ void Coordinator::serve() {
     }
     began_ns.store(0, std::memory_order_release);
     heard_ns = now_ns();
+    busy_ns.fetch_add(heard_ns - began, std::memory_order_relaxed);
     num_done.fetch_add(1, std::memory_order_relaxed);
     if (why.load()) break;  // the watchdog was sooner, and its answer stands
     if (failed) fail(1);
@@ -116,5 +172,6 @@ bool Coordinator::end() {
     return false;
   }
   pthread_join(worker, nullptr);
+  if (driver.synchronize) driver.synchronize(driver.stream);  // memory that copies write is given back
   return true;
 }

@@ -15,8 +15,24 @@ struct alignas(64) Words {
   std::atomic<uint32_t> answer;
 };
 
+// The driver's functions by which experts are copied to a device, each 0 where it succeeds; tests
+// have stand-ins. Nothing is linked with the driver.
+struct Driver {
+  int (*set_context)(void* context);
+  int (*copy)(uint64_t target, const void* source, size_t bytes, void* stream);
+  int (*synchronize)(void* stream);
+  void *context, *stream;
+};
+
+// Experts that a step has listed, of which some are to be copied yet.
+struct Pending {
+  const Later* later;
+  LaterList list;
+  int64_t nth, part, first;  // the next piece: of which pair and part, and its first byte
+};
+
 struct Coordinator {
-  static const int64_t MOST_JOBS = 1 << 14;
+  static const int64_t MOST_JOBS = 1 << 14, MOST_PENDING = 1 << 10, PIECE_BYTES = 1 << 20;
   struct Job {
     int64_t kind;
     const void* task;  // a Dense, an Experts, or of SLEEP the milliseconds
@@ -32,8 +48,15 @@ struct Coordinator {
   // End both threads, every wait being answered. Returns false where a worker hangs: memory that
   // it may still use is then left to it.
   bool end();
-  // What went wrong: 0 nothing, 1 memory ran out, 2 the cores did not answer in time.
+  // Copy by a driver what jobs list for later: said before there is such a job.
+  void copy_by(const Driver& its_driver) { driver = its_driver; }
+  // Wait until no job is under way and all that was listed for later is copied, or nothing is done
+  // any more. For one thread, which no stream rings beside.
+  void drain();
+  // What went wrong: 0 nothing, 1 memory ran out, 2 the cores did not answer in time, 3 the driver.
   int64_t trouble() const { return why.load(); }
+  // Nanoseconds of products, nanoseconds in which copies were queued, and their bytes.
+  std::atomic<int64_t> busy_ns{0}, queueing_ns{0}, queued_bytes{0};
 
  private:
   Team* team = nullptr;
@@ -41,9 +64,16 @@ struct Coordinator {
   int core = -1;
   Job jobs[MOST_JOBS];
   std::atomic<int64_t> num_jobs{0}, why{0}, began_ns{0}, limit_ns{0}, num_done{0};
+  std::atomic<int64_t> asked{0}, drained{0};
   std::atomic<bool> ends{false}, has_ended{false};
   pthread_t worker, watchdog;
+  Driver driver{};
+  bool has_context = false;
+  Pending pending[MOST_PENDING];  // a ring: the oldest, and how many there are
+  int64_t oldest = 0, num_pending = 0;
   void fail(int64_t reason);
+  void list_later(const Later* later);
+  void copy_piece();
   void serve();
   void watch();
 };

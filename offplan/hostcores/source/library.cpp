@@ -141,7 +141,8 @@ EXPORT void offplan_tables(const float* fp4, const float* fp8) {
 }
 
 EXPORT int64_t offplan_sizes(int64_t which) {
-  const int64_t sizes[] = {sizeof(Matrix), sizeof(Dense), sizeof(::Experts), sizeof(Words)};
+  const int64_t sizes[] = {sizeof(Matrix), sizeof(Dense), sizeof(::Experts), sizeof(Words),
+                           sizeof(LaterList), sizeof(LaterPart), sizeof(Later), sizeof(Driver)};
   return sizes[which];
 }
 
@@ -192,6 +193,18 @@ EXPORT void* offplan_coordinator(void* team, void* words, int64_t core) {
 }
 EXPORT int64_t offplan_add_job(void* coordinator, int64_t kind, const void* task, int64_t limit) {
   return ((Coordinator*)coordinator)->add(kind, task, limit);
+}
+EXPORT int64_t offplan_exchange(void* coordinator, int64_t job) {
+  return ((Coordinator*)coordinator)->exchange((uint32_t)job);
+}
+EXPORT void offplan_copy_by(void* coordinator, const Driver* driver) {
+  ((Coordinator*)coordinator)->copy_by(*driver);
+}
+EXPORT void offplan_drain(void* coordinator) { ((Coordinator*)coordinator)->drain(); }
+EXPORT int64_t offplan_counter(void* coordinator, int64_t which) {
+  const Coordinator& its = *(Coordinator*)coordinator;
+  const std::atomic<int64_t>* counters[] = {&its.busy_ns, &its.queueing_ns, &its.queued_bytes};
+  return counters[which]->load();
 }
 EXPORT int64_t offplan_trouble(void* coordinator) {
   return ((Coordinator*)coordinator)->trouble();

@@ -15,6 +15,27 @@ struct Dense {
   int64_t precise;
 };
 
+// Experts of a layer that a kernel lists to be copied into slots of a device once a product is
+// answered, in memory that both see. `failed` is the kernel's own.
+struct LaterList {
+  static const int MOST = 16;
+  int32_t count, sequence, failed, unused;
+  struct {
+    int32_t expert, slot;
+  } pairs[MOST];
+};
+struct LaterPart {
+  const uint8_t* experts;  // the first expert's
+  uint64_t slots;          // address of the first slot, on the device
+  int64_t bytes;           // of one expert
+};
+struct Later {
+  const LaterList* list;
+  uint64_t done;  // address of a word on the device: the list's `sequence` once all of it is there
+  int64_t num_parts;
+  const LaterPart* parts;
+};
+
 struct Experts {
   const Kernels* kernels;
   Matrix up, down;  // the first expert's; of gated ones `up` has gate and up in one
@@ -31,6 +52,7 @@ struct Experts {
   const float* factors;    // [num_tokens, num_chosen]
   void* outputs;           // [num_tokens, hidden]
   int64_t precise;
+  const Later* later;      // or null
 };
 
 // Both return 0, or 1 where memory ran out.

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from offplan.capabilities.cached_experts import LATER_PARTS, LATER_STEPS, MOST_LATER
 from offplan.forms.host_kernels import CHUNK_COLUMNS
 from offplan.kernel_sizes import TABLE_COUNTERS, TABLE_LISTS
 
@@ -15,13 +16,27 @@ NOTED_TOKENS = 64
 """Tokens of a prompt, the last ones of each sequence, that count as if they had been steps."""
 NOBODY = -1
 """Stands for an expert where a prompt has no token."""
-HITS, COPIED, IN_PLACE, FROM_PROMPT, BY_CORES, SPLIT, SPLIT_CHUNKS = range(7)
+HITS, COPIED, IN_PLACE, FROM_PROMPT, BY_CORES, SPLIT, SPLIT_CHUNKS, LATER = range(8)
 """Counters of 8 bytes. Of steps they count the experts that were there, that were copied over the
 link and that were read in place; of prompts, those copied. Of the host's cores they count the
-experts multiplied, those multiplied in part, and the chunks of inner columns of that part."""
+experts multiplied, those multiplied in part, and the chunks of inner columns of that part. Last
+come the experts that the link brought for later."""
 NUM_MISSED, SPLIT_EXPERT, NUM_CHUNKS = 16, 17, 18
 """Numbers of 4 bytes: experts to be copied, the expert that the cores multiply in part, and its
 chunks of inner columns, 0 for none."""
+QUOTA, CREDIT, NUM_STEPS, NUM_USED, NUM_RECENT, IS_IDLE = range(19, 25)
+"""Numbers of 4 bytes by which experts are brought for later: LATER_PARTS of an expert that a step
+may bring, and that are left. Then come steps since the layer decided, the experts that these used,
+and how many of them were among those used last. The last number is 1 while it brings none."""
+SEQUENCE, DONE, HAS_FAILED = range(25, 28)
+"""Numbers of 4 bytes: of the last list of experts brought for later, and of the last one of which
+all copies are done. Whoever copies writes DONE. HAS_FAILED is 1 once a wait for it was given up."""
+LIST_COUNT, LIST_SEQUENCE, LIST_FAILED, LIST_PAIRS = 0, 1, 2, 4
+"""Numbers of a list of experts brought for later, as ``LaterList`` of the host's cores has them."""
+LIST_NUMBERS = LIST_PAIRS + 2 * MOST_LATER
+COPIES_AT_ONCE = True
+"""True if later copies are made as soon as the cores have begun, on the CPU; else they are made
+when the layer looks up again, or another pass comes. Both are as early and as late as can be."""
 ORDER, SLOTS, MISSED, MISSED_SLOTS, FREED = range(TABLE_LISTS)
 """Lists of a number for each expert. They are experts by their last use, the latest first, and the
 slots that these have, or NOBODY. Then come experts to be copied, their slots, and room for a
@@ -38,6 +53,9 @@ class Table(NamedTuple):
     shares: torch.Tensor | None = None
     """Experts that the host's cores multiply of so many that a step misses, int32 of [experts + 1]
     (``list_shares``); None if they multiply none."""
+    later: torch.Tensor | None = None
+    """The list of experts that the link brings for later, int32 of [LIST_NUMBERS] on the host, as
+    the device sees it; None if it brings none."""
 
     @property
     def counts(self) -> torch.Tensor:
@@ -54,9 +72,13 @@ class Table(NamedTuple):
         return self.memory[begin : begin + self.num_experts]
 
     def empty(self) -> None:
-        """Say that no expert was used, and that none is there; queued on the current stream."""
+        """Say that no expert was used, and that none is there; queued on the current stream.
+
+        No copy may be under way. That a wait was given up is not forgotten.
+        """
         indices = torch.arange(self.num_experts, dtype=torch.int32, device=self.memory.device)
         self.number(NUM_MISSED).zero_()
+        self.memory[CREDIT:HAS_FAILED].zero_()
         self.list_of(ORDER).copy_(indices)
         self.list_of(SLOTS).fill_(NOBODY)
 
@@ -89,9 +111,11 @@ def use(table: Table, chosen: torch.Tensor, *, is_step: bool) -> Used:
     cores multiply as many of the missed experts as ``shares`` says, the last ones in the order that
     was. These take no slot. Of the one before them they may multiply a part: the rest of it is to
     be copied behind the slots, for this step alone. The others are brought, in the order, while
-    there are slots that no expert of the step has: in place of those used longest ago. A prompt's
+    there are slots that no expert of the step has: in place of those used longest ago. Of the split
+    expert and the cores' the first ones take the slots that are then left, as many as
+    ``_count_later`` allows: in this step they are multiplied as if they had none. A prompt's
     last steps leave the first experts in the order there, of those that it used or that were there.
-    Lists those to be copied, and their slots. ``is_step`` counts what the step, the only one,
+    Lists those to be copied, and their slots, and those to be copied later. ``is_step`` counts what the step, the only one,
     found; else a prompt's are counted. Returns what the pairs of the last step find. CPU only: it
     waits for what it finds.
 
@@ -123,8 +147,17 @@ def use(table: Table, chosen: torch.Tensor, *, is_step: bool) -> Used:
         places_read = torch.where(was_there, 0, (is_used & was_there).sum() + nth_missed)
     else:
         places_read = new_places
-    num_idle = num_slots - min(int(is_read.sum()), num_slots)
+    num_left = num_slots - min(int(is_read.sum()), num_slots)
+    num_later, num_brought = 0, first_by_cores - (num_chunks > 0)
+    if is_step and table.later is not None:
+        assert not is_pending(table), "a lookup waits for the copies of the one before"
+        num_recent = int(is_used[:num_slots].sum())
+        most = min(num_missed - num_brought, num_left)
+        num_later = _count_later(table, most, int(is_used.sum()), num_recent)
+    is_later = missed & (nth_missed >= num_brought) & (nth_missed < num_brought + num_later)
+    num_idle = num_left - num_later
     has_slot = (is_read & (places_read < num_slots)) | (idle & (idle.cumsum(0) <= num_idle))
+    has_slot |= is_later
     comes, leaves = has_slot & ~was_there, was_there & ~has_slot
     num_come, num_there = int(comes.sum()), int(was_there.sum())
     fresh = torch.arange(num_there, num_there + num_come, dtype=slots.dtype)
@@ -132,7 +165,10 @@ def use(table: Table, chosen: torch.Tensor, *, is_step: bool) -> Used:
     slots[~has_slot] = NOBODY
     table.list_of(MISSED)[:num_come] = order[comes].int()
     table.list_of(MISSED_SLOTS)[:num_come] = slots[comes]
+    num_come -= num_later  # they are the last ones
     table.number(NUM_MISSED).fill_(num_come)
+    if is_step and table.later is not None:
+        _list_later(table, order[is_later], slots[is_later])
     table.number(NUM_CHUNKS).fill_(num_chunks)
     table.number(SPLIT_EXPERT)[:] = order[is_split].sum()
     table.list_of(ORDER)[new_places] = order.int()
@@ -144,10 +180,12 @@ def use(table: Table, chosen: torch.Tensor, *, is_step: bool) -> Used:
         table.counts[BY_CORES] += num_by_cores
         table.counts[SPLIT] += num_chunks > 0
         table.counts[SPLIT_CHUNKS] += num_chunks
+        table.counts[LATER] += num_later
     else:
         table.counts[FROM_PROMPT] += num_come
     slot_of = torch.full((num_experts,), num_experts, dtype=torch.int32)
-    slot_of[order[has_slot]] = slots[has_slot]
+    is_here = has_slot & ~is_later
+    slot_of[order[is_here]] = slots[is_here]
     slot_of[order[is_split]] = num_slots
     expert_of = torch.full((num_experts,), NOBODY, dtype=torch.int64)
     expert_of[order[by_cores]] = order[by_cores]
@@ -156,6 +194,55 @@ def use(table: Table, chosen: torch.Tensor, *, is_step: bool) -> Used:
     first_column[order[is_split]] = num_chunks * CHUNK_COLUMNS
     last = chosen[-1].long()
     return Used(slot_of[last], expert_of[last], first_column[last])
+
+
+def _count_later(table: Table, most: int, num_used: int, num_recent: int) -> int:
+    """Count the experts that a step brings for later, ``most`` at most, by what the layer may.
+
+    The step used ``num_used`` experts, of which ``num_recent`` were among those used last. Integers
+    alone decide, so that the same history brings the same experts.
+    """
+    quota, credit, steps, used, recent, is_idle = table.memory[QUOTA : IS_IDLE + 1].tolist()
+    credit = min(credit + quota, LATER_PARTS * MOST_LATER)
+    num_later = 0 if is_idle else min(most, credit // LATER_PARTS)
+    credit -= num_later * LATER_PARTS
+    steps, used, recent = steps + 1, used + num_used, recent + num_recent
+    if steps == LATER_STEPS:  # as ``ExpertSlots.brings_later`` decides
+        kept, others = table.num_slots, table.num_experts - table.num_slots
+        beyond = recent * table.num_experts - kept * used
+        steps, is_idle = 0, int(8 * beyond <= used * min(kept, others))
+        used = recent = 0
+    numbers = torch.tensor([credit, steps, used, recent, is_idle], dtype=torch.int32)
+    table.memory[CREDIT : IS_IDLE + 1] = numbers
+    return num_later
+
+
+def _list_later(table: Table, experts: torch.Tensor, slots: torch.Tensor) -> None:
+    """List experts and their slots for whoever copies them, by the next number if there are any."""
+    later = table.later
+    assert later is not None
+    table.number(SEQUENCE).add_(bool(len(experts)))
+    later[LIST_COUNT], later[LIST_SEQUENCE] = len(experts), table.number(SEQUENCE)[0]
+    pairs = torch.stack([experts, slots], 1).flatten()
+    later[LIST_PAIRS : LIST_PAIRS + len(pairs)] = pairs.to(later.dtype)
+
+
+def is_pending(table: Table) -> bool:
+    """Return True if copies that were listed for later are not made yet; waits for the device."""
+    return bool(table.number(SEQUENCE) != table.number(DONE))
+
+
+def copy_later(
+    table: Table, sources: Mapping[str, torch.Tensor], slots: Mapping[str, torch.Tensor]
+) -> None:
+    """Copy the experts listed for later into their slots, unless that is done. CPU only."""
+    if table.later is None or not is_pending(table):
+        return
+    num_pairs = int(table.later[LIST_COUNT])
+    pairs = table.later[LIST_PAIRS : LIST_PAIRS + 2 * num_pairs].view(num_pairs, 2).long()
+    for name, slot in slots.items():
+        slot[pairs[:, 1]] = sources[name][pairs[:, 0]]
+    table.number(DONE).copy_(table.number(SEQUENCE))
 
 
 def copy_missed(

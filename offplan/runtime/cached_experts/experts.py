@@ -6,11 +6,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from offplan.runtime.cached_experts import expert_table
 from offplan.runtime.cached_experts.expert_table import (
     NOBODY,
+    QUOTA,
     Runs,
     Table,
     clear_cut,
+    copy_later,
     copy_missed,
     use,
 )
@@ -50,6 +53,7 @@ def keep_in_slots(
         slots=slots,
         slot_sources=sources,
         slot_shares=None,
+        slot_later=None,
         slot_runs=None,
         cores=None,
         reads_slots=False,
@@ -58,17 +62,27 @@ def keep_in_slots(
     )
 
 
-def divide(experts: nn.Module, shares: torch.Tensor, runs: Mapping[str, Runs] | None) -> None:
+def divide(
+    experts: nn.Module,
+    shares: torch.Tensor,
+    runs: Mapping[str, Runs] | None,
+    later: torch.Tensor,
+    quota: int,
+) -> None:
     """Have the host's cores multiply some of the experts in slots that a step misses.
 
-    ``shares`` says how many, as ``Table.shares`` does. ``cores`` of the module, if it is not None,
+    ``shares`` says how many, as ``Table.shares`` does. The link brings some of them for later:
+    ``quota`` a step, in LATER_PARTS of one, listed in ``later``. If it brings none, that has no
+    elements. ``cores`` of the module, if it is not None,
     is the number of the task by which they do. ``runs`` says how the parameters lie by inner
     columns, if the cores multiply a part of an expert. The expert's rest is copied to the last
     slot.
     """
     own = vars(experts)
     table: Table = own["slot_table"]
-    own.update(slot_shares=shares, slot_table=table._replace(shares=shares), slot_runs=runs)
+    table = table._replace(shares=shares, later=later if len(later) else None)
+    table.number(QUOTA).fill_(quota)
+    own.update(slot_shares=shares, slot_later=later, slot_table=table, slot_runs=runs)
     if runs is not None and own["slot_sources"] is not None:
         lie = [runs.get(name, Runs()) for name in own["slots"]]
         own["slot_sources"][:, 3:] = torch.tensor(lie, dtype=torch.int64)
@@ -85,7 +99,7 @@ def keep_elsewhere(experts: nn.Module) -> None:
 
 def leave_slots(experts: nn.Module) -> None:
     """Undo ``keep_in_slots``, so that the memory can be given back."""
-    for name in ("table", "memory", "sources", "shares", "runs"):
+    for name in ("table", "memory", "sources", "shares", "later", "runs"):
         vars(experts).pop(f"slot_{name}", None)
     for name in ("slots", "num_slots", "noted_place", MULTIPLIED_BY, SHARE):
         vars(experts).pop(name, None)
@@ -103,8 +117,9 @@ def forward_cached(
     ``top_k_index`` and ``top_k_weights`` are [tokens, k]. In a step the missed experts are copied
     into slots, over the link, and multiplied there. If there are more of them than slots, the
     others are read where they lie. If experts are divided, the host's cores meanwhile multiply a
-    share of the missed ones where they lie, and of one of them a part. The sum of the cores'
-    products is added here, or by the block where ``ends_in_block``. A prompt reads all of them as
+    share of the missed ones where they lie, and of one of them a part. Some of these are copied
+    into slots for later steps, once the cores have begun. The sum of the cores' products is added
+    here, or by the block where ``ends_in_block``. A prompt reads all of them as
     it would without slots. Its last choices are noted. Everything is on the current stream; on a
     GPU the host waits for nothing.
     """
@@ -119,10 +134,13 @@ def forward_cached(
     table: Table = own["slot_table"]
     slots: dict[str, torch.Tensor] = own["slots"]
     sources = {name: getattr(experts, name) for name in slots}
+    copy_later(table, sources, slots)  # what the last step listed, and is not done
     used = use(table, chosen[None], is_step=True)
     by_cores = used.by_cores.view(top_k_index.shape)
     if task is not None:
         tasks.find(task).begin(hidden_states, by_cores, top_k_weights)
+        if expert_table.COPIES_AT_ONCE:
+            copy_later(table, sources, slots)
         is_whole = (by_cores != NOBODY) & (by_cores < experts.num_experts)
         top_k_weights = top_k_weights.masked_fill(is_whole, 0)
     copy_missed(table, sources, slots, own["slot_runs"])
@@ -235,7 +253,9 @@ def forward_slots(
     chosen = top_k_index.reshape(-1)
     num_pairs, num_experts = chosen.numel(), experts.num_experts
     task = own["cores"]
-    divided = [] if task is None else [task, own["slot_shares"], hidden_states, top_k_weights]
+    divided = []
+    if task is not None:
+        divided = [task, own["slot_shares"], own["slot_later"], hidden_states, top_k_weights]
     slot_of_pair, order, starts, rest, first_column = read_slots(
         chosen, table, own["slot_sources"], num_slots, num_experts, divided
     )
