@@ -3,7 +3,13 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from offplan.capabilities.cached_experts import ExpertSlots
+from offplan.capabilities.cached_experts import (
+    LATER_PARTS,
+    LATER_STEPS,
+    MOST_LATER,
+    ExpertSlots,
+    MissRates,
+)
 
 
 class DividedSlots:
@@ -11,22 +17,31 @@ class DividedSlots:
 
     All experts that a step chooses move to the front of the order, as in ``UseOrder``. Of the
     missed ones the host's cores multiply as many as ``ExpertSlots.divide`` says, those used longest
-    ago: the last in the order that was. Of the one before them they may multiply a part. None of
-    these enters a slot. The link brings the others, those used last first, while there are slots
-    that no expert of the step has, into the slots of those used longest ago; what finds no slot is
-    read in place.
+    ago: the last in the order that was. Of the one before them they may multiply a part. The link
+    brings the others, those used last first, while there are slots that no expert of the step has,
+    into the slots of those used longest ago; what finds no slot is read in place. Of the split
+    expert and the cores' it brings the first ones for later steps, into slots that are then left:
+    as many whole ones as ``ExpertSlots.later`` has added up to, MOST_LATER at most, and none for
+    LATER_STEPS steps if ``ExpertSlots.brings_later`` says so of as many before.
     """
 
-    def __init__(self, slots: ExpertSlots) -> None:
-        """Begin with no expert used, and empty slots."""
+    def __init__(self, slots: ExpertSlots, rates: MissRates) -> None:
+        """Begin with no expert used, and empty slots; ``rates`` are those of the steps to come."""
         self.order = list(range(slots.num_experts))
         """Experts by their last use, the latest first."""
         self.kept: set[int] = set()
         """Experts in slots."""
         self.counts: Counter[str] = Counter()
         """Experts that steps found: ``hits``, ``copied``, ``in_place``, ``whole_by_cores`` and
-        ``split``; and the ``chunks`` of these that the cores multiplied."""
+        ``split``; the ``chunks`` of these that the cores multiplied; and those brought for
+        ``later``."""
+        self.rates = rates
         self._slots, self._num_kept = slots, slots.num_kept
+        self._credit = 0
+        self._brings = True
+        self._steps: list[tuple[int, int]] = []
+        """Experts used since it was decided whether any are brought, and of these those that were
+        among the ``num_kept`` used last: of each step."""
 
     @property
     def by_cores(self) -> float:
@@ -37,12 +52,14 @@ class DividedSlots:
         """Take the experts that a step chose; one chosen twice counts once."""
         used = set(chosen)
         missed = [expert for expert in self.order if expert in used - self.kept]
-        whole_by_cores, chunks = self._slots.divide(len(missed))
+        whole_by_cores, chunks = self._slots.divide(len(missed), self.rates)
         is_split = chunks > 0
         num_brought = len(missed) - whole_by_cores - is_split
         hits = used & self.kept
         copied = missed[: min(num_brought, self._num_kept - len(hits))]
         idle = [expert for expert in self.order if expert in self.kept - used]
+        num_left = self._num_kept - len(hits) - len(copied)
+        later = missed[num_brought:][: self._count_later(used, num_left)]
         self.counts.update(
             hits=len(hits),
             copied=len(copied),
@@ -50,10 +67,23 @@ class DividedSlots:
             whole_by_cores=whole_by_cores,
             split=is_split,
             chunks=chunks,
+            later=len(later),
         )
-        here = hits.union(copied)
+        if later:
+            self._credit -= len(later) * LATER_PARTS
+        here = hits.union(copied, later)
         self.kept = here.union(idle[: self._num_kept - len(here)])
         self._move(used)
+
+    def _count_later(self, used: set[int], num_left: int) -> int:
+        """Count the experts that a step may bring, of those that there are."""
+        self._credit = min(self._credit + self._slots.later, LATER_PARTS * MOST_LATER)
+        may = min(num_left, self._credit // LATER_PARTS) if self._brings else 0
+        self._steps.append((len(used), len(used.intersection(self.order[: self._num_kept]))))
+        if len(self._steps) == LATER_STEPS:
+            self._brings = self._slots.brings_later(*map(sum, zip(*self._steps, strict=True)))
+            self._steps.clear()
+        return may
 
     def settle(self, tokens: Iterable[Iterable[int]]) -> None:
         """Take the experts that a prompt's last tokens chose, none of which the cores multiply.

@@ -19,15 +19,9 @@ from offplan.costs.timeline import PassTimes, to_seconds
 from offplan.forms.form import Component
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit
+from offplan.kernel_sizes import ROWS_AT_RATE
 from offplan.machine.profile import MachineProfile
 from offplan.routing.profile import BatchReuse
-
-ROWS_AT_RATE = 3.0
-"""Rows that a weight meets as fast as one; more take as much longer as they are more.
-
-Source: two Zen 4 cores, FP8 and MXFP4. Products of 2 / 4 / 8 / 16 rows reach 0.93 / 0.63 / 0.36 /
-0.19 of the memory's rate. More cores have more arithmetic for each byte.
-"""
 
 MISSED = (
     "mean of max(products meanwhile, link, host's cores) - products meanwhile - link + DIVIDING_S"

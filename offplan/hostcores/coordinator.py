@@ -147,15 +147,19 @@ class Coordinator:
                 "cores (`decode: uva`)"
             )
 
-    def close(self) -> None:
-        """Stop listening; closing it again does nothing. No stream may wait for an answer."""
+    def close(self) -> bool:
+        """Stop listening; closing it again does nothing. No stream may wait for an answer.
+
+        Returns False if a thread hangs, which keeps what it uses.
+        """
         address, self._address = self._address, 0
         if not address:
-            return
+            return True
         if self._calls.offplan_end_coordinator(address):
             self._team.close()
-        else:
-            _left.append((self._team, self._tasks))
+            return True
+        _left.append((self._team, self._tasks))
+        return False
 
 
 _left: list[object] = []

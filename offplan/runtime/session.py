@@ -157,6 +157,13 @@ class Session:
                     means[name] = type(counted)(*(number / num_steps for number in each))
         return means
 
+    def describe(self) -> list[str]:
+        """Return what executors settled when the session opened, a sentence each.
+
+        A pass has run: they settle some of it for its batch.
+        """
+        return [each for of in self.loaded.executors.values() for each in of.describe()]
+
     @property
     def changes_with_length(self) -> bool:
         """True if a text's first tokens are read otherwise where more of them follow at once."""

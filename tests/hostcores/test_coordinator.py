@@ -215,7 +215,10 @@ class Listing:
     """Experts of two parts, their slots, and a job whose kernel lists some of them for later."""
 
     def __init__(self, coordinator: Coordinator, num_experts: int = 6) -> None:
-        up, down = make_weight("bf16", 64, 96, num_experts), make_weight("bf16", 96, 32, num_experts)
+        up, down = (
+            make_weight("bf16", 64, 96, num_experts),
+            make_weight("bf16", 96, 32, num_experts),
+        )
         sizes = 3 << 20, 20  # the first in pieces
         self.parts = [torch.randint(0, 255, (num_experts, n), dtype=torch.uint8) for n in sizes]
         self.slots = [torch.zeros_like(part[:3]) for part in self.parts]

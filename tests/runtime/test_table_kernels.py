@@ -91,8 +91,9 @@ CASES = [(1, 8, 2, 1), (3, 8, 2, 1), (8, 8, 2, 2), (5, 12, 3, 4), (2, 12, 3, 4),
     ("sizes", "share", "inner"),
     each_value_once((*case, inner) for case in product(CASES, (None, 0.4)) for inner in (0, 768)),
 )
+@pytest.mark.parametrize("quota", [0, 20])
 def test_the_table_is_that_of_plain_torch(
-    sizes: tuple[int, int, int, int], share: float | None, inner: int
+    sizes: tuple[int, int, int, int], share: float | None, inner: int, quota: int
 ) -> None:
     from offplan.runtime.cached_experts.table_kernels import address_parts, read_slots, settle
     from offplan.runtime.forms.gather import sort_pairs

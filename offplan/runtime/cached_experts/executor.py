@@ -1,7 +1,8 @@
 """Executes kept experts: those of all layers that lie in GPU memory, their slots and counters."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from offplan.capabilities.cached_experts import ExpertsFound, ExpertSlots
+from offplan.capabilities.cached_experts import ExpertsFound, ExpertSlots, MissRates
 from offplan.checkpoint.model import Model
 from offplan.errors import PlanError
 from offplan.forms.form import Component
@@ -19,15 +20,22 @@ from offplan.placement import Phase, align
 from offplan.runtime.cached_experts.expert_table import (
     BY_CORES,
     COPIED,
+    DONE,
     FROM_PROMPT,
     HITS,
     IN_PLACE,
+    LATER,
+    LIST_NUMBERS,
+    MISSED,
+    MISSED_SLOTS,
     NOBODY,
     NOTED_TOKENS,
+    NUM_MISSED,
     SPLIT,
     SPLIT_CHUNKS,
     Runs,
     Table,
+    copy_later,
     copy_missed,
     use,
 )
@@ -37,6 +45,7 @@ from offplan.runtime.cached_experts.experts import (
     keep_in_slots,
     leave_slots,
 )
+from offplan.runtime.cached_experts.rates import RATES, Timed, assume, measure, name_question, scale
 from offplan.runtime.forms.experts import SHARE, holds_codes
 from offplan.runtime.forms.stored import component_name
 from offplan.runtime.loading.capability import CapabilityExecutor, Prepared
@@ -61,11 +70,13 @@ class ExpertCounts:
     """Experts of which the cores multiplied a part, and the device the rest, from the last slot."""
     split_by_cores: float
     """Part of these that the cores multiplied, in experts."""
+    later: int
+    """Experts of which the cores multiplied all or a part, and that the link brought for later."""
     from_prompts: int
     """Experts that prompts copied into slots, from the ring or over the link."""
     copied_bytes: int
-    """Bytes of the experts that steps copied over the link; of split ones the link's part of all,
-    although their scales are copied whole."""
+    """Bytes of the experts that steps copied over the link for themselves; of split ones the link's
+    part of all, although their scales are copied whole."""
 
     @property
     def by_cores(self) -> float:
@@ -85,8 +96,15 @@ class _Layer:
     slots: dict[str, torch.Tensor]
     """Slots of each parameter of the experts, by its name: [slots, ...]."""
     of: ExpertSlots
+    sources: dict[str, torch.Tensor]
+    """Parameters of the experts where they are stored, by the same names."""
     addresses: torch.Tensor | None
     """Addresses that prompts copy from and to, on a GPU: see ``address_parts``."""
+    task: Any = None
+    """By which the host's cores multiply some of what steps miss, with the server that does; None
+    if they multiply none."""
+    rates: MissRates | None = None
+    """Rates of one row by which cores and link divide what steps miss, once a pass is to run."""
 
 
 def _check_kernels(model: Model, experts: Any, layer: int) -> None:
@@ -111,7 +129,15 @@ def _check_kernels(model: Model, experts: Any, layer: int) -> None:
 
 
 class CachedExperts(CapabilityExecutor):
-    """Keeps experts of some layers in GPU memory: for steps in slots, by the order of their use."""
+    """Keeps experts of some layers in GPU memory: for steps in slots, by the order of their use.
+
+    The copies of experts brought for later run beside a step, and beside steps of the same batch.
+    Every other pass waits for them before it begins, as ``begin``, ``begin_batch`` and
+    ``invalidate`` do: a prompt fills the same slots, and an aborted pass leaves nothing to rely on.
+    """
+
+    given_rates: MissRates | None = None
+    """Rates of one row in place of those that are measured: for tests."""
 
     def __init__(self, prepared: Prepared) -> None:
         """Find the parameters of the experts of each layer that keeps some."""
@@ -170,15 +196,17 @@ class CachedExperts(CapabilityExecutor):
             addresses, own = (address_parts(of_phase, slots.values()) for of_phase in sources)
         keep_in_slots(experts, table, slots, own)
         vars(experts)[SHARE] = partial(self._share, layer)
-        return _Layer(experts, table, slots, of, addresses)
+        stored = {name.rpartition(".")[2]: store.offloaded[name].data for name in names}
+        return _Layer(experts, table, slots, of, stored, addresses)
 
-    def _share(self, layer: int, by_cores: Any) -> bool:
-        """Have the host's cores multiply the plan's share of the experts that a step misses.
+    def _share(self, layer: int, task: Any) -> bool:
+        """Have the host's cores multiply some of the experts that a step misses.
 
-        ``by_cores`` describes the experts to the cores.
+        ``task`` describes the experts to the cores (``experts``) and has the server that asks them.
+        How many these are is settled by ``begin_batch``.
         """
-        own, of = self.layers[layer], self._of[layer]
-        if of.host_share == 0:
+        own, of, by_cores = self.layers[layer], self._of[layer], task.experts
+        if not of.by_cores:
             return False
         runs: dict[str, Runs] = {}
         assert not of.splits or of.inner == by_cores.down.num_in
@@ -193,9 +221,99 @@ class CachedExperts(CapabilityExecutor):
             if of.splits and len(first) == matrix.num_out:
                 chunk_bytes = first.nbytes // number * CHUNK_COLUMNS // of.inner
                 runs[held] = Runs(number, chunk_bytes)
-        shares = list_shares(of).to(self._place.device)
-        divide(own.experts, shares, runs if of.splits else None)
+        device = self._place.device
+        shares = torch.zeros(of.num_experts + 1, dtype=torch.int32, device=device)
+        later = torch.zeros(LIST_NUMBERS if of.later else 0, dtype=torch.int32, device=device)
+        if of.later and own.addresses is not None:
+            parts = [
+                (own.sources[name].data_ptr(), slots.data_ptr(), slots[0].nbytes)
+                for name, slots in own.slots.items()
+            ]
+            later = task.server.bring_later(by_cores, parts, own.table.number(DONE).data_ptr())
+        table = divide(own.experts, shares, runs if of.splits else None, later, of.later)
+        self.layers[layer] = replace(own, table=table, task=task)
         return True
+
+    def _drain(self) -> None:
+        """Wait until all that steps listed for later is copied, and whatever they have begun."""
+        bringing = [each for each in self.layers.values() if each.table.later is not None]
+        for layer in bringing:
+            if layer.addresses is None:
+                copy_later(layer.table, layer.sources, layer.slots)
+        if bringing:
+            bringing[0].task.server.drain()
+
+    def _divide(self, batch: int) -> None:
+        """Have cores and link divide what steps of a batch miss, by the rates of each layer."""
+        found: dict[Any, MissRates] = {}
+        for index, layer in self.layers.items():
+            if layer.task is None:
+                continue
+            stored = _name_stored(layer)
+            if layer.rates is None:
+                if stored not in found:
+                    alike = [
+                        each
+                        for each in self.layers.values()
+                        if each.task is not None and _name_stored(each) == stored
+                    ]
+                    found[stored] = self._find_rates(alike)
+                layer = self.layers[index] = replace(layer, rates=found[stored])
+            assert layer.rates is not None
+            assert layer.table.shares is not None
+            rates = scale(layer.rates, layer.of.num_experts, self._num_chosen, batch)
+            layer.table.shares.copy_(list_shares(layer.of, rates))
+
+    def _find_rates(self, layers: Sequence[_Layer]) -> MissRates:
+        """Find the rates of layers whose experts are stored alike; on the current stream.
+
+        They are measured once on a machine, in tens of milliseconds. On the CPU they are assumed.
+        """
+        first = layers[0]
+        if self.given_rates is not None:
+            return self.given_rates
+        if first.addresses is None:
+            return assume(first.of)
+        threads = first.task.server.num_threads
+        question = name_question(first.of, _name_stored(first), threads, self._place.device)
+        rates = RATES.find(question)
+        if rates is None:
+            rates = measure(partial(self._time, layers), self._num_chosen)
+            RATES.keep(question, rates)
+        return rates
+
+    def _time(self, layers: Sequence[_Layer], number: int, num_experts: int) -> Timed:
+        """Time the cores with so many experts of a layer, while others cross the link.
+
+        The slots then hold what no table says.
+        """
+        from offplan.runtime.cached_experts.table_kernels import copy_listed  # needs triton
+
+        layer = layers[number % len(layers)]
+        of, table = layer.of, layer.table
+        first = number // len(layers) * num_experts
+        chosen = [(first + at) % of.num_experts for at in range(num_experts)]
+        num_copied = min(2 * num_experts + 2, of.num_experts)
+        places = torch.arange(num_copied, dtype=torch.int32, device=self._place.device)
+        table.list_of(MISSED)[:num_copied] = (first + of.num_experts // 2 + places) % of.num_experts
+        table.list_of(MISSED_SLOTS)[:num_copied] = places % of.num_slots
+        table.number(NUM_MISSED).fill_(num_copied)
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        copy_listed(table, vars(layer.experts)["slot_sources"])
+        ended.record()
+        room = max(num_experts, self._num_chosen)
+        cores_s = layer.task.server.time_experts(layer.task.experts, chosen, room)
+        ended.synchronize()
+        table.empty()
+        return Timed(cores_s, began.elapsed_time(ended) / 1e3 / num_copied)
+
+    def describe(self) -> Iterator[str]:
+        """Yield who multiplies how many missed experts, by which rates; of the first such layer."""
+        for layer in self.layers.values():
+            if layer.rates is not None and layer.table.shares is not None:
+                yield describe_division(layer.of, layer.rates, layer.table.shares.tolist())
+                return
 
     def enter(self, phase: Phase) -> None:
         """Have passes of a phase read experts as they do: steps from slots."""
@@ -203,7 +321,11 @@ class CachedExperts(CapabilityExecutor):
             vars(layer.experts)["reads_slots"] = phase is Phase.DECODE
 
     def begin(self, num_rows: int, chunks_as_one: int) -> None:
-        """Have a prompt of so many sequences note its choices."""
+        """Have a prompt of so many sequences note its choices, once later copies are made.
+
+        On a GPU the host waits for steps before it.
+        """
+        self._drain()
         if num_rows not in self._notes:  # each stays: captured prompts write to theirs
             shape = NOTED_TOKENS, num_rows, self._num_chosen
             self._notes[num_rows] = torch.empty(shape, dtype=torch.int32, device=self._place.device)
@@ -237,13 +359,18 @@ class CachedExperts(CapabilityExecutor):
         self._noted.fill_(NOBODY)
 
     def begin_batch(self, batch: int) -> None:
-        """Have passes note nothing and read no slots, until ``begin``."""
+        """Have passes note nothing and read no slots, until ``begin``; divide what steps will miss.
+
+        Waits for steps of the batch before.
+        """
         if batch * self._num_chosen > MAX_PAIRS:
             raise PlanError(
                 f"steps of {batch} sequences send tokens to {batch * self._num_chosen} experts, "
                 f"and with cached_experts to {MAX_PAIRS} at most: run "
                 f"{MAX_PAIRS // self._num_chosen} sequences at a time"
             )
+        self._drain()
+        self._divide(batch)
         self.enter(Phase.PREFILL)
         for layer in self.layers.values():
             # a step's share of what it misses; whoever enters its phase gives it back
@@ -251,7 +378,11 @@ class CachedExperts(CapabilityExecutor):
         self._note_into(None)
 
     def invalidate(self) -> None:
-        """Empty all slots, as before the first pass, which finds memory that nobody has written."""
+        """Empty all slots, as before the first pass, which finds memory that nobody has written.
+
+        Copies that an aborted step has listed are waited for.
+        """
+        self._drain()
         for layer in self.layers.values():
             layer.table.empty()
 
@@ -262,7 +393,12 @@ class CachedExperts(CapabilityExecutor):
             layer.table.counts.zero_()
 
     def close(self) -> None:
-        """Let go of the slots' memory; the device is idle, and the experts run no more."""
+        """Let go of the slots' memory; the device is idle, and the experts run no more.
+
+        Copies for later, which no stream of the session's waits for, may yet be under way.
+        """
+        with suppress(RuntimeError):  # of a device that failed, whose error is on its way
+            self._drain()
         for layer in self.layers.values():
             leave_slots(layer.experts)
         self.layers.clear()
@@ -284,13 +420,36 @@ class CachedExperts(CapabilityExecutor):
         }
 
 
-def list_shares(slots: ExpertSlots) -> torch.Tensor:
+def list_shares(slots: ExpertSlots, rates: MissRates) -> torch.Tensor:
     """List what the host's cores multiply of each number of missed experts, int32 of [experts + 1].
 
     Whole experts in 16 bits, and above them the chunks of one more.
     """
-    divided = [slots.divide(number) for number in range(slots.num_experts + 1)]
+    divided = [slots.divide(number, rates) for number in range(slots.num_experts + 1)]
     return torch.tensor([of.experts + (of.chunks << 16) for of in divided], dtype=torch.int32)
+
+
+MOST_DESCRIBED = 8
+"""Missed experts up to which ``describe_division`` says who multiplies them."""
+
+
+def describe_division(slots: ExpertSlots, rates: MissRates, shares: Sequence[int]) -> str:
+    """Say how many of each number of missed experts the cores multiply, and by which rates."""
+    of_each = []
+    for number, share in enumerate(shares[1 : 1 + MOST_DESCRIBED], 1):
+        by_cores = slots.count_by_cores(share & 0xFFFF, share >> 16)
+        of_each.append(f"{by_cores:.2g} of {number}")
+    trip, cores, link = (f"{1e6 * each:.0f} us" for each in rates)
+    return (
+        f"Of the experts that a layer misses the host's cores multiply {', '.join(of_each)}: an "
+        f"expert of one token takes them {cores}, and {trip} to hand over; it takes the link {link}."
+    )
+
+
+def _name_stored(layer: _Layer) -> tuple[Any, ...]:
+    """Name how experts of a layer are stored: what layers share, their rates do, too."""
+    parts = ((n, str(s.dtype), *s.shape) for n, s in sorted(layer.sources.items()))
+    return tuple(parts)
 
 
 def _count(slots: ExpertSlots, counts: Sequence[int]) -> ExpertCounts:
@@ -303,6 +462,7 @@ def _count(slots: ExpertSlots, counts: Sequence[int]) -> ExpertCounts:
         counts[BY_CORES],
         counts[SPLIT],
         split_by_cores,
+        counts[LATER],
         counts[FROM_PROMPT],
         round(copied * slots.expert_bytes),
     )

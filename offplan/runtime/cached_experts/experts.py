@@ -68,7 +68,7 @@ def divide(
     runs: Mapping[str, Runs] | None,
     later: torch.Tensor,
     quota: int,
-) -> None:
+) -> Table:
     """Have the host's cores multiply some of the experts in slots that a step misses.
 
     ``shares`` says how many, as ``Table.shares`` does. The link brings some of them for later:
@@ -76,7 +76,7 @@ def divide(
     elements. ``cores`` of the module, if it is not None,
     is the number of the task by which they do. ``runs`` says how the parameters lie by inner
     columns, if the cores multiply a part of an expert. The expert's rest is copied to the last
-    slot.
+    slot. Returns the table with all of it.
     """
     own = vars(experts)
     table: Table = own["slot_table"]
@@ -86,6 +86,7 @@ def divide(
     if runs is not None and own["slot_sources"] is not None:
         lie = [runs.get(name, Runs()) for name in own["slots"]]
         own["slot_sources"][:, 3:] = torch.tensor(lie, dtype=torch.int64)
+    return table
 
 
 def keep_elsewhere(experts: nn.Module) -> None:

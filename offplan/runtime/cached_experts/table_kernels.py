@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from offplan.capabilities.cached_experts import LATER_PARTS, LATER_STEPS, MOST_LATER
 from offplan.forms.host_kernels import CHUNK_COLUMNS
 from offplan.kernel_sizes import TABLE_COUNTERS
 from offplan.runtime.cached_experts import expert_table
@@ -29,6 +30,12 @@ COPY_PROGRAMS = 256
 Source: estimated; a link of 64 GB/s whose reads take 2 us needs 128 KiB.
 """
 
+MOST_POLLS = 1 << 22
+"""Looks at the word of a layer's later copies before they are given up: each takes 0.5 us or more.
+
+Source: estimated. The copies of a step take 0.1 s on the slowest link.
+"""
+
 _COUNTERS = tl.constexpr(TABLE_COUNTERS)
 _BY_CORES = tl.constexpr(expert_table.BY_CORES)
 _SPLIT = tl.constexpr(expert_table.SPLIT)
@@ -36,6 +43,23 @@ _SPLIT_CHUNKS = tl.constexpr(expert_table.SPLIT_CHUNKS)
 _NUM_MISSED = tl.constexpr(expert_table.NUM_MISSED)
 _SPLIT_EXPERT = tl.constexpr(expert_table.SPLIT_EXPERT)
 _NUM_CHUNKS = tl.constexpr(expert_table.NUM_CHUNKS)
+_LATER = tl.constexpr(expert_table.LATER)
+_QUOTA = tl.constexpr(expert_table.QUOTA)
+_CREDIT = tl.constexpr(expert_table.CREDIT)
+_NUM_STEPS = tl.constexpr(expert_table.NUM_STEPS)
+_NUM_USED = tl.constexpr(expert_table.NUM_USED)
+_NUM_RECENT = tl.constexpr(expert_table.NUM_RECENT)
+_IS_IDLE = tl.constexpr(expert_table.IS_IDLE)
+_SEQUENCE = tl.constexpr(expert_table.SEQUENCE)
+_DONE = tl.constexpr(expert_table.DONE)
+_HAS_FAILED = tl.constexpr(expert_table.HAS_FAILED)
+_LIST_COUNT = tl.constexpr(expert_table.LIST_COUNT)
+_LIST_SEQUENCE = tl.constexpr(expert_table.LIST_SEQUENCE)
+_LIST_FAILED = tl.constexpr(expert_table.LIST_FAILED)
+_LIST_PAIRS = tl.constexpr(expert_table.LIST_PAIRS)
+_LATER_PARTS = tl.constexpr(LATER_PARTS)
+_MOST_CREDIT = tl.constexpr(LATER_PARTS * MOST_LATER)
+_LATER_STEPS = tl.constexpr(LATER_STEPS)
 _NOBODY = tl.constexpr(expert_table.NOBODY)
 _CHUNK_COLUMNS = tl.constexpr(CHUNK_COLUMNS)
 _COLUMNS = tl.constexpr(3 + len(Runs._fields))
@@ -62,16 +86,63 @@ def _count_both(a, b):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _await_copies(table, later, MOST_POLLS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until what the layer's last step listed for later is copied; give up after MOST_POLLS.
+
+    A stream of the host's own copies it, and then writes the word. Nothing else of this step waits.
+    """
+    sequence = tl.load(table + _SEQUENCE)
+    done = tl.load(table + _DONE)
+    if (done != sequence) & (tl.load(table + _HAS_FAILED) == 0):
+        polls = 0
+        while (done != sequence) & (polls < MOST_POLLS):
+            done = tl.atomic_add(table + _DONE, 0, sem="acquire", scope="sys")
+            polls += 1
+        if done != sequence:  # the host is told; the layer waits no more, and brings none
+            tl.store(table + _HAS_FAILED, 1)
+            tl.store(later + _LIST_FAILED, 1)
+            tl.debug_barrier()  # all threads are to count alike
+
+
+@triton.jit
+def _count_later(table, most, num_used, num_recent, num_slots, num_experts):  # type: ignore[no-untyped-def]
+    """Count the experts that a step brings for later, as ``expert_table._count_later`` does."""
+    credit = tl.minimum(tl.load(table + _CREDIT) + tl.load(table + _QUOTA), _MOST_CREDIT)
+    steps = tl.load(table + _NUM_STEPS) + 1
+    used = tl.load(table + _NUM_USED) + num_used
+    recent = tl.load(table + _NUM_RECENT) + num_recent
+    is_idle = tl.load(table + _IS_IDLE)
+    brings = (is_idle == 0) & (tl.load(table + _HAS_FAILED) == 0)
+    num_later = tl.where(brings, tl.minimum(most, credit // _LATER_PARTS), 0)
+    others = num_experts - num_slots
+    beyond = recent.to(tl.int64) * num_experts - used.to(tl.int64) * num_slots
+    is_lost = 8 * beyond <= used.to(tl.int64) * tl.minimum(num_slots, others)
+    decides = steps == _LATER_STEPS
+    # what threads write, others have read by then
+    tl.debug_barrier()
+    tl.store(table + _CREDIT, credit - num_later * _LATER_PARTS)
+    tl.store(table + _NUM_STEPS, tl.where(decides, 0, steps))
+    tl.store(table + _NUM_USED, tl.where(decides, 0, used))
+    tl.store(table + _NUM_RECENT, tl.where(decides, 0, recent))
+    tl.store(table + _IS_IDLE, tl.where(decides, tl.where(is_lost, 1, 0), is_idle))
+    return num_later
+
+
+@triton.jit
 def _use(  # type: ignore[no-untyped-def]
-    chosen, table, shares, slot_of_pair, rest_of_pair, cores_of_pair, first_of_pair,
+    chosen, table, shares, later, slot_of_pair, rest_of_pair, cores_of_pair, first_of_pair,
     num_steps, num_pairs, num_slots, num_experts,
     EXPERTS: tl.constexpr, PAIRS: tl.constexpr, IS_STEP: tl.constexpr, IS_DIVIDED: tl.constexpr,
+    BRINGS_LATER: tl.constexpr, MOST_POLLS: tl.constexpr,
 ):  # fmt: skip
     """One program: take the experts that steps chose into the table, by ``expert_table.use``.
 
+    A step that brings experts for later first waits for the ones that the last step brought.
     Everything is held by place in the order of use. Experts and slots are exchanged among threads
     through the table itself; a barrier is where one reads what another wrote.
     """
+    if BRINGS_LATER:
+        _await_copies(table, later, MOST_POLLS)
     lists = table + _COUNTERS
     missed_list = lists + 2 * num_experts
     slot_list = lists + 3 * num_experts
@@ -120,7 +191,9 @@ def _use(  # type: ignore[no-untyped-def]
     num_read, num_there = tl.sum(used, 0), tl.sum(was_there, 0)
     by_cores = missed < 0
     is_split = by_cores
+    is_later = by_cores
     num_chunks = 0
+    num_later = 0
     if IS_DIVIDED:
         num_missed = tl.sum(missed, 0)
         share = tl.load(shares + num_missed)
@@ -138,11 +211,20 @@ def _use(  # type: ignore[no-untyped-def]
     tl.store(table + _NUM_CHUNKS, num_chunks)
     is_read = (used > 0) & (by_cores == 0) & (is_split == 0)
     num_idle = num_slots - tl.minimum(num_read, num_slots)
+    if BRINGS_LATER:  # the first of those that the link does not bring now, without a gap
+        num_others = num_by_cores + has_split
+        num_recent = tl.sum(tl.where(i < num_slots, used, 0), 0)
+        most = tl.minimum(num_others, num_idle)
+        num_later = _count_later(table, most, tl.sum(used, 0), num_recent, num_slots, num_experts)
+        first_later = num_missed - num_others
+        is_later = (missed > 0) & (nth_missed >= first_later)
+        is_later = is_later & (nth_missed < first_later + num_later)
+        num_idle -= num_later
     stays = (idle > 0) & (nth_idle < num_idle)
     if IS_STEP:
         num_here = tl.sum(used * was_there, 0)
         has_slot = (was_there > 0) | (num_here + nth_missed < num_slots)
-        has_slot = (is_read & has_slot) | stays
+        has_slot = (is_read & has_slot) | is_later | stays
     else:
         has_slot = (is_read & (new_place < num_slots)) | stays
     comes = has_slot.to(tl.int32) * (1 - was_there)
@@ -166,12 +248,24 @@ def _use(  # type: ignore[no-untyped-def]
     tl.store(lists + num_experts + new_place, slots, mask=inside)
     tl.store(missed_list + nth_come, order, mask=comes > 0)
     tl.store(slot_list + nth_come, slots, mask=comes > 0)
+    num_come -= num_later  # they are the last ones
     tl.store(table + _NUM_MISSED, num_come)
+    if BRINGS_LATER:
+        # whoever copies reads the list once the bell has rung, and the word behind its last copy
+        sequence = tl.load(table + _SEQUENCE) + (num_later > 0).to(tl.int32)
+        tl.store(table + _SEQUENCE, sequence)
+        tl.store(later + _LIST_COUNT, num_later)
+        tl.store(later + _LIST_SEQUENCE, sequence)
+        pair = later + _LIST_PAIRS + 2 * (nth_come - num_come)
+        tl.store(pair, order, mask=is_later)
+        tl.store(pair + 1, slots, mask=is_later)
+        tl.store(counts + _LATER, tl.load(counts + _LATER) + num_later)
     if IS_STEP:
         tl.store(counts, num_hits + num_here)
         tl.store(counts + 1, num_copied + num_come)
         tl.store(counts + 2, num_in_place + num_read - num_here - num_come)
-        place = tl.where(is_split, num_slots, tl.where(has_slot, slots, num_experts))
+        is_here = has_slot & (is_later == 0)
+        place = tl.where(is_split, num_slots, tl.where(is_here, slots, num_experts))
         for first in range(0, num_pairs, PAIRS):
             p = first + tl.arange(0, PAIRS)
             is_pair = p < num_pairs
@@ -196,10 +290,11 @@ def _use(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["job"])
 def _use_and_hand_over(  # type: ignore[no-untyped-def]
-    chosen, table, shares, slot_of_pair, rest_of_pair, first_of_pair,
+    chosen, table, shares, later, slot_of_pair, rest_of_pair, first_of_pair,
     tokens, factors, tokens_there, cores_of_pair, factors_there, words, arrived, job,
     num_values, num_pairs, num_slots, num_experts,
     EXPERTS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+    BRINGS_LATER: tl.constexpr, MOST_POLLS: tl.constexpr,
 ):  # fmt: skip
     """Take a step's experts into the table by one program, while others hand tokens over; ring.
 
@@ -208,8 +303,9 @@ def _use_and_hand_over(  # type: ignore[no-untyped-def]
     copier = tl.program_id(0) - 1
     if copier < 0:
         _use(
-            chosen, table, shares, slot_of_pair, rest_of_pair, cores_of_pair, first_of_pair,
+            chosen, table, shares, later, slot_of_pair, rest_of_pair, cores_of_pair, first_of_pair,
             1, num_pairs, num_slots, num_experts, EXPERTS, PAIRS, True, True,
+            BRINGS_LATER, MOST_POLLS,
         )  # fmt: skip
     else:
         num_copiers = tl.num_programs(0) - 1
@@ -327,8 +423,9 @@ def _launch_use(
     num_steps, num_pairs = chosen.shape
     assert chosen.is_contiguous(), "rows of pairs lie one after another"
     _use[(1,)](
-        chosen, table, table, *outputs, num_steps, num_pairs, num_slots, num_experts,
-        **_sizes(num_experts, num_pairs), IS_STEP=is_step, IS_DIVIDED=False, num_warps=4,
+        chosen, table, table, table, *outputs, num_steps, num_pairs, num_slots, num_experts,
+        **_sizes(num_experts, num_pairs), IS_STEP=is_step, IS_DIVIDED=False, BRINGS_LATER=False,
+        MOST_POLLS=0, num_warps=4,
     )  # fmt: skip
 
 
@@ -352,15 +449,16 @@ def _read(
     slot_of_pair, order, starts, rest, first = made
     chosen = chosen.contiguous()
     if divided:
-        task, shares, tokens, factors = divided
+        task, shares, later, tokens, factors = divided
 
         def launch(memory: Sequence[torch.Tensor], bell: tasks.Bell) -> None:
             num_values = tokens.numel()
             _use_and_hand_over[(1 + count_programs(num_values),)](
-                chosen, table, shares, slot_of_pair, rest, first,
+                chosen, table, shares, later if len(later) else table, slot_of_pair, rest, first,
                 tokens.contiguous(), factors.contiguous(), *memory, *bell,
                 num_values, num_pairs, num_slots, num_experts,
-                **_sizes(num_experts, num_pairs), BLOCK=COPIED, num_warps=4,
+                **_sizes(num_experts, num_pairs), BLOCK=COPIED, BRINGS_LATER=len(later) > 0,
+                MOST_POLLS=MOST_POLLS, num_warps=4,
             )  # fmt: skip
 
         tasks.find(task).begin_by(factors.shape, launch)
@@ -392,7 +490,9 @@ def _describe(
 
 
 # That it changes table and slots is not declared: torch would copy them around the operator. What
-# reads slots takes what this returns, and all of a session runs on one stream.
+# reads slots takes what this returns, and all of a session runs on one stream. What another stream
+# copies into slots for later no compiled code sees change: the table gives these slots to no pair
+# before its program has waited for the copies, and it is behind that program that slots are read.
 _operator = torch.library.custom_op(
     "offplan::read_slots",
     _read,
@@ -416,8 +516,9 @@ def read_slots(
     ``table`` is the memory of a ``Table`` of so many slots. Pairs whose expert has no slot have
     ``num_experts`` as their slot; among the experts of pairs without, those that have one have it.
     ``divided`` has the host's cores begin to multiply some of those missed, which then have neither
-    slot nor expert. It is the task's number, the table's shares, tokens and the weights of their
-    pairs. If they multiply a part of an expert, the slot behind the table's has the rest of it.
+    slot nor expert. It is the task's number, the table's shares, its list of experts brought for
+    later, which may be empty, tokens and the weights of their pairs. If the cores multiply a part
+    of an expert, the slot behind the table's has the rest of it.
     """
     arguments = chosen, table, addresses, num_slots, num_experts, list(divided)
     if not torch.compiler.is_compiling():
@@ -427,10 +528,19 @@ def read_slots(
 
 
 def settle(table: Table, chosen: torch.Tensor, addresses: torch.Tensor) -> None:
-    """Take the experts that a prompt's last tokens chose, [tokens, pairs], and copy them."""
+    """Take the experts that a prompt's last tokens chose, [tokens, pairs], and copy them.
+
+    No later copy may be under way.
+    """
     memory = table.memory
     outputs = memory, memory, memory, memory
     _launch_use(memory, chosen, table.num_slots, table.num_experts, outputs, is_step=False)
+    copy_listed(table, addresses)
+
+
+def copy_listed(table: Table, addresses: torch.Tensor) -> None:
+    """Copy the experts that a table lists into the slots that it lists, whole."""
+    memory = table.memory
     _copy_missed[(COPY_PROGRAMS,)](
         memory, addresses, len(addresses), memory, memory, memory, 0, table.num_slots,
         table.num_experts,

@@ -138,7 +138,7 @@ class HostCores(CapabilityExecutor):
                 task = _make_linear(server, held[0], store.device)
             if (share := vars(part).get(SHARE)) is not None:
                 assert isinstance(task, ExpertsTask)
-                if not share(task.experts):
+                if not share(task):
                     continue
             else:
                 part.__class__ = _class_by_cores(cast(Any, type(part)))

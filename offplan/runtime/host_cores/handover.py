@@ -20,8 +20,8 @@ from typing import Protocol
 import torch
 
 from offplan.errors import OffplanError
-from offplan.hostcores.coordinator import Coordinator, choose_cores, parse_cores
-from offplan.hostcores.library import Dense, Words
+from offplan.hostcores.coordinator import Coordinator, Spent, choose_cores, parse_cores
+from offplan.hostcores.library import Dense, Driver, Later, LaterList, LaterPart, Words
 from offplan.hostmem.block import HostBlock
 from offplan.hostmem.limits import core_quota
 from offplan.runtime.forms import tasks
@@ -33,6 +33,10 @@ SLOWEST_BYTES_PER_S = 5e9
 Source: estimated; one core reads 10 GB/s and more.
 """
 _PROBE_S = 2.0
+_LISTS = 256
+"""Lists of experts brought for later that a block of host memory has."""
+_NON_BLOCKING = 1
+"""CU_STREAM_NON_BLOCKING: the stream waits for nothing of the default one."""
 _AT_LEAST = 0
 """CU_STREAM_WAIT_VALUE_GEQ."""
 
@@ -79,6 +83,28 @@ class CurrentStream:
     def call(self, function: int, argument: int) -> None:
         """Call a C function on the host."""
         self._do("cuLaunchHostFunc", function, argument)
+
+    def make_copier(self) -> Driver:
+        """Make a stream of lowest priority on the current device, and name what copies by it."""
+        context, stream = ctypes.c_void_p(), ctypes.c_void_p()
+        least, greatest = ctypes.c_int(), ctypes.c_int()
+        self._require("cuCtxGetCurrent", ctypes.byref(context))
+        self._require("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
+        self._require("cuStreamCreateWithPriority", ctypes.byref(stream), _NON_BLOCKING, least)
+        names = "cuCtxSetCurrent", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize"
+        functions = [ctypes.cast(getattr(self._driver, name), ctypes.c_void_p) for name in names]
+        return Driver(*functions, context, stream)
+
+    def destroy(self, copier: Driver) -> None:
+        """Give the stream of ``make_copier`` back, on which nothing is under way."""
+        self._driver.cuStreamDestroy_v2(ctypes.c_void_p(copier.stream))
+
+    def _require(self, name: str, *arguments: object) -> None:
+        if status := getattr(self._driver, name)(*arguments):
+            raise OffplanError(
+                f"the driver's {name} failed with {status}, by which experts are copied to the GPU "
+                "for later: update the driver, or take `later_experts` out of the plan"
+            )
 
     def _do(self, name: str, *arguments: int) -> None:
         stream = torch.cuda.current_stream().cuda_stream
@@ -165,6 +191,7 @@ class Handover:
             num_threads=num_threads,
             quota=core_quota(),
         )
+        self.num_threads = len(chosen)
         self._words = HostBlock(ctypes.sizeof(Words), pin=on_gpu)
         team = library.team(len(chosen), chosen)
         self._coordinator = Coordinator(library, team, self._words.tensor.data_ptr(), chosen[0])
@@ -172,8 +199,15 @@ class Handover:
         self._room: torch.Tensor | None = None
         """Memory that inputs and products pass through, as the host has it."""
         self._jobs: dict[tuple[int, int, int], _Job] = {}
+        self._lists: list[LaterList] = []
+        """Lists of experts brought for later, of each layer that has some brought."""
+        self._list_blocks: list[HostBlock] = []
+        self._copier: tuple[CurrentStream, Driver] | None = None
+        self._keeps: list[object] = []
+        """Objects that the coordinator's own point to."""
         try:
             stream = CurrentStream() if stream is None else stream
+            self._stream = stream
             words = self._words.device_view(device).view(torch.int32)
             bell = tasks.Bell(words, torch.zeros(1, dtype=torch.int32, device=device), 0)
             self.exchange = Exchange(self._coordinator, stream, bell, waits=True)
@@ -231,16 +265,85 @@ class Handover:
 
         return fetch(job.outputs)
 
+    def bring_later(
+        self, experts: cores.Experts, parts: Sequence[tuple[int, int, int]], done: int
+    ) -> torch.Tensor:
+        """Have experts that a kernel lists be copied into slots, behind each product of a layer.
+
+        ``experts`` are those of the layer, of which no job was made yet. ``parts`` are the
+        addresses of a part of the first expert and of its first slot, and an expert's bytes of it.
+        ``done`` is the address of the word on the device that the list's sequence number is copied
+        to, last. Returns the list as the device sees it, int32. A GPU only; raises OffplanError.
+        """
+        if self._copier is None:
+            assert isinstance(self._stream, CurrentStream), "a driver copies to a GPU"
+            self._copier = self._stream, self._stream.make_copier()
+            self._coordinator.copy_by(self._copier[1])
+        size, place = ctypes.sizeof(LaterList), len(self._lists) % _LISTS
+        if not place:
+            self._list_blocks.append(HostBlock(_LISTS * size, pin=True))
+        block, listed = self._list_blocks[-1], slice(place * size, (place + 1) * size)
+        address = block.tensor[listed].data_ptr()
+        self._lists.append(LaterList.from_address(address))
+        table = (LaterPart * len(parts))(*(LaterPart(*each) for each in parts))
+        later = Later(address, done, len(parts), ctypes.addressof(table))
+        experts.later = ctypes.addressof(later)
+        self._keeps += [table, later]
+        return block.device_view(self._device)[listed].view(torch.int32)
+
+    def drain(self) -> None:
+        """Wait until all is done that the current stream was given, and all later copies are."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._coordinator.drain()
+
+    def time_experts(self, experts: cores.Experts, chosen: Sequence[int], room: int) -> float:
+        """Time an exchange of one row that chooses experts, ``room`` at most; returns seconds.
+
+        The host rings. No stream may have rung for a job whose answer has not come.
+        """
+        key = ctypes.addressof(experts), 0, room
+        if key not in self._jobs:
+            alone = cores.Experts.from_buffer_copy(experts)
+            alone.later = None
+            self._keeps.append(alone)
+            self._jobs[key] = self._make_job(alone, 1, room)
+        job = self._jobs[key]
+        x, pairs, factors = job.inputs_on_host
+        x.fill_(1)
+        pairs.fill_(-1)
+        pairs[0, : len(chosen)] = torch.tensor(chosen)
+        factors.fill_(1)
+        began = time.perf_counter()
+        self._coordinator.exchange(job.number)
+        return time.perf_counter() - began
+
+    def count(self) -> Spent:
+        """Return what the coordinator has spent."""
+        return self._coordinator.count()
+
     def check(self) -> None:
-        """Raise OffplanError where a product has failed."""
+        """Raise OffplanError where a product has failed, or a copy for later has not come."""
         self._coordinator.check()
+        if any(each.failed for each in self._lists):
+            raise OffplanError(
+                "experts that the link brings for later did not come in time: another process "
+                "keeps the link or the GPU. Open the session again; if it comes again, take "
+                "`later_experts` out of the plan"
+            )
 
     def close(self) -> None:
         """End the threads; the device is idle."""
-        self._coordinator.close()
-        for block in (self._words, *self._blocks):
+        has_ended = self._coordinator.close()
+        if self._copier is not None and has_ended:
+            stream, copier = self._copier
+            stream.destroy(copier)
+        self._copier = None
+        self._lists.clear()
+        for block in (self._words, *self._blocks, *self._list_blocks):
             block.close()
         self._blocks.clear()
+        self._list_blocks.clear()
         self._jobs.clear()
 
     def _job(self, task: cores.Matrix | cores.Experts, num_rows: int, num_chosen: int) -> "_Job":
@@ -279,7 +382,8 @@ class Handover:
             num_bytes = pairs * (first.num_out * first.num_in + last.num_out * last.num_in) * 2
         number = self._coordinator.add(made, num_bytes / SLOWEST_BYTES_PER_S)
         x_there, out_there, *others = on_device
-        return _Job(number, [x_there, *others], out_there)
+        on_host = [on_host[0], *on_host[2:]]
+        return _Job(number, [x_there, *others], out_there, on_host)
 
     def _lay_out(
         self, sizes: list[tuple[int, int]], types: list[torch.dtype]
@@ -333,8 +437,15 @@ class Handover:
 class _Job:
     """A product of so many rows, as the device sees it."""
 
-    def __init__(self, number: int, inputs: list[torch.Tensor], outputs: torch.Tensor) -> None:
+    def __init__(
+        self,
+        number: int,
+        inputs: list[torch.Tensor],
+        outputs: torch.Tensor,
+        inputs_on_host: list[torch.Tensor],
+    ) -> None:
         self.number, self.inputs, self.outputs = number, inputs, outputs
+        self.inputs_on_host = inputs_on_host
 
 
 def nearest_cores(device: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> list[int]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from offplan.hostcores.coordinator import Spent
 from offplan.runtime.forms import tasks
 from offplan.runtime.host_cores import cores
 from offplan.runtime.host_cores.handover import Handover
@@ -27,8 +28,8 @@ class ByCores(Server):
 
     @property
     def num_threads(self) -> int:
-        """Threads that compute where the device is the CPU."""
-        return self._team.num_threads
+        """Threads that compute."""
+        return self._team.num_threads if self._handover is None else self._handover.num_threads
 
     def multiply(self, weight: cores.Matrix, x: torch.Tensor) -> torch.Tensor:
         """Multiply rows, bfloat16 of [rows, in], by a weight: bfloat16 of [rows, out]."""
@@ -62,6 +63,30 @@ class ByCores(Server):
     def end(self, begun: Any, made: torch.Tensor) -> torch.Tensor:
         """Add to ``made``, [tokens, hidden], the sums of the experts that were sent to."""
         return made + begun if self._handover is None else self._handover.end(begun, made)
+
+    def bring_later(
+        self, experts: cores.Experts, parts: Sequence[tuple[int, int, int]], done: int
+    ) -> torch.Tensor:
+        """Have experts be copied into slots behind products, as ``Handover.bring_later`` does.
+
+        A GPU only: on the CPU whoever lists them copies them.
+        """
+        assert self._handover is not None, "a driver copies to a GPU"
+        return self._handover.bring_later(experts, parts, done)
+
+    def drain(self) -> None:
+        """Wait until the current stream, the cores and the copies that they make are idle."""
+        if self._handover is not None:
+            self._handover.drain()
+
+    def time_experts(self, experts: cores.Experts, chosen: Sequence[int], room: int) -> float:
+        """Time an exchange with the cores, as ``Handover.time_experts`` does; a GPU only."""
+        assert self._handover is not None, "there is no exchange"
+        return self._handover.time_experts(experts, chosen, room)
+
+    def count(self) -> Spent | None:
+        """Return what the coordinator has spent; None if there is none."""
+        return None if self._handover is None else self._handover.count()
 
     def invalidate(self) -> None:
         """Take it that a product was begun which nobody waits for."""

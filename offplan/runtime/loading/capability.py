@@ -3,7 +3,7 @@
 ``offplan.runtime.executors`` registers them. Nothing else in the runtime names one.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -95,6 +95,10 @@ class CapabilityExecutor:
 
         Returns None if nothing is counted.
         """
+
+    def describe(self) -> Iterator[str]:
+        """Yield what was settled when the session opened, a sentence each, for whoever runs it."""
+        yield from ()
 
     def forget(self) -> None:
         """Forget passes that only warmed up, and what they counted."""

@@ -1,0 +1,106 @@
+"""Rates by which cores and link divide missed experts: measured where a session runs, and kept."""
+
+import json
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from offplan.capabilities.cached_experts import ExpertSlots, MissRates
+from offplan.disk_cache import KeptAnswers
+from offplan.kernel_sizes import ROWS_AT_RATE
+
+ASSUMED_BYTES_PER_S = 60e9, 25e9
+"""Bytes of experts that cores and link take where nothing was measured.
+
+Source: the cores' rate is ``ASSUMED_CORES`` of machine profiles, the link's that of PCIe 4 x16.
+"""
+ASSUMED_TRIP_S = 15e-6
+"""``ASSUMED_TRIP`` of machine profiles."""
+NUM_SAMPLES = 10
+_MOST_BYTES = 1 << 10
+
+
+def assume(slots: ExpertSlots) -> MissRates:
+    """Assume what nobody has measured, by the bytes of an expert."""
+    cores_s, link_s = (slots.expert_bytes / rate for rate in ASSUMED_BYTES_PER_S)
+    return MissRates(ASSUMED_TRIP_S, cores_s, link_s)
+
+
+def scale(rates: MissRates, num_experts: int, num_chosen: int, batch: int) -> MissRates:
+    """Return the rates of a batch, whose rows choose ``num_chosen`` experts each by chance.
+
+    ``rates`` are of one row. An expert that more rows share takes the cores longer.
+    """
+    num_used = num_experts * (1 - (1 - num_chosen / num_experts) ** batch)
+    rows = batch * num_chosen / max(num_used, 1.0)
+    return rates._replace(cores_s=rates.cores_s * max(1.0, rows / ROWS_AT_RATE))
+
+
+class Timed(NamedTuple):
+    """Seconds of one exchange with the cores, and of an expert that meanwhile crossed the link."""
+
+    cores_s: float
+    link_s: float
+
+
+def measure(time_experts: Callable[[int, int], Timed], most: int) -> MissRates:
+    """Measure what missed experts take, of one row.
+
+    ``time_experts`` times the nth sample, of so many experts that no sample before has read,
+    ``most`` at most. What one expert takes beyond its share of several is the hand-over.
+    """
+    few, many = 1, max(most, 2)
+    time_experts(0, many)  # threads wake, and memory is found
+    samples = {
+        number: [time_experts(1 + at, number) for at in range(NUM_SAMPLES)]
+        for number in (few, many)
+    }
+    cores = {
+        number: statistics.median(each.cores_s for each in found)
+        for number, found in samples.items()
+    }
+    link_s = statistics.median(each.link_s for found in samples.values() for each in found)
+    cores_s = max((cores[many] - cores[few]) / (many - few), 0.1 * cores[many] / many)
+    return MissRates(max(cores[few] - cores_s, 0.0), cores_s, link_s)
+
+
+def _encode(rates: MissRates) -> bytes:
+    return json.dumps([*rates]).encode()
+
+
+def _decode(content: bytes) -> MissRates:
+    rates = MissRates(*map(float, json.loads(content)))
+    if not all(0 <= each < 10 for each in rates):
+        raise ValueError
+    return rates
+
+
+RATES = KeptAnswers("miss-rates", _MOST_BYTES, _encode, _decode)
+"""Rates that were measured: the same machine divides alike in each session."""
+
+
+def name_question(
+    slots: ExpertSlots, stored: Sequence[tuple[Any, ...]], num_threads: int, device: torch.device
+) -> Mapping[str, Any]:
+    """Name all that measured rates depend on: the machine, the experts as stored, the threads."""
+    gpu = torch.cuda.get_device_properties(device)
+    return {
+        "gpu": [gpu.name, str(getattr(gpu, "uuid", "")), gpu.total_memory],
+        "host": [platform.node(), platform.machine(), _name_processor()],
+        "torch": torch.__version__,
+        "threads": num_threads,
+        "experts": [slots.num_experts, slots.expert_bytes],
+        "stored": [[str(part) for part in each] for each in stored],
+    }
+
+
+def _name_processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith("model name")), "")
