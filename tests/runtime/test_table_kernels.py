@@ -9,18 +9,38 @@ import torch
 from torch.nn.functional import silu
 from torch.utils._pytree import tree_leaves
 
-from offplan.capabilities.cached_experts import ExpertSlots, table_bytes
+from offplan.capabilities.cached_experts import (
+    LATER_STEPS,
+    MOST_LATER,
+    ExpertSlots,
+    MissRates,
+    table_bytes,
+)
 from offplan.forms.form import Form, Kind
 from offplan.forms.host_kernels import CHUNK_COLUMNS
+from offplan.runtime.cached_experts import expert_table
 from offplan.runtime.cached_experts.executor import list_shares
 from offplan.runtime.cached_experts.expert_table import (
+    CREDIT,
+    DONE,
+    HAS_FAILED,
+    IS_IDLE,
+    LATER,
+    LIST_COUNT,
+    LIST_FAILED,
+    LIST_NUMBERS,
+    LIST_PAIRS,
+    LIST_SEQUENCE,
     NOBODY,
     NUM_MISSED,
     ORDER,
+    QUOTA,
+    SEQUENCE,
     SLOTS,
     SPLIT,
     Runs,
     Table,
+    copy_later,
     copy_missed,
     use,
 )
@@ -81,6 +101,13 @@ def make_parts(num_experts: int, device: str) -> dict[str, torch.Tensor]:
 
 RUNS = {"codes": Runs(2, 128), "large": Runs(10, 100), "odd": Runs(1, 5)}
 """How parts lie that are divided by 768 inner columns."""
+
+
+def sharing(share: float) -> MissRates:
+    """Rates by which the cores multiply a share of what is missed."""
+    return MissRates(0.0, 1 - share, share)
+
+
 CASES = [(1, 8, 2, 1), (3, 8, 2, 1), (8, 8, 2, 2), (5, 12, 3, 4), (2, 12, 3, 4), (7, 20, 4, 30)]
 """Slots, experts, those that a token chooses, and the batch."""
 
@@ -88,10 +115,14 @@ CASES = [(1, 8, 2, 1), (3, 8, 2, 1), (8, 8, 2, 2), (5, 12, 3, 4), (2, 12, 3, 4),
 @pytest.mark.gpu
 @runs_kernels
 @pytest.mark.parametrize(
-    ("sizes", "share", "inner"),
-    each_value_once((*case, inner) for case in product(CASES, (None, 0.4)) for inner in (0, 768)),
+    ("sizes", "share", "inner", "quota"),
+    each_value_once(
+        [
+            *((case, None, 0, 0) for case in CASES),
+            *product(CASES, (0.4, 1.0), (0, 768), (0, 20, 128)),
+        ]
+    ),
 )
-@pytest.mark.parametrize("quota", [0, 20])
 def test_the_table_is_that_of_plain_torch(
     sizes: tuple[int, int, int, int], share: float | None, inner: int, quota: int
 ) -> None:
@@ -100,17 +131,22 @@ def test_the_table_is_that_of_plain_torch(
 
     num_slots, num_experts, num_chosen, batch = sizes
     torch.manual_seed(num_slots)
-    of = ExpertSlots(num_slots, num_experts, (), share or 0.0, inner)
+    of = ExpertSlots(num_slots, num_experts, (), share is not None, inner, quota)
     num_kept = of.num_kept
     ours = make_table(num_kept, num_experts, DEVICE)
     expected = make_table(num_kept, num_experts, "cpu")
     task, divided = Cores(), []
     if share is not None:
-        shares = list_shares(of)
-        expected = expected._replace(shares=shares)
+        shares = list_shares(of, sharing(share))
+        lists = [torch.full((LIST_NUMBERS if quota else 0,), 7, dtype=torch.int32) for _ in "ab"]
+        expected = expected._replace(shares=shares, later=lists[0] if quota else None)
+        for table in (ours, expected):
+            table.number(QUOTA).fill_(quota)
+            table.number(expert_table.NUM_STEPS).fill_(LATER_STEPS - 3)  # it decides amid the steps
         tokens = torch.randn(batch, 64, device=DEVICE).to(DTYPE)
         weights = torch.rand(batch, num_chosen, device=DEVICE)
-        divided = [tasks.number(task), shares.to(DEVICE), tokens, weights]
+        later = lists[1].to(DEVICE)
+        divided = [tasks.number(task), shares.to(DEVICE), later, tokens, weights]
     sources = make_parts(num_experts, DEVICE)
     on_cpu = {name: value.cpu() for name, value in sources.items()}
     slots = {name: torch.zeros_like(value[:num_slots]) for name, value in sources.items()}
@@ -128,11 +164,15 @@ def test_the_table_is_that_of_plain_torch(
             noted = torch.full((64, batch * num_chosen), NOBODY, dtype=torch.int32)
             length = 5 if number == 1 else 64
             noted[-length:] = choose(length * batch).view(length, -1).int()
+            copy_later(expected, on_cpu, slots_on_cpu)
+            bring(ours, later if share is not None else None, sources, slots)
             use(expected, noted, is_step=False)
             settle(ours, noted.to(DEVICE), addresses)
             copy_missed(expected, on_cpu, slots_on_cpu)
         else:
             chosen = choose(batch).flatten()
+            copy_later(expected, on_cpu, slots_on_cpu)
+            bring(ours, later if share is not None else None, sources, slots)
             place, by_cores, first = use(expected, chosen[None], is_step=True)
             copy_missed(expected, on_cpu, slots_on_cpu, RUNS)
             got, order, starts, rest, first_column = read_slots(
@@ -153,13 +193,43 @@ def test_the_table_is_that_of_plain_torch(
         for which in (ORDER, SLOTS):
             assert ours.list_of(which).tolist() == expected.list_of(which).tolist()
         assert ours.counts.tolist() == expected.counts.tolist()
+        numbers = slice(QUOTA, HAS_FAILED + 1)
+        assert ours.memory[numbers].tolist() == expected.memory[numbers].tolist()
+        if quota and number not in (0, 1, 5):
+            num_pairs = int(lists[0][LIST_COUNT])
+            most = LIST_PAIRS + 2 * num_pairs
+            assert later[:most].tolist() == lists[0][:most].tolist()
+            require_idle_victims(expected, chosen, num_pairs)
         assert int(ours.number(NUM_MISSED)) == int(expected.number(NUM_MISSED))
         for name, value in slots.items():
             assert torch.equal(value.cpu(), slots_on_cpu[name])
-    assert bool(ours.counts[SPLIT]) == (of.splits and share is not None)
+    assert bool(ours.counts[SPLIT]) == (of.splits and share == 0.4)
+    assert quota or not ours.counts[LATER]
     ours.empty()
     expected.empty()
+    assert ours.memory[CREDIT:HAS_FAILED].tolist() == [0] * (HAS_FAILED - CREDIT)
     assert ours.list_of(0).tolist() == expected.list_of(0).tolist()
+
+
+def bring(
+    table: Table,
+    later: torch.Tensor | None,
+    sources: dict[str, torch.Tensor],
+    slots: dict[str, torch.Tensor],
+) -> None:
+    """Copy what a kernel has listed, as the copier does."""
+    if later is not None and len(later):
+        copy_later(table._replace(later=later), sources, slots)
+
+
+def require_idle_victims(table: Table, chosen: torch.Tensor, num_listed: int) -> None:
+    """What is listed takes slots of nobody else, and is used by the step itself."""
+    assert table.later is not None
+    pairs = table.later[LIST_PAIRS : LIST_PAIRS + 2 * num_listed].view(-1, 2).tolist()
+    order, slots = (table.list_of(which).tolist() for which in (ORDER, SLOTS))
+    for expert, slot in pairs:
+        assert expert in chosen.tolist()
+        assert [e for e, s in zip(order, slots, strict=True) if s == slot] == [expert]
 
 
 def spoil(memory: torch.Tensor) -> torch.Tensor:
@@ -240,6 +310,7 @@ class Experts:
 
         self.slot_memory, self.num_slots, self.cores = table.memory, num_slots, None
         self.ends_in_block, self.slot_runs = False, None
+        self.slot_later = torch.zeros(0, dtype=torch.int32, device=DEVICE)
         self.slot_sources = address_parts(parts.values(), self.slots.values())
 
 
@@ -332,7 +403,7 @@ def test_what_the_cores_multiply_is_added(
     experts: Any = Experts(8, num_slots, packed="packed" in kind, bias="biased" in kind)
     task = Cores()
     task.experts = experts
-    shares = list_shares(ExpertSlots(num_slots, 8, (), 0.5))
+    shares = list_shares(ExpertSlots(num_slots, 8, (), by_cores=True), sharing(0.5))
     experts.cores, experts.slot_shares = tasks.number(task), shares.to(DEVICE)
     num_by_cores = 0
     own = torch.Tensor.new_empty
@@ -353,9 +424,10 @@ def test_a_part_of_an_expert_is_the_cores(num_tokens: int) -> None:
 
     torch.manual_seed(0)
     experts: Any = Experts(8, 4, packed=False, bias=False, width=256)
-    of, task = ExpertSlots(4, 8, (), 0.3, 256), Cores()
+    of, task = ExpertSlots(4, 8, (), True, 256), Cores()
     task.experts, experts.num_slots = experts, of.num_kept
-    experts.cores, experts.slot_shares = tasks.number(task), list_shares(of).to(DEVICE)
+    shares = list_shares(of, sharing(0.3))
+    experts.cores, experts.slot_shares = tasks.number(task), shares.to(DEVICE)
     experts.slot_runs = {"gate_up_proj": Runs(2, 128 * 128), "down_proj": Runs(64, 256)}
     lie = [experts.slot_runs[name] for name in experts.slots]
     experts.slot_sources[:, 3:] = torch.tensor(lie)
@@ -368,6 +440,104 @@ def test_a_part_of_an_expert_is_the_cores(num_tokens: int) -> None:
         got, expected = forward_slots(experts, *given), forward_resident(experts, *given)
         torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
     assert task.num_parts
+
+
+class Waits:
+    """A table of which the cores multiply all that is missed, and the link brings it for later."""
+
+    def __init__(self, num_slots: int = 3, num_experts: int = 8) -> None:
+        of = ExpertSlots(num_slots, num_experts, (), by_cores=True)
+        self.table = make_table(num_slots, num_experts, DEVICE)
+        self.table.number(QUOTA).fill_(16 * MOST_LATER)
+        self.later = torch.zeros(LIST_NUMBERS, dtype=torch.int32, device=DEVICE)
+        self.shares = list_shares(of, sharing(1.0)).to(DEVICE)
+        self.task, self._sizes = Cores(), (num_slots, num_experts)
+
+    def look_up(self, *chosen: int) -> list[int]:
+        """Return the slots of pairs."""
+        from offplan.runtime.cached_experts.table_kernels import address_parts, read_slots
+
+        num_slots, num_experts = self._sizes
+        nothing = torch.zeros(num_experts, 16, dtype=torch.uint8, device=DEVICE)
+        addresses = address_parts([nothing], [nothing[:num_slots]])
+        tokens = torch.zeros(1, 64, device=DEVICE).to(DTYPE)
+        weights = torch.ones(1, len(chosen), device=DEVICE)
+        divided = [tasks.number(self.task), self.shares, self.later, tokens, weights]
+        pairs = torch.tensor(chosen, device=DEVICE)
+        made = read_slots(pairs, self.table.memory, addresses, num_slots, num_experts, divided)
+        slots: list[int] = made[0].tolist()
+        return slots
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter lets others write meanwhile")
+def test_a_lookup_waits_for_the_copies_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from offplan.runtime.cached_experts import table_kernels
+
+    waits, seen = Waits(), []
+    assert waits.look_up(1, 2) == [8, 8]  # multiplied by the cores, and listed
+    assert waits.later[: LIST_PAIRS + 4].tolist() == [2, 1, 0, 0, 1, 0, 2, 1]
+    own = table_kernels.tl.atomic_add
+    done = waits.table.number(DONE)
+
+    def look(pointer: Any, value: Any, *others: Any, **more: Any) -> Any:
+        if more.get("sem") == "acquire":
+            seen.append(int(done))
+            assert waits.later[LIST_SEQUENCE] == 1  # which the copier may be reading yet
+            if len(seen) == 3:
+                done.fill_(1)
+        return own(pointer, value, *others, **more)
+
+    monkeypatch.setattr(table_kernels.tl, "atomic_add", look)
+    assert waits.look_up(2, 5) == [1, 8]
+    assert seen == [0, 0, 0]
+    assert waits.later[:LIST_PAIRS].tolist() == [1, 2, 0, 0]
+    done.fill_(2)
+    waits.look_up(2, 5)  # nothing is pending, or listed
+    assert waits.later[:2].tolist() == [0, 2]
+    assert len(seen) == 3
+
+
+@pytest.mark.gpu
+@runs_kernels
+def test_copies_that_never_come_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host reads that in the list; the layer waits no more, and has none brought."""
+    from offplan.runtime.cached_experts import table_kernels
+
+    monkeypatch.setattr(table_kernels, "MOST_POLLS", 5)
+    waits = Waits()
+    waits.look_up(1, 2)
+    assert int(waits.later[LIST_FAILED]) == 0
+    waits.look_up(3, 4)
+    assert int(waits.later[LIST_FAILED]) == 1
+    assert int(waits.table.number(HAS_FAILED)) == 1
+    assert int(waits.later[LIST_COUNT]) == 0
+    assert int(waits.table.number(SEQUENCE)) == 1
+    waits.table.empty()
+    assert int(waits.table.number(HAS_FAILED)) == 1
+    assert waits.look_up(3, 4) == [8, 8]
+    assert int(waits.later[LIST_COUNT]) == 0
+
+
+def test_what_decides_is_the_rule_of_the_slots() -> None:
+    """Of integers, in the table: as ``brings_later`` has it."""
+    of = ExpertSlots(3, 8, (), by_cores=True, later=16)
+    drawn = torch.Generator().manual_seed(0)
+    decided = set()
+    for _ in range(60):
+        table = make_table(3, 8, "cpu")._replace(later=torch.zeros(LIST_NUMBERS, dtype=torch.int32))
+        steps = torch.randint(1, 6, (LATER_STEPS, 1), generator=drawn).tolist()
+        chance = float(torch.rand(1, generator=drawn))
+        recent = [int(chance * used) for (used,) in steps]
+        for (used,), of_these in zip(steps, recent, strict=True):
+            assert not table.number(IS_IDLE)
+            expert_table._count_later(table, 1, used, of_these)
+        brings = of.brings_later(sum(used for (used,) in steps), sum(recent))
+        assert bool(table.number(IS_IDLE)) == (not brings)
+        assert table.memory[expert_table.NUM_STEPS : IS_IDLE].tolist() == [0, 0, 0]
+        decided.add(brings)
+    assert decided == {True, False}
 
 
 @pytest.mark.slow
@@ -387,12 +557,18 @@ def test_kernels_compile_to_whole_lines_of_the_link(target: int) -> None:
 
     for is_step, is_divided in ((True, False), (True, True), (False, False)):
         table = {"EXPERTS": 128, "PAIRS": 8, "IS_STEP": is_step, "IS_DIVIDED": is_divided}
+        table |= {"BRINGS_LATER": False, "MOST_POLLS": 0}
         for ones in ({}, {"num_slots": 1, "num_pairs": 1}):
             assert "entry" in compile_for(table_kernels._use, {"num_warps": 4}, **table, **ones)
         if is_divided:
-            both = {"EXPERTS": 128, "PAIRS": 8, "BLOCK": 2048}
-            text = compile_for(table_kernels._use_and_hand_over, {"num_warps": 4}, **both)
-            require_one_bell(text)
+            both = {"EXPERTS": 128, "PAIRS": 8, "BLOCK": 2048, "MOST_POLLS": 1 << 22}
+            for brings in (False, True):
+                both["BRINGS_LATER"] = brings
+                text = compile_for(table_kernels._use_and_hand_over, {"num_warps": 4}, **both)
+                require_one_bell(text)
+                # of the whole system's, since copies come from without
+                polls = [line for line in text.splitlines() if ".acquire" in line]
+                assert [".sys" in line for line in polls] == [True] * brings
         copy = {"PAIRS": 8, "BLOCK": 1024, "IS_STEP": is_step}
         text = compile_for(table_kernels._copy_missed, {"num_warps": 8}, **copy)
         assert "ld.global.v4.b32" in text
@@ -400,7 +576,7 @@ def test_kernels_compile_to_whole_lines_of_the_link(target: int) -> None:
 
 
 POINTERS = (
-    *("chosen", "addresses", "table", "shares", "order", "starts"),
+    *("chosen", "addresses", "table", "shares", "later", "order", "starts"),
     *("slot_of_pair", "rest_of_pair", "cores_of_pair", "first_of_pair", "words", "arrived"),
 )
 
@@ -466,7 +642,7 @@ def test_a_step_is_compiled_whole(
     layer = Layer()
     vars(layer).update(vars(Experts(8, num_slots, packed=packed, bias=packed)))
     if is_divided:
-        shares = list_shares(ExpertSlots(num_slots, 8, (), 0.5))
+        shares = list_shares(ExpertSlots(num_slots, 8, (), by_cores=True), sharing(0.5))
         vars(layer).update(cores=tasks.number(Cores()), slot_shares=shares)
     for way in (forward_slots, forward_resident):
         vars(layer)["way"] = way

@@ -177,13 +177,13 @@ def _use(  # type: ignore[no-untyped-def]
         for first in range(0, num_experts, 32):
             j = first + tl.arange(0, 32)
             is_expert = j < num_experts
-            later = tl.load(missed_list + j, mask=is_expert, other=0).to(tl.int64) & 0xFFFFFFFF
-            earlier = tl.load(slot_list + j, mask=is_expert, other=0).to(tl.int64) & 0xFFFFFFFF
-            is_later = later[None, :] > late[:, None]
-            is_same = later[None, :] == late[:, None]
-            is_earlier = earlier[None, :] > early[:, None]
-            is_first = (earlier[None, :] == early[:, None]) & (j[None, :] < i[:, None])
-            comes = (is_later | (is_same & (is_earlier | is_first))) & is_expert[None, :]
+            its_late = tl.load(missed_list + j, mask=is_expert, other=0).to(tl.int64) & 0xFFFFFFFF
+            its_early = tl.load(slot_list + j, mask=is_expert, other=0).to(tl.int64) & 0xFFFFFFFF
+            is_above = its_late[None, :] > late[:, None]
+            is_same = its_late[None, :] == late[:, None]
+            is_above_early = its_early[None, :] > early[:, None]
+            is_first = (its_early[None, :] == early[:, None]) & (j[None, :] < i[:, None])
+            comes = (is_above | (is_same & (is_above_early | is_first))) & is_expert[None, :]
             new_place += tl.sum(comes.to(tl.int32), 1)
     was_there = (slots >= 0).to(tl.int32)
     missed, idle = used * (1 - was_there), (1 - used) * was_there
@@ -256,9 +256,9 @@ def _use(  # type: ignore[no-untyped-def]
         tl.store(table + _SEQUENCE, sequence)
         tl.store(later + _LIST_COUNT, num_later)
         tl.store(later + _LIST_SEQUENCE, sequence)
-        pair = later + _LIST_PAIRS + 2 * (nth_come - num_come)
-        tl.store(pair, order, mask=is_later)
-        tl.store(pair + 1, slots, mask=is_later)
+        listed = later + _LIST_PAIRS + 2 * (nth_come - num_come)
+        tl.store(listed, order, mask=is_later)
+        tl.store(listed + 1, slots, mask=is_later)
         tl.store(counts + _LATER, tl.load(counts + _LATER) + num_later)
     if IS_STEP:
         tl.store(counts, num_hits + num_here)
