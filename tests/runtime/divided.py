@@ -1,27 +1,36 @@
 """Kept experts of which cores and link divide those missed, held to a list of the trace."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
 from benchmarks.divided import DividedSlots
+from offplan.capabilities.cached_experts import MissRates
 from offplan.plan import Rule
+from offplan.runtime.cached_experts.executor import CachedExperts
 from offplan.runtime.cached_experts.expert_table import NOTED_TOKENS, ORDER, SLOTS
+from offplan.runtime.cached_experts.rates import scale
 from offplan.runtime.session import Session
 from tests.runtime.cached import Trace, cached_of, count_experts, keeping, prompts
 from tests.runtime.quantise import save_stored
 
 
 def dividing(
-    num: int,
-    share: float | None,
-    prefill: str = "prefetch",
-    every: int = 1,
-    *,
-    splits: bool = False,
+    num: int, prefill: str = "prefetch", every: int = 1, later: float | None = None
 ) -> Rule:
-    changed = {"decode": "host", "host_share": share, "split_expert": splits or None}
+    changed = {"decode": "host", "later_experts": later}
     return Rule.model_validate(keeping(num, None, prefill, every).model_dump(mode="json") | changed)
+
+
+@contextmanager
+def sharing(share: float) -> Iterator[None]:
+    """Have the cores of sessions multiply a share of what steps miss, by rates that say so."""
+    rates = MissRates(0.0, 1 - share, share)
+    with patch.object(CachedExperts, "given_rates", rates):
+        yield
 
 
 def wide(family: str) -> dict[str, int]:
@@ -39,7 +48,8 @@ def save(family: str, form: str, into: Path, **config: int) -> tuple[Path, Path]
 
 
 def check_layers(session: Session, lists: dict[int, DividedSlots]) -> None:
-    """What a list keeps is in slots, each with all of its parts."""
+    """What a list keeps is in slots, each with all of its parts once what is under way is there."""
+    cached_of(session)._drain()
     for index, kept in lists.items():
         layer = cached_of(session).layers[index]
         order, slots = (layer.table.list_of(which).tolist() for which in (ORDER, SLOTS))
@@ -55,14 +65,22 @@ def check_layers(session: Session, lists: dict[int, DividedSlots]) -> None:
                     assert torch.equal(values[slot].cpu(), stored[expert].cpu())
 
 
-def run_beside_lists(session: Session, share: float) -> None:
-    """Hold tables, slots and counts of prompts and steps to lists of the trace."""
+def run_beside_lists(session: Session, share: float, num_steps: int = 6) -> None:
+    """Hold tables, slots and counts of prompts and steps to lists of the trace.
+
+    The cores are to multiply a ``share`` of what is missed: see ``sharing``.
+    """
     layers = cached_of(session).layers
     trace = Trace(session, 2)
-    lists = {index: DividedSlots(layer.of) for index, layer in layers.items()}
-    assert all(layer.of.host_share == share for layer in layers.values())
+    rates = MissRates(0.0, 1 - share, share)
+    assert all(layer.of.by_cores for layer in layers.values())
+    lists = {index: DividedSlots(layer.of, rates) for index, layer in layers.items()}
+    fed = torch.Generator().manual_seed(0)
     for prompt in prompts(1):
-        logits = session.prefill(prompt)
+        num_rows = len(prompt)
+        for index, kept in lists.items():
+            kept.rates = scale(rates, layers[index].of.num_experts, 2, num_rows)
+        session.prefill(prompt)
         trace.drop_allocating_pass(prompt.numel())
         for index, calls in trace.calls.items():
             chunks = [each.reshape(len(prompt), -1, 2) for each in calls]
@@ -70,8 +88,9 @@ def run_beside_lists(session: Session, share: float) -> None:
             lists[index].settle(tokens[-NOTED_TOKENS:])
             calls.clear()
         check_layers(session, lists)
-        for _ in range(6):
-            logits = session.decode(logits.argmax(-1, keepdim=True))
+        for _ in range(num_steps):
+            tokens = torch.randint(0, 64, (num_rows, 1), generator=fed).to(session.device)
+            session.decode(tokens)
             for index, calls in trace.calls.items():
                 lists[index].step(calls.pop().flatten().tolist())
             check_layers(session, lists)

@@ -22,7 +22,7 @@ from offplan.runtime.rows import Rows
 from offplan.runtime.session import Session
 from tests.hostcores.cores import require_cores
 from tests.runtime.cached import Abort, cached_of, count_experts, keeping, prompts, run_hostile
-from tests.runtime.divided import dividing, run_beside_lists, save, wide
+from tests.runtime.divided import dividing, run_beside_lists, save, sharing, wide
 from tests.runtime.families import MOST_ROUNDING
 from tests.runtime.fed import run_fed, run_in_float32, typical_error
 from tests.runtime.plans import group, offload, open_session
@@ -37,14 +37,23 @@ CASES += [("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8_block")]
 """Families and forms; in CI half of them have whole experts divided, the others split ones."""
 
 
+@pytest.fixture(autouse=True)
+def halves() -> Iterator[None]:
+    """Half of what is missed is the cores', where a test says nothing else."""
+    with sharing(0.5):
+        yield
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "form"), others_in_sweep(CASES, CASES[1::2]))
 def test_logits_are_as_near_to_float32(family: str, form: str, tmp_path: Path) -> None:
     stored, plain = save(family, form, tmp_path)
     exact = run_in_float32(plain)
     own = typical_error(run_fed(stored, offload()), exact)
-    for num, share, prefill in ((1, None, "prefetch"), (2, 0.5, "uva"), (3, 0.3, "prefetch")):
-        made = run_fed(stored, offload(dividing(num, share, prefill), prefill_chunk=3))
+    for num, share, prefill in ((1, 1.0, "prefetch"), (2, 0.5, "uva"), (3, 0.3, "prefetch")):
+        rule = dividing(num, prefill, later=num - 1)
+        with sharing(share):
+            made = run_fed(stored, offload(rule, prefill_chunk=3))
         assert typical_error(made, exact) < MOST_ROUNDING * own, share
 
 
@@ -55,58 +64,69 @@ def test_logits_of_a_split_expert_are_as_near(family: str, form: str, tmp_path: 
     exact = run_in_float32(plain)
     own = typical_error(run_fed(stored, offload()), exact)
     for num, share, prefill in ((2, 0.5, "uva"), (3, 0.3, "prefetch")):
-        rule = dividing(num, share, prefill, splits=True)
-        made = run_fed(stored, offload(rule, prefill_chunk=3))
+        rule = dividing(num, prefill, later=num - 1.5)
+        with sharing(share):
+            made = run_fed(stored, offload(rule, prefill_chunk=3))
         assert typical_error(made, exact) < MOST_ROUNDING * own, share
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    into, config = tmp_path_factory.mktemp("divided"), {"num_experts": 8, "num_hidden_layers": 4}
+    into, config = tmp_path_factory.mktemp("divided"), {"num_local_experts": 8, "num_hidden_layers": 4}
     return save("qwen3_moe", "values", into, **config)[0]
 
 
 @pytest.fixture(scope="module")
 def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    into, config = tmp_path_factory.mktemp("wide"), {"num_experts": 8, "num_hidden_layers": 4}
+    into, config = tmp_path_factory.mktemp("wide"), {"num_local_experts": 8, "num_hidden_layers": 4}
     return save("qwen3_moe", "values", into, **config, **wide("qwen3_moe"))[0]
 
 
 @pytest.mark.parametrize(
-    ("share", "prefill"),
+    ("share", "prefill", "later"),
     each_value_once(
-        product([(1, 0.5), (2, 0.34), (2, None), (3, 0.6), (4, 0.5)], ["prefetch", "uva"])
+        product(
+            [(1, 0.6), (2, 0.6), (2, 1.0), (3, 0.7), (5, 0.4)],
+            ["prefetch", "uva"],
+            [None, 0.4, 8.0],
+        )
     ),
 )
 @pytest.mark.slow
 def test_counts_are_those_of_a_list(
-    folder: Path, share: tuple[int, float | None], prefill: str
+    folder: Path, share: tuple[int, float], prefill: str, later: float | None
 ) -> None:
     """``share`` is a number of slots, and the part of what is missed that the cores multiply."""
     num, part = share
-    with open_session(folder, offload(dividing(num, part, prefill), prefill_chunk=7)) as session:
+    decision = offload(dividing(num, prefill, later=later), prefill_chunk=7)
+    with sharing(part), open_session(folder, decision) as session:
         session.warm_up(1, 7)
         cached_of(session).invalidate()
-        run_beside_lists(session, 1.0 if part is None else part)
+        run_beside_lists(session, part)
         found = session.count(36)["cached_experts"]
         assert found is not None
         assert 0 < found.by_cores <= found.misses
-        assert part is not None or found.by_cores == found.misses
+        assert part < 1 or found.by_cores == found.misses
+        # one slot has what the link brings now
+        assert bool(found.later) == (later is not None and num > 1)
 
 
 @pytest.mark.parametrize(
-    ("num", "share"), others_in_sweep([(2, 0.5), (2, 0.34), (3, 0.25)], [(2, 0.34)])
+    ("num", "share"), others_in_sweep([(3, 0.5), (3, 0.34), (5, 0.7)], [(3, 0.34)])
 )
+@pytest.mark.parametrize("later", [None, 0.8])
 @pytest.mark.slow
 def test_counts_of_split_experts_are_those_of_a_list(
-    wide_folder: Path, num: int, share: float
+    wide_folder: Path, num: int, share: float, later: float | None
 ) -> None:
-    decision = offload(dividing(num, share, splits=True), prefill_chunk=7)
-    with open_session(wide_folder, decision) as session:
+    decision = offload(dividing(num, later=later), prefill_chunk=7)
+    with sharing(share), open_session(wide_folder, decision) as session:
         session.warm_up(1, 7)
         cached_of(session).invalidate()
         run_beside_lists(session, share)
-        assert all(found.split for found in count_experts(session).values())
+        counts = count_experts(session).values()
+        assert all(found.split for found in counts)
+        assert any(found.later for found in counts) == bool(later)
 
 
 @pytest.mark.slow
@@ -114,18 +134,20 @@ def test_the_same_bits_for_the_same_history(folder: Path) -> None:
     """With aborted prompts and steps between."""
     runs = []
     for _ in range(2):
-        with open_session(folder, offload(dividing(2, 0.5), prefill_chunk=7)) as session:
+        decision = offload(dividing(3, later=0.7), prefill_chunk=7)
+        with open_session(folder, decision) as session:
             runs.append(run_hostile(session))
             counts = count_experts(session).values()
             assert all(c.hits and c.by_cores for c in counts)
             assert any(c.copied for c in counts)
+            assert any(c.later for c in counts)
     assert all(map(torch.equal, *runs))
 
 
 @pytest.mark.slow
 def test_an_aborted_pass_leaves_slots_empty(folder: Path) -> None:
     """What then comes is what a session makes that has seen nothing else."""
-    decision = offload(dividing(2, 0.5), prefill_chunk=7)
+    decision = offload(dividing(2, later=1.0), prefill_chunk=7)
     with open_session(folder, decision) as session:
         run_hostile(session)
         cached_of(session).invalidate()
@@ -142,7 +164,7 @@ def test_what_another_expert_left_in_the_last_slot_is_not_seen(wide_folder: Path
     """Of a split expert some columns are not copied there; infinite ones times zero are NaN."""
     made = []
     for left in (0.0, torch.inf):
-        with open_session(wide_folder, offload(dividing(2, 0.5, splits=True))) as session:
+        with open_session(wide_folder, offload(dividing(2, later=0.3))) as session:
             logits = session.prefill(prompts(0)[0])
             for layer in cached_of(session).layers.values():
                 for slots in layer.slots.values():
@@ -188,7 +210,7 @@ def test_the_bell_rings_before_the_copies(
     """And the stream waits for the answer once the device has multiplied what is in slots."""
     note(stream, "copy", "copy_missed", monkeypatch, cached)
     note(stream, "multiply", "forward_stored", monkeypatch, cached)
-    with open_session(folder, offload(dividing(2, 0.5), prefill_chunk=7)) as session:
+    with open_session(folder, offload(dividing(2), prefill_chunk=7)) as session:
         logits = session.prefill(prompts(0)[0])
         session.decode(logits.argmax(-1, keepdim=True))
         stream.seen.clear()
@@ -204,7 +226,7 @@ BY_CORES = ["write", "wait"]
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [
-        (dividing(2, 0.5), ["write", "multiply", "shared", "wait"] * 3),
+        (dividing(2), ["write", "multiply", "shared", "wait"] * 3),
         # the prompt leaves the last layer in the ring
         (group(1, 1, "experts", decode="host"), [*["write", "shared", "wait"] * 2, "shared"]),
         # the first layer is dense; products of the cores use the same memory, one after the other
@@ -241,7 +263,7 @@ def test_shared_experts_are_multiplied_before_the_wait(
 def test_another_batch_begins_behind_a_step(family: str, tmp_path: Path) -> None:
     """Its cache is allocated while the parameters are those of a step."""
     checkpoint, _ = save(family, "fp8_block", tmp_path)
-    decision = offload(dividing(2, 0.5), prefill_chunk=7)
+    decision = offload(dividing(2), prefill_chunk=7)
 
     def run(session: Session, batch: int) -> list[torch.Tensor]:
         cached_of(session).invalidate()
@@ -262,7 +284,7 @@ def test_a_hand_over_gives_the_same(
     folder: Path, stream: AtOnce, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after a step that ended while the cores computed for it."""
-    decision = offload(dividing(2, 0.5), prefill_chunk=7)
+    decision = offload(dividing(2), prefill_chunk=7)
     with open_session(folder, decision) as session:
         handed = run_hostile(session)
         session.prefill(prompts(2)[0])
@@ -292,7 +314,7 @@ def test_compiled_layers_run_no_code_of_others(
     folder: Path, family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Layers that are divided, that keep experts and that are resident share what was compiled."""
-    decision = offload(dividing(2, 0.5, every=3), keeping(2, every=2), prefill_chunk=7)
+    decision = offload(dividing(2, every=3), keeping(2, every=2), prefill_chunk=7)
     config = {"n_routed_experts": 8, "num_hidden_layers": 4, "first_k_dense_replace": 0}
     other = family == "deepseek_v3"
     checkpoint = save(family, "values", tmp_path, **config)[0] if other else folder
@@ -325,7 +347,7 @@ def test_texts_that_join_and_leave(folder: Path) -> None:
     """The same bits each time, with rows of the batch that have no text."""
 
     def run() -> list[torch.Tensor]:
-        with open_session(folder, offload(dividing(2, 0.5), prefill_chunk=4)) as session:
+        with open_session(folder, offload(dividing(2), prefill_chunk=4)) as session:
             rows = Rows(session, 2)
             first = rows.join([1, 2, 3, 4, 5, 6, 7, 8, 9])
             made = [first.logits.clone()]
@@ -344,10 +366,11 @@ def test_texts_that_join_and_leave(folder: Path) -> None:
 @pytest.mark.slow
 def test_no_share_is_the_link_alone(folder: Path) -> None:
     logits = []
-    for rule in (dividing(2, 0.0), keeping(2, every=1)):
-        with open_session(folder, offload(rule, prefill_chunk=7)) as session:
+    for rule in (dividing(2, later=1.0), keeping(2, every=1)):
+        with sharing(0.0), open_session(folder, offload(rule, prefill_chunk=7)) as session:
             logits.append(run_hostile(session))
-            assert not any(found.by_cores for found in count_experts(session).values())
+            counts = count_experts(session).values()
+            assert not any(found.by_cores or found.later for found in counts)
     assert all(map(torch.equal, *logits))
 
 
@@ -357,7 +380,7 @@ def test_some_layers_are_divided_beside_others(tmp_path: Path) -> None:
     stored, plain = save("qwen3_moe", "fp8_block", tmp_path, num_hidden_layers=4)
     exact = run_in_float32(plain)
     own = typical_error(run_fed(stored, offload()), exact)
-    rules = [dividing(2, 0.5, every=4), keeping(2, every=3)]
+    rules = [dividing(2, every=4), keeping(2, every=3)]
     rules.append(
         Rule.model_validate(
             keeping(2, every=1).model_dump(mode="json")
@@ -373,6 +396,6 @@ def test_some_layers_are_divided_beside_others(tmp_path: Path) -> None:
 def test_what_the_cores_cannot_multiply_is_refused(tmp_path: Path) -> None:
     stored, _ = save_stored("qwen3_moe", "fp8_block", tmp_path / "wide")
     with pytest.raises(OffplanError, match="computes in bfloat16, found a model in float32"):
-        open_session(stored, offload(dividing(2, 0.5)))
+        open_session(stored, offload(dividing(2)))
     with pytest.raises(ValueError, match=r"rule 1 has cached_experts.*expected `store: host`"):
-        offload(dividing(2, 0.5), store="peer")
+        offload(dividing(2), store="peer")

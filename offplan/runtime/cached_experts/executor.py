@@ -441,8 +441,8 @@ def describe_division(slots: ExpertSlots, rates: MissRates, shares: Sequence[int
         of_each.append(f"{by_cores:.2g} of {number}")
     trip, cores, link = (f"{1e6 * each:.0f} us" for each in rates)
     return (
-        f"Of the experts that a layer misses the host's cores multiply {', '.join(of_each)}: an "
-        f"expert of one token takes them {cores}, and {trip} to hand over; it takes the link {link}."
+        f"Of the experts that a layer misses the host's cores multiply {', '.join(of_each)}. An "
+        f"expert of one token takes them {cores}, and {trip} to hand over; the link takes {link}."
     )
 
 

@@ -109,13 +109,13 @@ def use(table: Table, chosen: torch.Tensor, *, is_step: bool) -> Used:
 
     The experts of a step move to the front together and keep the order that they had. The host's
     cores multiply as many of the missed experts as ``shares`` says, the last ones in the order that
-    was. These take no slot. Of the one before them they may multiply a part: the rest of it is to
-    be copied behind the slots, for this step alone. The others are brought, in the order, while
-    there are slots that no expert of the step has: in place of those used longest ago. Of the split
-    expert and the cores' the first ones take the slots that are then left, as many as
-    ``_count_later`` allows: in this step they are multiplied as if they had none. A prompt's
-    last steps leave the first experts in the order there, of those that it used or that were there.
-    Lists those to be copied, and their slots, and those to be copied later. ``is_step`` counts what the step, the only one,
+    was. These have no slot in this step. Of the one before them they may multiply a part: the rest
+    of it is to be copied behind the slots, for this step alone. The others are brought, in the
+    order, while there are slots that no expert of the step has: in place of those used longest ago.
+    Slots that are then left go to the first of the split expert and the cores', as many as
+    ``_count_later`` allows: later steps find them there. A prompt's last steps leave the first
+    experts in the order there, of those that it used or that were there. Lists those to be copied
+    and their slots, and those to be copied later. ``is_step`` counts what the step, the only one,
     found; else a prompt's are counted. Returns what the pairs of the last step find. CPU only: it
     waits for what it finds.
 
