@@ -72,7 +72,10 @@ def test_logits_of_a_split_expert_are_as_near(family: str, form: str, tmp_path: 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    into, config = tmp_path_factory.mktemp("divided"), {"num_local_experts": 8, "num_hidden_layers": 4}
+    into, config = (
+        tmp_path_factory.mktemp("divided"),
+        {"num_local_experts": 8, "num_hidden_layers": 4},
+    )
     return save("qwen3_moe", "values", into, **config)[0]
 
 
