@@ -65,6 +65,19 @@ def check_layers(session: Session, lists: dict[int, DividedSlots]) -> None:
                     assert torch.equal(values[slot].cpu(), stored[expert].cpu())
 
 
+def check_contents(session: Session) -> None:
+    """Each expert that a table names is in its slot, and nobody else is."""
+    for layer in cached_of(session).layers.values():
+        order, slots = (layer.table.list_of(which).tolist() for which in (ORDER, SLOTS))
+        taken = [slot for slot in slots if slot >= 0]
+        assert len(set(taken)) == len(taken)
+        for expert, slot in zip(order, slots, strict=True):
+            for name, values in layer.slots.items():
+                assert slot < 0 or torch.equal(
+                    values[slot].cpu(), layer.sources[name][expert].cpu()
+                )
+
+
 def run_beside_lists(session: Session, share: float, num_steps: int = 6) -> None:
     """Hold tables, slots and counts of prompts and steps to lists of the trace.
 

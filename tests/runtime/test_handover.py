@@ -1,6 +1,7 @@
 """Products handed over within a stream, which is simulated: it does at once what it is given."""
 
 from collections.abc import Iterator
+from ctypes import CFUNCTYPE, c_int, c_size_t, c_uint64, c_void_p, cast, memmove
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ from torch import nn
 
 from offplan.errors import OffplanError
 from offplan.forms.form import RAW, Component
+from offplan.hostcores.library import Driver
 from offplan.runtime.forms import tasks
 from offplan.runtime.host_cores import cores, executor
 from offplan.runtime.host_cores.executor import LinearTask
-from offplan.runtime.host_cores.handover import Handover
+from offplan.runtime.host_cores.handover import CurrentStream, Handover
 from offplan.runtime.host_cores.server import ByCores
 from tests.hostcores.cores import make_weight, require_cores, values_of
 from tests.runtime.stream import AtOnce
@@ -95,6 +97,93 @@ def test_experts_come_back(handover: Handover) -> None:
         expected = cores.send(team, library.kernels(), experts, *arguments)
         assert torch.equal(handover.send(experts, *arguments), expected)
     team.close()
+
+
+class StandIn(CurrentStream, AtOnce):
+    """A stream of the host's whose driver copies memory of the host."""
+
+    def __init__(self) -> None:
+        AtOnce.__init__(self)
+        self.num_copies, self.num_streams = 0, 0
+        types = c_int, c_uint64, c_void_p, c_size_t, c_void_p
+        self._functions = (
+            CFUNCTYPE(c_int, c_void_p)(lambda context: 0),
+            CFUNCTYPE(*types)(self._copy),
+            CFUNCTYPE(c_int, c_void_p)(lambda stream: 0),
+        )
+
+    hand_over, wait, call = AtOnce.hand_over, AtOnce.wait, AtOnce.call
+
+    def make_copier(self) -> Driver:
+        self.num_streams += 1
+        return Driver(*(cast(each, c_void_p).value for each in self._functions), 1, 2)
+
+    def destroy(self, copier: Driver) -> None:
+        self.num_streams -= 1
+
+    def _copy(self, target: int, source: int, num_bytes: int, stream: int) -> int:
+        memmove(target, source, num_bytes)
+        self.num_copies += 1
+        return 0
+
+
+def make_experts(num_experts: int = 4) -> tuple[cores.Experts, Any]:
+    up, down = (make_weight("bf16", *size, num_experts) for size in ((128, 96), (96, 64)))
+    experts = cores.Experts(up=cores.describe(*up), down=cores.describe(*down))
+    experts.num_experts, experts.is_gated = num_experts, 1
+    experts.alpha, experts.limit = 1.0, float("inf")
+    return experts, (up, down)
+
+
+def test_what_a_kernel_lists_is_copied_into_slots() -> None:
+    stream = StandIn()
+    handover = Handover(CPU, stream)
+    source = torch.randn(4, 3000)
+    layers = []
+    for _ in range(300):  # more than a block of lists has
+        experts, keeps = make_experts() if len(layers) < 2 else layers[0][:2]
+        slots, done = torch.zeros(2, 3000), torch.zeros(1, dtype=torch.int32)
+        parts = [(source.data_ptr(), slots.data_ptr(), source[0].nbytes)]
+        later = handover.bring_later(experts, parts, done.data_ptr())
+        layers.append((experts, keeps, slots, done, later))
+    assert len({layer[-1].data_ptr() for layer in layers}) == 300
+    assert stream.num_streams == 1
+    experts, _, slots, done, later = layers[1]
+    arguments = torch.randn(1, 96).bfloat16(), torch.tensor([[1, 3]]), torch.ones(1, 2)
+    for sequence, pairs in ((1, [3, 0, 1, 1]), (2, [0, 0])):
+        later[:2] = torch.tensor([len(pairs) // 2, sequence])
+        later[4 : 4 + len(pairs)] = torch.tensor(pairs)
+        handover.send(experts, *arguments)
+        handover.drain()
+        assert int(done) == sequence
+        for expert, slot in zip(pairs[::2], pairs[1::2], strict=True):
+            assert torch.equal(slots[slot], source[expert])
+    spent = handover.count()
+    assert spent.queued_bytes == 3 * source[0].nbytes
+    handover.check()
+    later[2] = 1  # as a kernel writes that has waited for too long
+    with pytest.raises(OffplanError, match="brings for later did not come in time"):
+        handover.check()
+    handover.close()
+    assert stream.num_streams == 0
+
+
+def test_experts_are_timed_by_the_host(stream: AtOnce) -> None:
+    handover = Handover(CPU, stream)
+    experts, keeps = make_experts()
+    experts.later = 8  # which timing leaves alone
+    assert handover.time_experts(experts, [2], 3) > 0
+    assert handover.time_experts(experts, [0, 1, 3], 3) > 0
+    assert len(handover._jobs) == 1
+    assert stream.seen == []
+    experts.later = None
+    arguments = torch.randn(2, 96).bfloat16(), torch.randint(0, 4, (2, 2)), torch.rand(2, 2)
+    team = cores.load().team(1)
+    expected = cores.send(team, cores.load().kernels(), experts, *arguments)
+    assert torch.equal(handover.send(experts, *arguments), expected)
+    team.close()
+    handover.close()
+    assert keeps
 
 
 def test_a_failure_is_said(handover: Handover) -> None:

@@ -15,7 +15,6 @@ from offplan.runtime.cached_experts.expert_table import (
     LIST_PAIRS,
     ORDER,
     QUOTA,
-    SLOTS,
     Table,
     copy_later,
     copy_missed,
@@ -33,7 +32,7 @@ from tests.runtime.cached import (
     prompts,
     run_hostile,
 )
-from tests.runtime.divided import dividing, run_beside_lists, save, sharing, wide
+from tests.runtime.divided import check_contents, dividing, run_beside_lists, save, sharing, wide
 from tests.runtime.plans import offload, open_session
 
 require_cores()
@@ -143,17 +142,6 @@ def test_a_prompt_fills_the_slots_that_copies_were_on_their_way_to(
         after = count_experts(session)
         assert any(after[index].from_prompts > before[index].from_prompts for index in after)
         check_contents(session)
-
-
-def check_contents(session: Session) -> None:
-    """Each expert that a table names is in its slot, and nobody else is."""
-    for layer in cached_of(session).layers.values():
-        order, slots = (layer.table.list_of(which).tolist() for which in (ORDER, SLOTS))
-        taken = [slot for slot in slots if slot >= 0]
-        assert len(set(taken)) == len(taken)
-        for expert, slot in zip(order, slots, strict=True):
-            for name, values in layer.slots.items():
-                assert slot < 0 or torch.equal(values[slot], layer.sources[name][expert])
 
 
 @pytest.mark.slow

@@ -281,7 +281,8 @@ class Handover:
             self._coordinator.copy_by(self._copier[1])
         size, place = ctypes.sizeof(LaterList), len(self._lists) % _LISTS
         if not place:
-            self._list_blocks.append(HostBlock(_LISTS * size, pin=True))
+            pins = self._device.type == "cuda"
+            self._list_blocks.append(HostBlock(_LISTS * size, pin=pins))
         block, listed = self._list_blocks[-1], slice(place * size, (place + 1) * size)
         address = block.tensor[listed].data_ptr()
         self._lists.append(LaterList.from_address(address))

@@ -1,0 +1,68 @@
+"""Rates by which cores and link divide missed experts."""
+
+from pathlib import Path
+
+import pytest
+
+from offplan.capabilities.cached_experts import ExpertSlots, MissRates
+from offplan.machine.profile import ASSUMED_CORES, ASSUMED_TRIP
+from offplan.runtime.cached_experts.executor import describe_division, list_shares
+from offplan.runtime.cached_experts.rates import RATES, Timed, assume, measure, scale
+
+SLOTS = ExpertSlots(4, 8, (6_000_000, 18_000_000), by_cores=True)
+
+
+def test_what_is_assumed_is_what_a_profile_assumes() -> None:
+    rates = assume(SLOTS)
+    assert rates.trip_s == ASSUMED_TRIP.value
+    assert rates.cores_s == pytest.approx(3e6 / ASSUMED_CORES.value)
+    assert rates.link_s == pytest.approx(3e6 / 25e9)
+
+
+@pytest.mark.parametrize("most", [1, 4, 8])
+def test_rates_are_found_in_spite_of_samples_that_took_long(most: int) -> None:
+    asked = []
+
+    def time_experts(number: int, num_experts: int) -> Timed:
+        asked.append((number, num_experts))
+        late = 5e-3 * (number in (0, 3, 7))
+        return Timed(9e-6 + 1e-4 * num_experts + late, 2e-4 + late)
+
+    assert measure(time_experts, most) == pytest.approx(MissRates(9e-6, 1e-4, 2e-4))
+    assert {num for _, num in asked} == {1, max(2, most)}
+    assert len(asked) == 21
+
+
+def test_rates_of_a_machine_that_wavers_are_none_below_zero() -> None:
+    rates = measure(lambda _, num: Timed(1e-3 if num == 1 else 4e-4, 2e-4), 4)
+    assert rates.cores_s > 0
+    assert rates.trip_s >= 0
+
+
+def test_a_batch_takes_the_cores_longer() -> None:
+    rates = MissRates(1e-5, 1e-4, 2e-4)
+    assert scale(rates, 128, 8, 1) == rates
+    assert scale(rates, 128, 8, 16).cores_s == rates.cores_s  # still fewer rows an expert than 3
+    assert scale(rates, 8, 2, 24).cores_s == pytest.approx(2e-4, rel=0.01)  # six rows each
+    assert scale(rates, 4, 4, 9).cores_s == pytest.approx(3e-4)
+
+
+def test_a_division_is_said() -> None:
+    rates = MissRates(1e-5, 1e-4, 2e-4)
+    said = describe_division(SLOTS, rates, list_shares(SLOTS, rates).tolist())
+    assert said == (
+        "Of the experts that a layer misses the host's cores multiply 1 of 1, 1 of 2, 2 of 3, 3 of "
+        "4, 3 of 5, 4 of 6, 5 of 7, 5 of 8. An expert of one token takes them 100 us, and 10 us "
+        "to hand over; the link takes 200 us."
+    )
+
+
+def test_rates_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
+    rates = MissRates(1e-5, 1e-4, 2e-4)
+    assert RATES.find({"gpu": 1}) is None
+    assert RATES.keep({"gpu": 1}, rates)
+    assert RATES.find({"gpu": 1}) == rates
+    assert RATES.find({"gpu": 2}) is None
+    RATES.keep({"gpu": 1}, rates._replace(link_s=-1.0))
+    assert RATES.find({"gpu": 1}) is None
