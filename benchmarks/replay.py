@@ -7,11 +7,11 @@
 Weights are random; what routers choose is taken from a trace, within the captured step as well. The
 first form plans for a machine and keeps as many experts of all layers in the same memory; the
 second keeps so many and compares with the same rule that keeps none; the third is given both plans.
-With ``--host-share 0.4 0.6`` more plans follow, in which the host's cores multiply these parts of
-the experts that steps miss: by whole experts, and with one that is split. All run in turn, in one
-process, by traces of each ``--reuse``. Prints JSON: experts hit as a list of the trace says and as
-the kernels counted, by layer, the times of steps, and what the cost model predicts of each plan for
-the machine. Ends with an error where these counts differ.
+With ``--later 0 0.5`` more plans follow, in which the host's cores and the link divide the experts
+that steps miss, and the link brings so many of a layer for later. All run in turn, in one process,
+by traces of each ``--reuse``. Prints JSON: experts hit as a list of the trace says and as the
+kernels counted, by layer, the times of steps, the rates that sessions measured, and what the cost
+model predicts of each plan for the machine. Ends with an error where these counts differ.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from benchmarks.make_routing import profile_trace
 from benchmarks.run_plan import describe_machine
 from benchmarks.traces import REUSES, make_trace
 from offplan.backends import Backend
-from offplan.capabilities.cached_experts import ExpertSlots
+from offplan.capabilities.cached_experts import ExpertSlots, MissRates
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.costs.cached_experts import predict_found
@@ -52,6 +52,8 @@ from offplan.planner.make import make_plan
 from offplan.routing.use_order import UseOrder
 from offplan.runtime.cached_experts.executor import CachedExperts
 from offplan.runtime.cached_experts.expert_table import NOTED_TOKENS
+from offplan.runtime.cached_experts.rates import scale
+from offplan.runtime.host_cores.server import ByCores
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.session import Session
 from offplan.transformers_private import list_experts
@@ -190,7 +192,13 @@ def run(session: ReplaySession, prompt: torch.Tensor, num_steps: int) -> dict[st
     cached = session.loaded.executors["cached_experts"]
     assert isinstance(cached, CachedExperts)
     counted = cached.count_layers()
+    layers = cached.layers.items()
+    rates = {index: each.rates and each.rates._asdict() for index, each in layers}
+    server = session.loaded.store.servers.get(Backend.HOST)
+    spent = server.count() if isinstance(server, ByCores) else None
     return {
+        "rates": rates,
+        "spent_since_open": spent and spent._asdict(),
         "prompt_s": prompt_s,
         "step_s": statistics.median(steps),
         "step_mean_s": statistics.mean(steps),
@@ -199,6 +207,7 @@ def run(session: ReplaySession, prompt: torch.Tensor, num_steps: int) -> dict[st
         "hits": {layer: found.hits for layer, found in counted.items()},
         "misses": {layer: found.misses for layer, found in counted.items()},
         "by_cores": {layer: found.by_cores for layer, found in counted.items()},
+        "later": {layer: found.later for layer, found in counted.items()},
         "in_place": sum(found.in_place for found in counted.values()),
         "copied_bytes_a_step": sum(found.copied_bytes for found in counted.values()) / num_steps,
     }
@@ -274,12 +283,12 @@ def predict_runs(
     return {"step_s": made.decode.step_s, "hits": None if found is None else found.hits}
 
 
-def divide(offload: Offload, share: float, *, splits: bool) -> Offload:
-    """Have the host's cores multiply a share of the experts that steps of a plan miss.
+def divide(offload: Offload, later: float) -> Offload:
+    """Have the host's cores and the link divide the experts that steps of a plan miss.
 
-    ``splits`` has them multiply a part of one expert, where the share is not whole.
+    The link brings so many of a layer and step for ``later``, of those that the cores multiply.
     """
-    changes = {"decode": Backend.HOST, "host_share": share, "split_expert": splits or None}
+    changes = {"decode": Backend.HOST, "later_experts": later}
     rules = tuple(
         rule if rule.cached_experts is None else rule.model_copy(update=changes)
         for rule in offload.rules
@@ -290,11 +299,7 @@ def divide(offload: Offload, share: float, *, splits: bool) -> Offload:
 def find_offloads(options: argparse.Namespace, model: Model) -> dict[str, Offload]:
     """Return what the plans offload, by name."""
     found = find_pair(options, model)
-    for way in options.division:
-        for share in options.host_share:
-            name = f"share {share:g}" + ", one split" * (way == "split")
-            found[name] = divide(found["kept"], share, splits=way == "split")
-    return found
+    return found | {f"later {later:g}": divide(found["kept"], later) for later in options.later}
 
 
 def find_pair(options: argparse.Namespace, model: Model) -> dict[str, Offload]:
@@ -419,13 +424,20 @@ def list_counts(
         return "not listed: the plan keeps experts of some layers alone"
     choices = listed[:, -1].tolist()
     hits = [int(row[each.num_kept]) for row, each in zip(listed, layers, strict=True)]
-    expected: dict[str, list[Any]] = {"hits": hits, "by_cores": [0] * len(hits)}
-    if any(each.host_share for each in layers):
-        slots = [DividedSlots(each) for each in layers]
+    none = [0] * len(hits)
+    expected: dict[str, list[Any]] = {"hits": hits, "by_cores": none, "later": none}
+    if any(each.by_cores for each in layers):
+        num_chosen, batch = trace.shape[-1], options.batch
+        rates = [MissRates(**each) for each in found[0]["rates"].values()]
+        slots = [
+            DividedSlots(each, scale(of, each.num_experts, num_chosen, batch))
+            for each, of in zip(layers, rates, strict=True)
+        ]
         count_divided(trace, options.prompt, options.steps, slots)
         expected = {
             "hits": [each.counts["hits"] for each in slots],
             "by_cores": [each.by_cores for each in slots],
+            "later": [each.counts["later"] for each in slots],
         }
     pairs = zip(choices, expected["hits"], strict=True)
     expected["misses"] = [chosen - hit for chosen, hit in pairs]
@@ -460,11 +472,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gpu-memory", default="12 GiB")
     parser.add_argument("--cached", type=int)
     parser.add_argument("--more", type=int)
-    parser.add_argument("--host-share", type=float, nargs="+", default=[])
+    parser.add_argument("--later", type=float, nargs="+", default=[])
     parser.add_argument("--plans", type=Path, nargs=2)
-    parser.add_argument(
-        "--division", choices=["whole", "split"], nargs="+", default=["whole", "split"]
-    )
     parser.add_argument("--reuse", choices=REUSES, nargs="+", default=["published"])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--prompt", type=int, default=128)

@@ -113,6 +113,7 @@ def generate_request(
         measured,
         None if is_same else predict_workload(plan, model, ran),
         compare_counts(plan, model, session.count(measured.num_decodes)),
+        session.describe(),
     )
 
 

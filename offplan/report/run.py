@@ -1,6 +1,6 @@
 """A run: what the plan promised beside what was measured."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -38,6 +38,8 @@ class RunResult:
     """The plan's prediction for this batch and these prompts, if they are not its workload's."""
     counts: Mapping[str, ComparedCounts] = field(default_factory=dict)
     """Counts of steps by the capabilities that have some: experts found cached, and missed."""
+    settled: Sequence[str] = ()
+    """What was settled when the session opened: who multiplies missed experts. A sentence each."""
 
 
 def render_run(plan: Plan, result: RunResult) -> RenderableType:
@@ -54,7 +56,7 @@ def render_run(plan: Plan, result: RunResult) -> RenderableType:
     moved = None if reads_in_place(plan, "decode") else measured.step_link_bytes
     add("over the link, a token", decode.link_bytes, moved, format_bytes)
     add_counts(table, result.counts)
-    lines = list_differences(plan, result)
+    lines = [*result.settled, *list_differences(plan, result)]
     if (other := result.prediction) is not None:
         ttft, tpot = format_seconds(other.prefill.step_s), format_seconds(other.decode.step_s)
         lines.append(f"For what ran it predicts {ttft} to the first token and {tpot} a token.")

@@ -102,8 +102,8 @@ def run_beside_lists(session: Session, share: float, num_steps: int = 6) -> None
             calls.clear()
         check_layers(session, lists)
         for _ in range(num_steps):
-            tokens = torch.randint(0, 64, (num_rows, 1), generator=fed).to(session.device)
-            session.decode(tokens)
+            drawn = torch.randint(0, 64, (num_rows, 1), generator=fed)
+            session.decode(drawn.to(session.device))
             for index, calls in trace.calls.items():
                 lists[index].step(calls.pop().flatten().tolist())
             check_layers(session, lists)

@@ -32,7 +32,7 @@ from offplan.runtime.session import Session
 from tests.hostcores.cores import require_cores
 from tests.runtime.cached import keeping
 from tests.runtime.conftest import save_tiny
-from tests.runtime.divided import dividing, save, wide
+from tests.runtime.divided import dividing, save, sharing, wide
 from tests.runtime.plans import CONTEXT, LateLink, group, in_parts, offload, open_session
 from tests.runtime.quantise import save_stored
 from tests.tiers import each_value_once, others_in_sweep
@@ -373,8 +373,8 @@ EXPERTS: dict[str, tuple[str, list[Any]]] = {
         [group(1, 1, "self_attn", decode="uva"), in_parts(2, every=2)],
     ),
     "by cores": ("divided", [group(1, 1, "experts", decode="host")]),
-    "divided": ("divided", [dividing(2, 0.5)]),
-    "split": ("split", [dividing(2, 0.5, splits=True)]),
+    "divided": ("divided", [dividing(2, later=0.7)]),
+    "split": ("split", [dividing(2, later=0.7)]),
     "in parts, by cores": ("divided", [in_parts(2, decode="host")]),
     "codes": ("experts of codes", [group(1, 1, "experts", decode="uva")]),
     "kept codes": ("experts of codes", [keeping(2, every=1)]),
@@ -400,7 +400,7 @@ def test_experts(find: Find, name: str, chunk: int, late: bool) -> None:
     if any(rule.decode is Backend.HOST for rule in rules):
         require_cores()
     decision = offload(*rules, prefill_chunk=chunk)
-    with watch(find(family), decision, late=late) as watched:
+    with sharing(0.5), watch(find(family), decision, late=late) as watched:
         abort_everywhere(watched, [*CALLS], every=7, first=late)
 
 

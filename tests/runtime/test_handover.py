@@ -139,7 +139,7 @@ def test_what_a_kernel_lists_is_copied_into_slots() -> None:
     stream = StandIn()
     handover = Handover(CPU, stream)
     source = torch.randn(4, 3000)
-    layers = []
+    layers: list[Any] = []
     for _ in range(300):  # more than a block of lists has
         experts, keeps = make_experts() if len(layers) < 2 else layers[0][:2]
         slots, done = torch.zeros(2, 3000), torch.zeros(1, dtype=torch.int32)

@@ -1,18 +1,22 @@
 """Experts that the link brings for later: copies made as early as can be, and as late."""
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from offplan.capabilities.cached_experts import ExpertSlots, MissRates, table_bytes
+from offplan.capabilities.cached_experts import MOST_LATER, ExpertSlots, MissRates, table_bytes
+from offplan.hostcores.library import MOST_LISTED, LaterList
 from offplan.runtime.cached_experts import expert_table
 from offplan.runtime.cached_experts.executor import list_shares
 from offplan.runtime.cached_experts.expert_table import (
     LIST_COUNT,
+    LIST_FAILED,
     LIST_NUMBERS,
     LIST_PAIRS,
+    LIST_SEQUENCE,
     ORDER,
     QUOTA,
     Table,
@@ -168,7 +172,7 @@ def test_it_closes_with_copies_pending(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What copies is waited for while the slots are there."""
-    drained = []
+    drained: list[dict[int, torch.Tensor]] = []
     own = ByCores.drain
 
     def drain(server: ByCores) -> None:
@@ -254,3 +258,14 @@ def test_with_a_quota_for_all_slots_are_those_of_the_link(share: float) -> None:
             assert next(orders) == next(orders)
             held = [sorted(slots["weight"].flatten().tolist()) for slots in both]
             assert held[0] == held[1]
+
+
+def test_lists_are_what_the_coordinator_reads() -> None:
+    """By the places of their numbers, and room for all that a step may list."""
+    places = {name: getattr(LaterList, name).offset // 4 for name, _ in LaterList._fields_}
+    assert places["count"] == LIST_COUNT
+    assert places["sequence"] == LIST_SEQUENCE
+    assert places["failed"] == LIST_FAILED
+    assert places["pairs"] == LIST_PAIRS
+    assert MOST_LATER <= MOST_LISTED
+    assert ctypes.sizeof(LaterList) >= 4 * LIST_NUMBERS

@@ -312,7 +312,9 @@ class CachedExperts(CapabilityExecutor):
         """Yield who multiplies how many missed experts, by which rates; of the first such layer."""
         for layer in self.layers.values():
             if layer.rates is not None and layer.table.shares is not None:
-                yield describe_division(layer.of, layer.rates, layer.table.shares.tolist())
+                said = describe_division(layer.of, layer.rates, layer.table.shares.tolist())
+                is_assumed = layer.addresses is None and self.given_rates is None
+                yield said + " These times are assumed." * is_assumed
                 return
 
     def enter(self, phase: Phase) -> None:

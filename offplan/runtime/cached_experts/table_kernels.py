@@ -252,7 +252,7 @@ def _use(  # type: ignore[no-untyped-def]
     tl.store(table + _NUM_MISSED, num_come)
     if BRINGS_LATER:
         # whoever copies reads the list once the bell has rung, and the word behind its last copy
-        sequence = tl.load(table + _SEQUENCE) + (num_later > 0).to(tl.int32)
+        sequence = tl.load(table + _SEQUENCE) + tl.where(num_later > 0, 1, 0)
         tl.store(table + _SEQUENCE, sequence)
         tl.store(later + _LIST_COUNT, num_later)
         tl.store(later + _LIST_SEQUENCE, sequence)
