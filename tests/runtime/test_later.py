@@ -262,7 +262,8 @@ def test_with_a_quota_for_all_slots_are_those_of_the_link(share: float) -> None:
 
 def test_lists_are_what_the_coordinator_reads() -> None:
     """By the places of their numbers, and room for all that a step may list."""
-    places = {name: getattr(LaterList, name).offset // 4 for name, _ in LaterList._fields_}
+    names = "count", "sequence", "failed", "pairs"
+    places = {name: getattr(LaterList, name).offset // 4 for name in names}
     assert places["count"] == LIST_COUNT
     assert places["sequence"] == LIST_SEQUENCE
     assert places["failed"] == LIST_FAILED
