@@ -291,7 +291,7 @@ class CachedExperts(CapabilityExecutor):
 
         layer = layers[number % len(layers)]
         of, table = layer.of, layer.table
-        first = number // len(layers) * num_experts
+        first = number * num_experts  # no cache has them, even where layers share their weights
         chosen = [(first + at) % of.num_experts for at in range(num_experts)]
         num_copied = min(2 * num_experts + 2, of.num_experts)
         places = torch.arange(num_copied, dtype=torch.int32, device=self._place.device)
