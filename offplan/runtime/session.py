@@ -208,8 +208,9 @@ class Session:
 
         Returns the logits that follow it, [batch, vocabulary], on the device and ordered on the
         session's stream, overwritten by the next call: read them inside ``stream()``. Waits for the
-        prompt's own transfer, and for the device when the batch is another than before, when the
-        prompt is captured, which ``warm_up`` does beforehand, or takes a captured one's memory.
+        prompt's own transfer, for experts that steps before have brought for later, and for the
+        device when the batch is another than before, when the prompt is captured, which ``warm_up``
+        does beforehand, or takes a captured one's memory.
         Raises InputError for an empty prompt or one beyond the context, MemoryLimitError.
         """
         self.check_open()
@@ -264,7 +265,8 @@ class Session:
     def check(self) -> None:
         """Raise OffplanError where the passes whose logits are there may be wrong.
 
-        The host's cores may have failed; on the device nothing shows it.
+        The host's cores may have failed, or copies of experts brought for later; on the device
+        nothing shows it.
         """
         self.loaded.store.check()
 

@@ -201,6 +201,9 @@ What kernels read in place over the link cannot be counted.
 
 def test_run() -> None:
     assert show(render_run(make_plan(STREAMED), make_result())).strip() == RUN.strip()
+    said = "Of the experts that a layer misses the host's cores multiply 1 of 1."
+    shown = show(render_run(make_plan(STREAMED), make_result(settled=[said])))
+    assert said in " ".join(shown.split())
 
 
 def test_run_elsewhere_says_what_differs() -> None:
