@@ -249,8 +249,7 @@ class CachedExpertsRule(RuleBase):
 
     def list_faults(self) -> Iterator[str]:
         """Yield what its cached experts cannot be."""
-        is_divided = self.cached_experts is not None and self.decode.is_by_cores
-        if self.later_experts is not None and not is_divided:
+        if self.later_experts is not None and not self.divides_missed:
             kept = "no" if self.cached_experts is None else str(self.cached_experts)
             yield (
                 f"found later_experts: {self.later_experts:g} with decode: {self.decode.name} and "
@@ -277,6 +276,11 @@ class CachedExpertsRule(RuleBase):
                     "by one, or have the host's cores multiply them"
                 )
         yield from super().list_faults()
+
+    @property
+    def divides_missed(self) -> bool:
+        """True if the host's cores and the link divide the experts that steps miss."""
+        return self.cached_experts is not None and self.decode.is_by_cores
 
     @property
     def experts_key(self) -> str | None:

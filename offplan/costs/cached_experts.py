@@ -2,22 +2,33 @@
 
 A decode step has the experts cross that it chooses and that no slot holds. Their share follows from
 a routing profile, or from uniform routing: of n experts in slots, n / E of the choices are served.
-Experts that the host's cores multiply, all or a part, enter no slot, and steps soon miss them
-again. Kernels of the step keep the order of use. A prompt leaves the experts of its last tokens in
+Kernels of the step keep the order of use. A prompt leaves the experts of its last tokens in
 the slots: from the ring, if its layers stream, or else over the link.
 
-The host's cores may multiply a share of the experts that a step misses in a layer, where they lie.
+The host's cores may multiply some of the experts that a step misses in a layer, where they lie.
 The link brings the others. Both work at once with each other and with the GPU's products of the
-experts that it found, and of shared ones. The layer waits for the longest of the three.
+experts that it found, and of shared ones. The layer waits for the longest of the three. What the
+cores multiplied the link brings for later, as far as it is idle: no step waits for that.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, replace
+from functools import lru_cache
 from math import ceil, comb
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from offplan.backends import Backend
-from offplan.capabilities.cached_experts import Division, ExpertsFound, ExpertSlots
+from offplan.capabilities.cached_experts import (
+    LATER_PARTS,
+    MOST_LATER,
+    ExpertsFound,
+    ExpertSlots,
+    MissRates,
+)
 from offplan.checkpoint.model import Experts
 from offplan.costs.cores import CoresUse
 from offplan.costs.in_place_costs import AtUse, CachedTimes
@@ -29,6 +40,7 @@ from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement, SlabEntry
 from offplan.routing.profile import BatchReuse
+from offplan.schedule import read_at_use
 
 KEEPING_S = 8e-6
 """Seconds that a layer takes to find the experts of a step and to begin with those missed.
@@ -44,54 +56,111 @@ took 7 to 23 us a layer beyond what ``Missed`` predicts besides.
 """
 LAST_TOKENS = 64
 """Tokens of each prompt whose experts are in the slots when it ends, as if they had been steps."""
+LATER_SHARE = 0.85
+"""Part of the time that the link is idle in a step which copies for later take. Source: chosen."""
 _ROUNDS = 8
 """Times that the hits and what enters slots are predicted from each other."""
 
 
 def find_experts(
-    slots: ExpertSlots, experts: Experts, reuse: BatchReuse | None, batch: int
+    slots: ExpertSlots,
+    experts: Experts,
+    reuse: BatchReuse | None,
+    batch: int,
+    rates: MissRates | None = None,
 ) -> ExpertsFound:
     """Predict what a decode step finds of one layer's experts in its slots.
 
+    ``rates`` are those by which cores and link divide what is missed; None if the link brings all.
     Of a part q of the choices, the expert is in a slot behind the step: it was there, or the link
-    brought it. The slots then reach as far back in the order of use as 1 / q times as many would
-    that all choices enter. The next choice of such an expert is a hit if it comes within that
-    reach. So the hit rate is q times that of n / q slots.
-
-    Misses predicted so are 0.8 to 1.1 of a list's where tokens choose the last token's experts
-    again. If some experts are popular with all tokens, a list has fewer misses, down to a half.
+    brought it, now or for later. The slots then reach as far back in the order of use as 1 / q
+    times as many would that all choices enter. The next choice of such an expert is a hit if it
+    comes within that reach. So the hit rate is q times that of n / q slots.
     """
     chosen = experts.touched(batch) if reuse is None else reuse.touched
     kept = slots.num_kept
     static = kept / experts.num_experts
     rate = static if reuse is None else reuse.hit_rate(kept)
-
-    def mean(count: Callable[[Division], float]) -> float:
-        return sum(
-            weight * count(slots.divide(missed))
-            for weight, missed in spread(chosen, chosen * (1 - rate))
-        )
-
-    if slots.host_share and reuse is not None:
+    if rates is None or not slots.by_cores:
+        return ExpertsFound(chosen * rate, chosen * (1 - rate))
+    divided = divide_all(slots, rates, ceil(chosen))
+    by_cores, not_brought = divided.mean(chosen, chosen * (1 - rate))
+    later = 0.0
+    if reuse is not None:
+        quota = slots.later / LATER_PARTS
+        if not slots.brings_later(chosen, chosen * rate):
+            quota = 0.0
         for _ in range(_ROUNDS):
-            entering = 1 - mean(lambda of: of.experts + bool(of.chunks)) / chosen
+            later = min(quota, not_brought)
+            entering = 1 - (not_brought - later) / chosen
             reached = reuse.hit_rate(kept / entering) if entering > 0 else 0.0
             rate = max(entering * reached, min(rate, static))
+            by_cores, not_brought = divided.mean(chosen, chosen * (1 - rate))
+        later = min(quota, not_brought)
     hits = chosen * rate
-    by_cores = mean(lambda of: slots.count_by_cores(*of)) if slots.host_share else 0.0
-    return ExpertsFound(hits, chosen - hits, by_cores)
+    return ExpertsFound(hits, chosen - hits, by_cores, later)
 
 
-def spread(chosen: float, missed: float) -> Iterator[tuple[float, int]]:
-    """Yield how likely a layer misses each number of experts: ``missed`` of ``chosen`` in the mean.
+class Divided(NamedTuple):
+    """The divisions of each number of experts that a layer may miss in a step."""
+
+    by_cores: NDArray[np.float64]
+    """Experts that the host's cores multiply, a part of one as that part."""
+    not_brought: NDArray[np.float64]
+    """Experts that enter no slot at once: the cores multiply them, all or a part."""
+
+    def mean(self, chosen: float, missed: float) -> tuple[float, float]:
+        """Return the means of both, where ``missed`` of ``chosen`` are missed in the mean."""
+        likely = spread(chosen, missed)
+        return float(likely @ self.by_cores), float(likely @ self.not_brought)
+
+
+def divide_all(slots: ExpertSlots, rates: MissRates, most: int) -> Divided:
+    """Divide each number of missed experts up to ``most``."""
+    # neither depends on how many there is room for, so that all sizes of a cache have one
+    return _divide_all(replace(slots, num_slots=2 if slots.splits else 1, later=0), rates, most)
+
+
+@lru_cache(maxsize=256)
+def _divide_all(slots: ExpertSlots, rates: MissRates, most: int) -> Divided:
+    of = [slots.divide(number, rates) for number in range(most + 1)]
+    return Divided(
+        np.array([slots.count_by_cores(*each) for each in of]),
+        np.array([float(each.experts + bool(each.chunks)) for each in of]),
+    )
+
+
+def spread(chosen: float, missed: float) -> NDArray[np.float64]:
+    """Return how likely a layer misses 0, 1, ... experts: ``missed`` of ``chosen`` in the mean.
 
     They are missed independently of one another.
     """
     most = ceil(chosen)
-    share = missed / most
-    for number in range(most + 1):
-        likely = comb(most, number) * share**number * (1 - share) ** (most - number)
-        yield likely, number
+    share, numbers = missed / most, np.arange(most + 1)
+    likely: NDArray[np.float64] = (
+        _combinations(most) * share**numbers * (1 - share) ** (most - numbers)
+    )
+    return likely
+
+
+@lru_cache(maxsize=64)
+def _combinations(most: int) -> NDArray[np.float64]:
+    return np.array([float(comb(most, number)) for number in range(most + 1)])
+
+
+def find_rates(slots: ExpertSlots, one: CoresUse, machine: MachineProfile) -> MissRates:
+    """Find the rates by which cores and link divide what a layer misses, from a profile.
+
+    ``one`` is the cores' work on the layer, of which its slowness counts. The cores read beside
+    copies: the link brings experts meanwhile, now or for later.
+    """
+    one = one._replace(num_products=1, shared_bytes=0)
+    trip_s, expert_s = (
+        one._replace(num_bytes=size).seconds(machine, beside=True)
+        for size in (0, slots.expert_bytes)
+    )
+    link_s = slots.expert_bytes / Backend.UVA.rate(machine).value
+    return MissRates(trip_s, expert_s - trip_s, link_s)
 
 
 def brought_bytes(slots: ExpertSlots, found: ExpertsFound) -> int:
@@ -99,31 +168,34 @@ def brought_bytes(slots: ExpertSlots, found: ExpertsFound) -> int:
     return round(slots.expert_bytes * found.brought)
 
 
-def predict_found(placement: Placement, stage: Stage, batch: int) -> ExpertsFound | None:
+def predict_found(
+    placement: Placement, stage: Stage, batch: int, machine: MachineProfile
+) -> ExpertsFound | None:
     """Predict the hits and misses of a decode step, over all layers; None if none keep experts."""
-    caches = placement.caches_of(ExpertSlots).values()
-    if stage.experts is None or not caches:
+    entries, at_use = read_at_use(placement, Phase.DECODE), AtUse(stage, machine, batch)
+    missed = [
+        Missed.of(slots, entries[layer], at_use)
+        for layer, slots in placement.caches_of(ExpertSlots).items()
+    ]
+    if stage.experts is None or not missed:
         return None
-    found = [find_experts(each, stage.experts, stage.reuse(batch), batch) for each in caches]
-    return ExpertsFound(
-        sum(each.hits for each in found),
-        sum(each.misses for each in found),
-        sum(each.by_cores for each in found),
-    )
+    found = [each.found for each in missed]
+    return ExpertsFound(*(sum(column) for column in zip(*map(astuple, found), strict=True)))
 
 
 def list_misses(
-    placement: Placement, stage: Stage, batch: int, times: PassTimes
+    placement: Placement, stage: Stage, batch: int, machine: MachineProfile, times: PassTimes
 ) -> tuple[str, tuple[Input, ...]]:
     """Say what misses add to the bytes over the link of a decode step, and what they follow from.
 
     Returns no words and no inputs if no experts are kept.
     """
     caches = placement.caches_of(ExpertSlots).values()
-    if (found := predict_found(placement, stage, batch)) is None:
+    if (found := predict_found(placement, stage, batch, machine)) is None:
         return "", ()
     words = ", and experts missed x bytes of an expert"
     words += ", less what the host's cores read" if times.missed_ps else ""
+    words += ", and what is brought for later" if times.later_bytes else ""
     if not (chosen := found.hits + found.misses):
         return words, ()
     source = "uniform routing: kept / experts of a layer"
@@ -136,6 +208,7 @@ def list_misses(
         Input("hit rate", found.hits / chosen, "count", source),
         Input("experts missed", found.misses, "count"),
         Input("bytes of an expert", max(each.expert_bytes for each in caches), "bytes"),
+        *([Input("brought for later", times.later_bytes, "bytes")] if times.later_bytes else ()),
     )
 
 
@@ -143,6 +216,15 @@ def list_waits(times: PassTimes, stage: Stage, machine: MachineProfile) -> Itera
     """Yield what kernels take to keep experts, if any do."""
     if keeping := sum(times.keeping_ps):
         yield Input("kernels that keep experts", to_seconds(keeping), "s")
+
+
+def later_parts(idle_ps: float, expert_bytes: int, machine: MachineProfile) -> int:
+    """Count the LATER_PARTS of an expert of each layer that an idle link may bring for later.
+
+    ``expert_bytes`` are those of one expert of each layer.
+    """
+    fitting = LATER_SHARE * idle_ps / to_ps(expert_bytes / machine.h2d.value)
+    return int(LATER_PARTS * min(MOST_LATER, max(0.0, fitting)))
 
 
 def left_bytes(slots: ExpertSlots, experts: Experts, shapes: Sequence[PassShape]) -> int:
@@ -178,6 +260,23 @@ class Missed(NamedTuple):
     found: ExpertsFound
     chosen: CoresUse
     """Work of the host's cores if they multiplied all experts that the step chooses."""
+    rates: MissRates | None
+    """Rates by which cores and link divide them; None if the link brings all."""
+
+    @classmethod
+    def of(cls, slots: ExpertSlots, entries: Sequence[SlabEntry], at_use: AtUse) -> "Missed":
+        """Predict them for a layer that has these entries in host memory."""
+        served = [of.unit for of in entries if of.is_cached] if slots.by_cores else []
+        return cls.predict(slots, at_use, at_use.cores((unit, Backend.HOST) for unit in served))
+
+    @classmethod
+    def predict(cls, slots: ExpertSlots, at_use: AtUse, chosen: CoresUse) -> "Missed":
+        """Predict them, given the cores' work on all that a step chooses."""
+        experts = at_use.stage.experts
+        assert experts is not None
+        rates = find_rates(slots, chosen, at_use.machine) if slots.by_cores else None
+        found = find_experts(slots, experts, at_use.reuse, at_use.batch, rates)
+        return cls(slots, found, chosen, rates)
 
     @property
     def cores(self) -> CoresUse:
@@ -185,31 +284,32 @@ class Missed(NamedTuple):
         num_bytes = round(self.slots.expert_bytes * self.found.by_cores)
         return self.chosen._replace(num_bytes=num_bytes, num_products=int(num_bytes > 0))
 
-    def waiting_ps(self, machine: MachineProfile, layer_ps: int, *, copies: bool) -> int:
+    @property
+    def later_bytes(self) -> int:
+        """Bytes that the link brings for later."""
+        return round(self.slots.expert_bytes * self.found.later)
+
+    def waiting_ps(self, machine: MachineProfile, layer_ps: int) -> int:
         """Picoseconds that the layer takes beyond its compute and its reading over the link.
 
         It is the mean over the numbers of experts that the layer may miss. It is negative where
         products of found and shared experts hide more than the cores are late by. Such products
         take as long as their bytes at the rate of GPU memory, at least; ``layer_ps`` is the compute
-        of the whole layer. ``copies`` says whether the step copies through the ring.
+        of the whole layer.
         """
-        if not self.slots.host_share:
+        if self.rates is None:
             return 0
-        found, expert_bytes, rate = self.found, self.slots.expert_bytes, Backend.UVA.rate(machine)
-        link_ps = to_ps(brought_bytes(self.slots, found) / rate.value)
-        meanwhile = found.hits * expert_bytes + self.chosen.shared_bytes
+        found, slots = self.found, self.slots
+        link_ps = to_ps(brought_bytes(slots, found) / Backend.UVA.rate(machine).value)
+        meanwhile = found.hits * slots.expert_bytes + self.chosen.shared_bytes
         meanwhile_ps = min(layer_ps, to_ps(meanwhile / machine.hbm.value))
-        one = self.chosen._replace(num_products=1, shared_bytes=0)
-        beside = copies or found.brought > 0
-        trip_s = one._replace(num_bytes=0).seconds(machine, beside=beside)
-        expert_s = one._replace(num_bytes=expert_bytes).seconds(machine, beside=beside) - trip_s
-        longest_s = 0.0
-        for likely, missed in spread(found.hits + found.misses, found.misses):
-            by_cores = self.slots.count_by_cores(*self.slots.divide(missed))
-            cores_s = trip_s + by_cores * expert_s if by_cores else 0.0
-            link_s = (missed - by_cores) * expert_bytes / rate.value
-            longest_s += likely * max(meanwhile_ps / 1e12, link_s, cores_s)
-        return to_ps(longest_s + DIVIDING_S) - meanwhile_ps - link_ps
+        chosen = found.hits + found.misses
+        by_cores = divide_all(slots, self.rates, ceil(chosen)).by_cores
+        cores_s = (by_cores > 0) * self.rates.trip_s + by_cores * self.rates.cores_s
+        link_s = (np.arange(len(by_cores)) - by_cores) * self.rates.link_s
+        longest_s = np.maximum(np.maximum(cores_s, link_s), meanwhile_ps / 1e12)
+        mean_s = float(spread(chosen, found.misses) @ longest_s)
+        return to_ps(mean_s + DIVIDING_S) - meanwhile_ps - link_ps
 
 
 def cached_times(
@@ -226,7 +326,7 @@ def cached_times(
     shapes, machine, experts = priced.shapes, at_use.machine, at_use.stage.experts
     if experts is None:
         return
-    is_step, copies = shapes[0].phase is Phase.DECODE, bool(placement.spans(Phase.DECODE))
+    is_step = shapes[0].phase is Phase.DECODE
     for layer, slots in placement.caches_of(ExpertSlots).items():
         kept = [entry for entry in entries[layer] if entry.is_cached]
         way = kept[0].backend(shapes[0].phase) if kept else None  # None streams
@@ -237,9 +337,7 @@ def cached_times(
                 read[way] = left_bytes(slots, experts, shapes)
             yield layer, CachedTimes(keeping, read)
             continue
-        found = find_experts(slots, experts, at_use.reuse, at_use.batch)
-        served = kept if slots.host_share else ()
-        missed = Missed(slots, found, at_use.cores((of.unit, Backend.HOST) for of in served))
-        read[Backend.UVA] = brought_bytes(slots, found)
-        waiting = missed.waiting_ps(machine, priced.layer_ps[layer], copies=copies)
-        yield layer, CachedTimes(keeping, read, waiting, missed.cores)
+        missed = Missed.of(slots, kept, at_use)
+        read[Backend.UVA] = brought_bytes(slots, missed.found)
+        waiting = missed.waiting_ps(machine, priced.layer_ps[layer])
+        yield layer, CachedTimes(keeping, read, waiting, missed.cores, missed.later_bytes)

@@ -26,7 +26,7 @@ WAITS: tuple[Callable[..., Iterable[Input]], ...] = (
 )
 """Given a pass's times, stage and machine: those that compute waits, beyond those for the link."""
 MISSES: tuple[Callable[..., tuple[str, tuple[Input, ...]]], ...] = (cached_experts.list_misses,)
-"""Given placement, stage, batch and a step's times: words and inputs of the bytes over the link for
+"""Given placement, stage, batch, machine and a step's times: words and inputs of the bytes over the link for
 what steps miss in caches."""
 
 RECODED_LAYER_BYTES: Callable[[LayerWork, PassShape], float] = packing.layer_bytes
@@ -41,8 +41,8 @@ class Counts(NamedTuple):
     key: str
     """Its key in what ``run --json`` and ``bench --json`` print."""
     predict: Callable[..., Any]
-    """Given placement, stage and batch: predicts the same record for a step; None if there is
-    none."""
+    """Given placement, stage, batch and machine: predicts the same record for a step; None if there
+    is none."""
 
 
 COUNTS: Mapping[str, Counts] = {

@@ -34,6 +34,8 @@ class CachedTimes(NamedTuple):
     """Picoseconds that the layer waits for what is missed, beyond ``read``."""
     cores: CoresUse | None = None
     """Work of the host's cores on what is missed."""
+    later_bytes: int = 0
+    """Bytes that cross for later passes, which nothing waits for."""
 
 
 def read_ps(backend: Backend, machine: MachineProfile, num_bytes: int) -> int:

@@ -25,6 +25,7 @@ def pass_times(
     at_use, calls = AtUse(stage, machine, shapes[0].batch), count_calls(stage, phase)
     read: list[Counter[Backend]] = [Counter() for _ in calls]
     keeping, waiting, missing = ([0] * len(calls) for _ in range(3))
+    later_bytes = 0
     uses, at_uses = [], read_at_use(placement, phase)
     for layer, entries in at_uses.items():
         served = [(e.unit, e.backend(phase)) for e in entries if not (is_step and e.is_cached)]
@@ -37,6 +38,7 @@ def pass_times(
             keeping[layer], missing[layer] = cached.keeping_ps, cached.missed_ps
             read[layer] += cached.read
             uses += [cached.cores] if cached.cores else []
+            later_bytes += cached.later_bytes
     # rows of tables are read just before the first layer or in it, and count as its reading
     rows = rows_bytes(placement.host_tables, shapes)
     uva_ps, read_by = [0] * len(calls), Counter({Backend.UVA: rows})
@@ -60,4 +62,6 @@ def pass_times(
         num_calls=count_calls(stage, phase, len(shapes)),
         pieces={n: of for find in PIECE_TIMES for n, of in find(placement, priced).items()},
         keeping_ps=tuple(keeping),
+        later_bytes=later_bytes,
+        later_ps=to_ps(later_bytes / machine.h2d.value),
     )

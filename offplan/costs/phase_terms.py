@@ -44,7 +44,7 @@ def list_phase(
     formula = f"streamed + {' + '.join(read)}, re-reads included"
     is_step = priced.shapes[0].phase is Phase.DECODE
     for list_misses in MISSES if is_step else ():
-        more = list_misses(placement, stage, priced.shapes[0].batch, taken.times)
+        more = list_misses(placement, stage, priced.shapes[0].batch, machine, taken.times)
         formula, crossing = formula + more[0], (*crossing, *more[1])
     yield Term(f"{phase}.link_bytes", taken.link_bytes, "bytes", formula, crossing)
     copies = Input("copies", taken.num_copies, "count")
@@ -59,10 +59,11 @@ def list_phase(
         )
     formula += " + "
     formula += " + ".join(f"{b.words.noun} / {b.rate_name}" for b in read_by)
+    formula += " + brought for later / h2d" if taken.times.later_bytes else ""
     rates = list_figures(machine, "copy_latency", "h2d")
     rates += tuple(show_figure(b.rate_name, b.rate(machine), "bytes_per_s") for b in read_by)
     yield seconds("link", taken.link_ps, formula, copies, *rates, *slower)
-    awaited = Input("link waited for", to_seconds(taken.link_ps - taken.later_ps), "s")
+    awaited = Input("link waited for", to_seconds(taken.awaited_ps), "s")
     yield seconds("bound", taken.bound_ps, "max(compute, link waited for)", awaited)
     waits = [each for list_waits in WAITS for each in list_waits(taken.times, stage, machine)]
     slowdown = Input("slowdown of reading beside copies", taken.times.uva_slowdown, "count")

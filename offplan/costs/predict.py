@@ -73,6 +73,22 @@ def price_request(
     )
 
 
+def price_stage(
+    stage: Stage, machine: MachineProfile, workload: Workload, offload: Offload
+) -> tuple[Placement, PassCompute, PassCompute, RequestTimes]:
+    """Place a decision on a stage, and price its prompt and decode step, resident and so placed.
+
+    Raises PlanError for rules that do not fit the model.
+    """
+    placement = place(stage, offload)
+    on_gpu = not machine.is_cpu
+    require_runnable(stage, placement, offload, batch=workload.batch, on_gpu=on_gpu)
+    compute = ModelCompute(stage, machine)
+    prompt = compute.price(*prefill_shapes(workload, offload.prefill_chunk))
+    step = compute.price(decode_shape(workload))
+    return placement, prompt, step, price_request(placement, stage, machine, prompt, step)
+
+
 @dataclass(frozen=True)
 class Derivation:
     """The numbers of a prediction."""
@@ -128,13 +144,8 @@ def derive_stage(
     stage: Stage, machine: MachineProfile, workload: Workload, budget: Budget, offload: Offload
 ) -> Derivation:
     """Derive what a GPU of a stage takes, and of host memory all GPUs of the stage."""
-    placement, chunk = place(stage, offload), offload.prefill_chunk
-    on_gpu = not machine.is_cpu
-    require_runnable(stage, placement, offload, batch=workload.batch, on_gpu=on_gpu)
-    compute = ModelCompute(stage, machine)
-    prompt = compute.price(*prefill_shapes(workload, chunk))
-    step = compute.price(decode_shape(workload))
-    times = price_request(placement, stage, machine, prompt, step)
+    placement, prompt, step, times = price_stage(stage, machine, workload, offload)
+    chunk = offload.prefill_chunk
     request_s = to_seconds(times.objective_ps(workload))
     steps = Input("steps after it", workload.num_steps, "count")
     formula = "prefill.step + steps after it x decode.step"

@@ -89,8 +89,12 @@ class PassTimes:
     cores_products: int = 0
     """Products that are handed over to the cores."""
     missed_ps: tuple[int, ...] = ()
-    """Picoseconds that each layer waits beyond reading if the cores multiply a share of its missed
+    """Picoseconds that each layer waits beyond reading if the cores multiply some of its missed
     experts. Negative if its other products hide both. Empty if the cores multiply none."""
+    later_bytes: int = 0
+    """Bytes that the link brings for later passes, which nothing waits for, over all layers."""
+    later_ps: int = 0
+    """Picoseconds of the link for ``later_bytes``."""
     num_calls: tuple[int, ...] = ()
     """Calls of each layer in the pass, which takes an equal part in each; empty for once."""
     pieces: Mapping[int, PieceTimes] = field(default_factory=dict)
@@ -148,17 +152,22 @@ class PhaseTimes:
     @property
     def link_ps(self) -> int:
         """Time that the link is busy."""
-        return self.copied_ps + sum(self.times.uva_ps)
+        return self.copied_ps + sum(self.times.uva_ps) + self.times.later_ps
 
     @property
     def link_bytes(self) -> int:
         """Bytes that cross the link."""
-        return self.copied_bytes + self.times.uva_bytes
+        return self.copied_bytes + self.times.uva_bytes + self.times.later_bytes
 
     @property
     def bound_ps(self) -> int:
         """The larger of compute and the link's time that the phase waits for."""
-        return max(self.compute_ps, self.link_ps - self.later_ps)
+        return max(self.compute_ps, self.awaited_ps)
+
+    @property
+    def awaited_ps(self) -> int:
+        """The link's time that the phase waits for."""
+        return self.link_ps - self.later_ps - self.times.later_ps
 
 
 def to_ps(seconds: float) -> int:

@@ -95,7 +95,8 @@ def compare_counts(
     if not names:
         return {}
     stage, *_ = hold_planned(plan, model)
-    asked = place(stage, plan.offload), stage, plan.workload.batch
+    machine = find_planned_machine(plan) or load_profile(STAND_IN)
+    asked = place(stage, plan.offload), stage, plan.workload.batch, machine
     return {name: ComparedCounts(COUNTS[name].predict(*asked), counted[name]) for name in names}
 
 

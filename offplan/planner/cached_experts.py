@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from offplan.backends import Backend
-from offplan.capabilities.cached_experts import BOUNDARY_BYTES, ExpertSlots
+from offplan.capabilities.cached_experts import BOUNDARY_BYTES, LATER_PARTS, ExpertSlots
 from offplan.checkpoint.model import Experts
 from offplan.costs.cached_experts import (
     Missed,
     brought_bytes,
-    find_experts,
     keeping_ps,
+    later_parts,
     left_bytes,
 )
 from offplan.costs.cores import CoresUse
@@ -24,11 +24,11 @@ from offplan.kernel_sizes import MAX_PAIRS
 from offplan.plan import Rule
 from offplan.planner.classes import SegmentClass, expert_class
 from offplan.planner.option import CostCurve, Option, Steps, Ways
-from offplan.planner.space import Space
+from offplan.planner.space import Space, find_room
 from offplan.routed_experts import count_inner, require_experts
 
-SHARES = tuple(number / 16 for number in range(1, 17))
-"""Values of ``host_share`` tried; 0 is an option without the host's cores."""
+ROUNDS = 4
+"""Times that a step and what its link may bring for later are found from each other."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,15 +93,11 @@ class RoutedExperts:
 
 @dataclass(frozen=True)
 class KeepsExperts(Option):
-    """Routed experts of which each layer keeps some on the GPU: ``cached_experts``.
-
-    With ``host_share`` the host's cores multiply that part of what a step misses; ``splits`` says
-    whether of one expert they multiply a part.
-    """
+    """Routed experts of which each layer keeps some on the GPU: ``cached_experts``."""
 
     experts: RoutedExperts
-    host_share: float | None = None
-    splits: bool = False
+    later: int = 0
+    """``ExpertSlots.later`` of the rule."""
 
     @property
     def has_curve(self) -> bool:
@@ -113,8 +109,7 @@ class KeepsExperts(Option):
         return {
             "cached_experts": cache_sizes,
             "cached_experts_more": more or None,
-            "host_share": self.host_share,
-            "split_expert": True if self.splits and cache_sizes > 1 else None,
+            "later_experts": self.later / LATER_PARTS if self.later else None,
         }
 
     def cost_curve(self, space: Space, kind: int) -> CostCurve | None:
@@ -127,20 +122,19 @@ class KeepsExperts(Option):
         streams = self.prefill.streams
         times = np.zeros((5, self.experts.most + 1), dtype=np.int64)
         none_ps = self.experts.chosen[kind][0]
-        inner = self.experts.inner[kind] if self.splits else 0
-        if self.host_share:
-            none = replace(slots, num_slots=0, host_share=self.host_share)
-            none_ps = sum(self._step_ps(space, kind, none, experts)[:2])
+        if self.decode.is_by_cores:
+            none_ps = sum(self.step_ps(space, kind, 0))
         for kept in range(1, self.experts.most + 1):
-            of = replace(slots, num_slots=kept, host_share=self.host_share or 0.0, inner=inner)
+            of = self._slots(kind, kept)
             left = 0 if streams else left_bytes(of, experts, prompt)
-            read, *waiting = self._step_ps(space, kind, of, experts)
-            keeping = keeping_ps(of, experts, space.machine, step, streams=False)
+            read, waiting = self.step_ps(space, kind, kept)
+            waiting += keeping_ps(of, experts, space.machine, step, streams=False)
             times[:, kept] = (
                 space.reading_ps(left, self.prefill),
                 keeping_ps(of, experts, space.machine, prompt, streams=streams),
                 read,
-                *(keeping + each for each in waiting),
+                waiting,
+                waiting,
             )
         return CostCurve(
             slots.expert_bytes,
@@ -150,20 +144,39 @@ class KeepsExperts(Option):
             asked if isinstance(asked, int) else 0,
         )
 
-    def _step_ps(
-        self, space: Space, kind: int, slots: ExpertSlots, experts: Experts
-    ) -> tuple[int, int, int]:
-        """Picoseconds of a step's reading, and of its waiting if it copies nothing, and if it does.
+    def _slots(self, kind: int, num_slots: int) -> ExpertSlots:
+        one, by_cores = self.experts.slots[kind], self.decode.is_by_cores
+        assert one is not None
+        inner = self.experts.inner[kind] if by_cores else 0
+        return replace(one, num_slots=num_slots, by_cores=by_cores, inner=inner, later=self.later)
 
-        Waiting is what it takes beyond that reading.
+    def step_ps(self, space: Space, kind: int, num_slots: int) -> tuple[int, int]:
+        """Picoseconds of a step's reading with so many slots, and of what it waits beyond that."""
+        slots = self._slots(kind, num_slots)
+        missed = Missed.predict(slots, space.at_use, self.experts.chosen[kind][1])
+        layer_ps = space.decode.layer_ps[space.first_of[kind]]
+        waiting = missed.waiting_ps(space.machine, layer_ps)
+        return space.reading_ps(brought_bytes(slots, missed.found)), waiting
+
+    def with_later(self, space: Space) -> "KeepsExperts":
+        """Return it with what the link may bring for later of what the cores multiply.
+
+        It is that of a step of which nothing else crosses the link, with as many slots as the
+        budget has room for beside all other weights: ``settle_later`` sets that of a plan.
         """
-        found = find_experts(slots, experts, space.at_use.reuse, space.at_use.batch)
-        missed = Missed(slots, found, self.experts.chosen[kind][1])
-        layer_ps = space.decode.layer_ps[space.kind_of.index(kind)]
-        alone, beside = (
-            missed.waiting_ps(space.machine, layer_ps, copies=copies) for copies in (False, True)
-        )
-        return space.reading_ps(brought_bytes(slots, found)), alone, beside
+        kinds = [kind for kind in space.kind_of if self.experts.slots[kind]]
+        sizes = {kind: slots.expert_bytes for kind, slots in enumerate(self.experts.slots) if slots}
+        every = sum(self.experts.most * sizes[kind] for kind in kinds)
+        spare = every - find_room(space, space.question.budget).missing_bytes
+        kept = min(self.experts.most, max(1, spare // sum(sizes[kind] for kind in kinds)))
+        option = self
+        for _ in range(ROUNDS):
+            steps = {kind: option.step_ps(space, kind, kept) for kind in sizes}
+            read, waiting = (sum(of) for of in zip(*(steps[k] for k in kinds), strict=True))
+            idle_ps = space.decode.resident_ps + waiting
+            bytes_of_each = sum(sizes[kind] for kind in kinds)
+            option = replace(option, later=later_parts(idle_ps, bytes_of_each, space.machine))
+        return option
 
 
 def list_options(space: Space, ways: Ways) -> Iterator[KeepsExperts]:
@@ -175,19 +188,7 @@ def list_options(space: Space, ways: Ways) -> Iterator[KeepsExperts]:
         if keeps.decode is Backend.UVA:
             yield keeps
         elif keeps.decode.is_by_cores and space.suits(keeps.segment_class, keeps.decode):
-            yield from _best_shares(space, keeps)
-
-
-def _best_shares(space: Space, option: KeepsExperts) -> list[KeepsExperts]:
-    """List an option with the shares that suit some number of kept experts best."""
-    experts = option.experts
-    kinds = [number for number, slots in enumerate(experts.slots) if slots]
-    shared = [replace(option, host_share=share) for share in SHARES]
-    if all(experts.inner[kind] for kind in kinds):
-        shared += [replace(each, splits=True) for each in shared if each.host_share != 1]
-    curves = [each.cost_curve(space, kinds[0]) for each in shared]
-    steps = np.array([curve.times_ps[2:4, 1:].sum(axis=0) for curve in curves if curve])
-    return [shared[number] for number in np.unique(steps.argmin(axis=0))]
+            yield keeps.with_later(space)
 
 
 def list_steps(rule: Rule) -> Steps:
@@ -196,14 +197,7 @@ def list_steps(rule: Rule) -> Steps:
         return
     for number in (kept - 1, kept + 1):
         yield f"cached_experts {kept} -> {number}", {"cached_experts": number}
-    if (share := rule.host_share) is not None:
-        for other in (share - SHARES[0], share + SHARES[0]):
-            splits = rule.split_expert if 0 < other < 1 else None
-            yield (
-                f"host_share {share:g} -> {other:g}",
-                {"host_share": other, "split_expert": splits},
-            )
-        how = "without" if rule.split_expert else "with"
-        yield f"{how} split_expert", {"split_expert": None if rule.split_expert else True}
-    keys = "cached_experts", "cached_experts_more", "host_share", "split_expert"
+    if rule.later_experts is not None:
+        yield "without later_experts", {"later_experts": None}
+    keys = "cached_experts", "cached_experts_more", "later_experts"
     yield "without cached_experts", dict.fromkeys(keys)
