@@ -26,6 +26,8 @@ class Asked(NamedTuple):
     batch: int
     """Sequences of a step; 1 where the plan chooses how many."""
     store: StoreName
+    no_cores: str | None = None
+    """Why the machine's own cores cannot multiply; None if they can."""
 
 
 class GoalBase(Record):

@@ -342,9 +342,12 @@ class GoalOptions:
         ),
     ] = None
     host_cores: Annotated[
-        bool,
-        typer.Option("--host-cores", help="Let the host's cores multiply weights in decode."),
-    ] = False
+        bool | None,
+        typer.Option(
+            "--host-cores/--no-host-cores",
+            help="Let the host's cores multiply weights in decode. [default: host-cores]",
+        ),
+    ] = None
     host_threads: HostThreads = None
 
     @property

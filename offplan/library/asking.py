@@ -51,10 +51,11 @@ def ask(
     free = machine.free_gpu_bytes if gpu_memory is None else gpu_memory
     budget = Budget.from_arguments(gpu_memory=free, host_memory=host_memory)
     wanted = suit(Goal.from_arguments(**goal), model, workload.context)
-    chosen = wanted.choose(Asked(model, workload.batch, store), by_others=not wanted.is_own)
-    wanted = wanted.model_copy(update=chosen)
+    about = Asked(model, workload.batch, store, machine.no_cores)
+    wanted = wanted.model_copy(update=wanted.choose(about, by_others=not wanted.is_own))
     asked = workload, budget, wanted, store, machine.profile_name
-    return pose(model, machine.profile, *asked, routing_file=routing)
+    posed = pose(model, machine.profile, *asked, routing_file=routing)
+    return replace(posed, no_cores=machine.no_cores)
 
 
 def ask_again(
@@ -103,7 +104,8 @@ def ask_again(
     named = replace(found, source=plan.model.source, revision=plan.model.revision)
     changes = {key: value for key, value in goal.items() if value is not None}
     wanted = Goal.from_arguments(**{**dict(plan.goal), **changes}) if changes else plan.goal
-    if without_cores:
+    has_none = machine is not None and machine.no_cores is not None and "host_cores" not in changes
+    if without_cores or has_none:
         wanted = wanted.without_cores()
     asked = plan.workload, plan.budget, wanted, plan.offload.store
     file = routing

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-from offplan.capabilities.goal import Asked
 from offplan.engines.runner import lower
 from offplan.errors import OffplanError
 from offplan.held.stage import Stage
@@ -39,8 +38,7 @@ def advise_cache(question: Question, plan: Plan | None) -> CacheAdvice | None:
     if not goal.is_own or goal.targets or goal.objective != "latency" or question.machine.is_cpu:
         return None
     changed = goal.model_copy(update={"kv_cache_dtype": "fp8"})
-    asked = Asked(question.model, question.workload.batch, question.store)
-    if changed == goal or any(changed.list_refusals(asked)):
+    if changed == goal or any(changed.list_refusals(question.asked)):
         return None
     stages = lower(question.model, changed)
     stages = tuple(replace(each, routing=question.stage.routing) for each in stages)
@@ -66,12 +64,14 @@ def advise_cache(question: Question, plan: Plan | None) -> CacheAdvice | None:
 def _may_help(question: Question, plan: Plan, coded: Stage) -> bool:
     """Return True if the bytes that codes save could make a step so much faster.
 
-    Each byte of memory saves one over the link at most, and each cached byte one of GPU memory.
-    Planning takes a second, and most caches are small beside the weights.
+    Each byte of memory saves one over the link or by the host's cores at most, and each cached byte
+    one of GPU memory. Planning takes a second, and most caches are small beside the weights.
     """
     machine, work = question.planned_machine, question.workload
     saved = question.stage.cache_bytes(work) - coded.cache_bytes(work)
-    slowest = min(machine.h2d.value, machine.uva.value)
+    rates = [machine.h2d, machine.uva]
+    rates += [machine.cores_rate_beside] if plan.goal.more_backends else []
+    slowest = min(rate.value for rate in rates)
     step_s = plan.prediction.decode.step_s
     most_s = saved * (bool(plan.offload.rules) / slowest + 1 / machine.hbm.value)
-    return bool(plan.goal.more_backends) or step_s >= WORTH_TELLING * (step_s - most_s)
+    return step_s >= WORTH_TELLING * (step_s - most_s)

@@ -4,11 +4,12 @@ import ctypes
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
+from offplan.capabilities.goal import Asked
 from offplan.checkpoint.model import Model
 from offplan.choices import DeviceName
 from offplan.engines.runner import find_runner
@@ -41,10 +42,13 @@ class Machine:
     """The name or file that the profile was read from; None if it was measured."""
     skipped: tuple[str, ...] = ()
     """Figures that were to be measured and were not, and why."""
+    no_cores: str | None = None
+    """Why the host's cores are to multiply nothing; None if they may."""
 
 
 _OF_CORES = ("cores", "cores_beside_copies", "host_reads", "cores_round_trip")
 """Figures of a profile that are of the host's cores."""
+_SKIPPED = "the host's cores: "
 
 
 def check_threads(host_threads: int) -> None:
@@ -63,7 +67,7 @@ def load_machine(name: StrPath) -> Machine:
     named = parse_name(os.fspath(name))
     profile = load_profile(named)
     free = max(1, profile.gpu_memory.value - profile.display_bytes)
-    return Machine(profile, free, str(named))
+    return Machine(profile, free, str(named), no_cores=profile.why_no_cores)
 
 
 def measure_here(
@@ -201,7 +205,7 @@ def _add_cores(
     except OffplanError as error:
         if host_threads is not None:
             raise
-        figures, skipped = {}, (f"the host's cores: {error}",)  # plans without them need none
+        figures, skipped = {}, (f"{_SKIPPED}{error}",)  # plans without them need none
     else:
         missing = [name for name in _OF_CORES if name not in figures]
         if missing:
@@ -210,6 +214,27 @@ def _add_cores(
     if progress is not None:
         progress(1, 1)
     return MachineProfile.model_validate(profile.model_dump() | figures), skipped
+
+
+def add_kept_cores(machine: Machine, on_stage: Stages = silent) -> Machine:
+    """Add what the host's cores read of bf16 experts, measured on this hardware now or before.
+
+    If they cannot multiply, ``Machine.no_cores`` tells why.
+    """
+    import torch
+
+    from offplan.runtime.measuring.cores_cache import HOST_CORES, cores_key
+
+    key = cores_key(torch.device("cuda"))
+    figures = HOST_CORES.find(key)
+    if figures is not None:
+        profile = MachineProfile.model_validate(machine.profile.model_dump() | dict(figures))
+        return replace(machine, profile=profile)
+    profile, skipped = _add_cores(machine.profile, None, "cuda", None, on_stage)
+    if profile.cores is None:
+        return replace(machine, no_cores=skipped[0].removeprefix(_SKIPPED))
+    HOST_CORES.keep(key, profile.model_dump(include={*_OF_CORES, "host_threads"}))
+    return replace(machine, profile=profile)
 
 
 def find_machine(
@@ -224,7 +249,8 @@ def find_machine(
     """Take the machine of this profile, else the one at hand; None if that has no GPU.
 
     The host's other GPUs are measured only where the ``store`` is one of them, or the plan is for
-    several. Layers are timed as the ``goal`` has them. Raises what ``load_machine`` and
+    several. Layers are timed as the ``goal`` has them. The host's cores are measured where plans may
+    have them multiply, once for this hardware. Raises what ``load_machine`` and
     ``measure_here`` raise.
     """
     if name is not None:
@@ -234,10 +260,13 @@ def find_machine(
     goal = goal or Goal()
     others = STORES[store].num_gpus > 1 or goal.ranks.tensor > 1
     measure = partial(measure_here, with_others=others, on_stage=on_stage)
+    chosen = goal.choose(Asked(model, workload.batch, store), by_others=not goal.is_own)
     try:
-        return measure(model, workload, **{**dict(goal), "host_threads": None})
+        machine = measure(model, workload, **{**dict(goal), "host_threads": None})
     except CheckpointError:  # what cannot run cannot be timed: its compute is estimated
-        return measure()
+        machine = measure()
+    has_cores = chosen.get("host_cores", goal.host_cores)
+    return add_kept_cores(machine, on_stage) if has_cores else machine
 
 
 def has_gpu() -> bool:

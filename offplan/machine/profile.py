@@ -265,6 +265,15 @@ class MachineProfile(Record):
         return _DISPLAY_BYTES if "GeForce" in self.name else 0
 
     @property
+    def why_no_cores(self) -> str | None:
+        """Why the host's cores are to multiply nothing; None if they may."""
+        if self.is_cpu:
+            return "the CPU plays GPU"
+        if "C2C" in self.link:
+            return "their kernels are for Linux on x86-64, and this machine's processor is an Arm"
+        return None
+
+    @property
     def is_cpu(self) -> bool:
         """True if the CPU stands in for a GPU, as in the profile ``cpu``."""
         return self.name == "CPU"

@@ -55,6 +55,8 @@ class Question:
     """The name by which the machine's profile is found again; None if it was measured."""
     routing_file: str | None = None
     """The file of the routing profile; None if tokens choose all experts alike."""
+    no_cores: str | None = None
+    """Why the machine's own cores cannot multiply; None if they can."""
 
     def __post_init__(self) -> None:
         engine = self.goal.engine
@@ -69,7 +71,7 @@ class Question:
             routing.of_batch(self.workload.batch)
         # a plan for throughput chooses its batch
         batch = self.workload.batch if self.goal.objective == "latency" else 1
-        for why in self.goal.list_refusals(Asked(self.model, batch, self.store)):
+        for why in self.goal.list_refusals(self.asked._replace(batch=batch)):
             raise InputError(why)
         _ = self.planned_machine  # which refuses a link that is not known
 
@@ -97,6 +99,11 @@ class Question:
     def backends(self) -> tuple[Backend, ...]:
         """The backends that plans may have: the runner's, and the host's cores where asked for."""
         return (*self.runner.backends, *self.goal.more_backends)
+
+    @property
+    def asked(self) -> Asked:
+        """The question's subject."""
+        return Asked(self.model, self.workload.batch, self.store, self.no_cores)
 
     @cached_property
     def stage(self) -> Stage:

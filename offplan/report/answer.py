@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from offplan.backends import Backend
+from offplan.capabilities.host_cores import why_no_cores
 from offplan.capabilities.table import Recoding
 from offplan.capabilities.way import Way
 from offplan.checkpoint.model import Model
@@ -196,7 +197,7 @@ def describe_answer(analysis: Analysis, plan: Plan, question: Question) -> list[
         *describe_shares(plan, question.stages, question.machine),
         describe_speed(plan),
         describe_workload(plan.workload),
-        *describe_cores(plan, question.machine),
+        *describe_cores(plan, question),
         *describe_advice(analysis, plan),
         *_describe_running(analysis, plan),
     ]
@@ -285,16 +286,22 @@ def describe_workload(workload: Workload) -> str:
     )
 
 
-def describe_cores(plan: Plan, machine: MachineProfile) -> list[str]:
-    """Say what is assumed of the host's cores; nothing where no rule has them multiply."""
+def describe_cores(plan: Plan, question: Question) -> list[str]:
+    """Say what is assumed of the host's cores, or why they multiply nothing of what is offloaded.
+
+    Nothing is said where no rule has them multiply, though rules might, or they are not wanted.
+    """
     if not plan.has_cores:
-        return []
-    assumed = machine.with_threads(plan.goal.host_threads)
+        may = plan.goal.host_cores or not (plan.offload.rules and plan.goal.is_own)
+        why = None if may else why_no_cores(question.asked)
+        return [] if why is None else [f"The host's cores multiply nothing: {why}."]
+    assumed = question.machine.with_threads(plan.goal.host_threads)
     rate, threads = assumed.cores_rate, assumed.host_threads
     by = "as many threads as suit" if threads is None else f"{threads.value} threads"
+    told = rate.basis if assumed.cores is not None else f"{rate.basis}: {rate.source}"
     return [
         f"The prediction assumes that the host's cores read {format_rate(rate.value)} with {by} "
-        f"({rate.basis})."
+        f"({told}); --no-host-cores plans without them."
     ]
 
 
