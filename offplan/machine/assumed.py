@@ -22,6 +22,11 @@ _EFFICIENCY = {
 }
 """Rate of large pinned copies over the lanes' peak, and what it is taken from, by generation."""
 _LINK = re.compile(r"PCIe ?(?:Gen ?)?([3-6])(?:\.0)? ?x ?(1|2|4|8|16)", re.IGNORECASE)
+_MEMORY = re.compile(r"([3-6])-([0-9]{3,5})x([0-9]{1,2})", re.IGNORECASE)
+_TRANSFER_BYTES = 8
+"""Bytes of a transfer of one channel, of 64 bits. Source: JEDEC."""
+CORES_SHARE = 2 / 3
+"""Part of the memory's peak that cores read. Source: assumed, as of a profile without a rate."""
 _EVERYWHERE = {
     "copy_latency": ("6 us", "5.4 us measured on an H200, rounded up"),
     "layer_overhead": (
@@ -39,9 +44,11 @@ _OF_THE_LINK = (
     *("h2d_curve", "h2d_pageable_curve", "d2h_curve"),
 )
 _OF_THE_GPU = ("layer_times",)
+_OF_THE_CORES = ("cores_beside_copies", "host_reads", "host_threads")
 _DEPENDENTS = {
     **dict.fromkeys(("link", "h2d"), _OF_THE_LINK),
     **dict.fromkeys(("hbm", "matmul", "layer_overhead"), _OF_THE_GPU),
+    "cores": _OF_THE_CORES,
 }
 """Figures that no longer hold once another is changed."""
 
@@ -82,6 +89,17 @@ def parse_link(text: object) -> PCIeLink | None:
     """Read ``PCIe 4 x16``, or ``pcie 4.0 x16``; None for links of other kinds."""
     found = _LINK.fullmatch(text) if isinstance(text, str) else None
     return PCIeLink(int(found[1]), int(found[2])) if found else None
+
+
+def rate_of_memory(text: str) -> dict[str, str] | None:
+    """Estimate what cores read of memory by its name: ``5-6000x2``; None if it is none."""
+    found = _MEMORY.fullmatch(text)
+    if found is None or not int(found[2]) * int(found[3]):
+        return None
+    peak = 1e6 * int(found[2]) * _TRANSFER_BYTES * int(found[3])
+    channels = f"{found[3]} channel{'s' * (int(found[3]) != 1)} of DDR{found[1]}-{found[2]}"
+    source = f"{channels}: {format_rate(peak)}, of which cores read two thirds"
+    return _estimate(format_rate(CORES_SHARE * peak), source)
 
 
 def _estimate(value: str, source: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from offplan.errors import InputError, ProfileError
 from offplan.hostmem.limits import lockable_bytes
 from offplan.kinds import describe_kind
-from offplan.machine.assumed import parse_link
+from offplan.machine.assumed import parse_link, rate_of_memory
 from offplan.units import parse_bytes
 
 SHIPPED = Path(__file__).parent / "profiles"
@@ -54,7 +54,10 @@ _BEFORE_TURING = re.compile(
 )
 """Normalised names of NVIDIA's GPUs of Volta and before."""
 _GPU_MEMORY = re.compile(r"^gpu_memory: \{value: ([0-9]+) G", re.MULTILINE)
-_SHORT_KEYS = {"pcie": "link", "ram": "host_memory", "vram": "gpu_memory", "os": "system"}
+_SHORT_KEYS = {
+    **{"pcie": "link", "ram": "host_memory", "vram": "gpu_memory", "os": "system"},
+    "ddr": "cores",
+}
 _SYSTEMS = ("linux", "wsl2", "windows")
 
 
@@ -131,7 +134,15 @@ class MachineName(NamedTuple):
                         "lanes as pcie=4x16"
                     )
             is_figure = key not in ("link", "name", "system")
+            given: dict[str, str] | None
             given = {"value": text, "basis": "reported", "source": "given with --machine"}
+            if short.lower() == "ddr":
+                given = rate_of_memory(text)
+                if given is None:
+                    raise ProfileError(
+                        f"`machine={self}`: {change} is no memory: write its generation (3 to 6), "
+                        "megatransfers a second and channels as ddr=5-6000x2"
+                    )
             data[key] = given if is_figure else text
         system, ram = data.pop("system", None), data.get("host_memory")
         if any(change.lower().startswith("ram=") for change in self.changes):

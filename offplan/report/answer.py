@@ -298,7 +298,7 @@ def describe_cores(plan: Plan, question: Question) -> list[str]:
     assumed = question.machine.with_threads(plan.goal.host_threads)
     rate, threads = assumed.cores_rate, assumed.host_threads
     by = "as many threads as suit" if threads is None else f"{threads.value} threads"
-    told = rate.basis if assumed.cores is not None else f"{rate.basis}: {rate.source}"
+    told = f"{rate.basis}: {rate.source}" if rate.basis == "estimated" else rate.basis
     return [
         f"The prediction assumes that the host's cores read {format_rate(rate.value)} with {by} "
         f"({told}); --no-host-cores plans without them."
