@@ -33,6 +33,7 @@ from offplan.checkpoint.model import Experts
 from offplan.costs.cores import CoresUse
 from offplan.costs.in_place_costs import AtUse, CachedTimes
 from offplan.costs.pass_compute import PassCompute
+from offplan.costs.simulated_slots import Simulated, simulate
 from offplan.costs.term import Input
 from offplan.costs.timeline import PassTimes, to_ps, to_seconds
 from offplan.costs.work import PassShape
@@ -58,8 +59,8 @@ LAST_TOKENS = 64
 """Tokens of each prompt whose experts are in the slots when it ends, as if they had been steps."""
 LATER_SHARE = 0.85
 """Part of the time that the link is idle in a step which copies for later take. Source: chosen."""
-_ROUNDS = 8
-"""Times that the hits and what enters slots are predicted from each other."""
+_MOST_SIMULATIONS = 64
+"""Simulations that are kept: one for each profile's batch and way of dividing."""
 
 
 def find_experts(
@@ -72,33 +73,39 @@ def find_experts(
     """Predict what a decode step finds of one layer's experts in its slots.
 
     ``rates`` are those by which cores and link divide what is missed; None if the link brings all.
-    Of a part q of the choices, the expert is in a slot behind the step: it was there, or the link
-    brought it, now or for later. The slots then reach as far back in the order of use as 1 / q
-    times as many would that all choices enter. The next choice of such an expert is a hit if it
-    comes within that reach. So the hit rate is q times that of n / q slots.
+    If every chosen expert enters a slot, the hit rate is that of the profile. What the cores
+    multiply enters one if the link brings it for later: ``simulated_slots`` tells how many more
+    are missed where it does not.
     """
     chosen = experts.touched(batch) if reuse is None else reuse.touched
     kept = slots.num_kept
-    static = kept / experts.num_experts
-    rate = static if reuse is None else reuse.hit_rate(kept)
+    rate = kept / experts.num_experts if reuse is None else reuse.hit_rate(kept)
     if rates is None or not slots.by_cores:
         return ExpertsFound(chosen * rate, chosen * (1 - rate))
-    divided = divide_all(slots, rates, ceil(chosen))
-    by_cores, not_brought = divided.mean(chosen, chosen * (1 - rate))
-    later = 0.0
-    if reuse is not None:
-        quota = slots.later / LATER_PARTS
-        if not slots.brings_later(chosen, chosen * rate):
-            quota = 0.0
-        for _ in range(_ROUNDS):
-            later = min(quota, not_brought)
-            entering = 1 - (not_brought - later) / chosen
-            reached = reuse.hit_rate(kept / entering) if entering > 0 else 0.0
-            rate = max(entering * reached, min(rate, static))
-            by_cores, not_brought = divided.mean(chosen, chosen * (1 - rate))
-        later = min(quota, not_brought)
-    hits = chosen * rate
-    return ExpertsFound(hits, chosen - hits, by_cores, later)
+    divided, later = divide_all(slots, rates, ceil(chosen)), 0.0
+    missed = chosen * (1 - rate)
+    if reuse is not None and kept and missed:
+        later = slots.later if slots.brings_later(chosen, chosen * rate) else 0.0
+        ratio = _simulate(reuse, divided).at(kept, later)
+        missed = min(chosen, missed * ratio)
+    by_cores, not_brought = divided.mean(chosen, missed)
+    later = min(later / LATER_PARTS, not_brought)
+    return ExpertsFound(chosen - missed, missed, by_cores, later)
+
+
+_simulations: dict[tuple[int, bytes], tuple[BatchReuse, Simulated]] = {}
+
+
+def _simulate(reuse: BatchReuse, divided: "Divided") -> Simulated:
+    """Simulate what steps miss, or return what was simulated before of the same."""
+    # a step chooses one more at times than in the mean; a profile is compared by what it is
+    not_brought = [*divided.not_brought.astype(int), int(divided.not_brought[-1]) + 1]
+    key = id(reuse), bytes(divided.not_brought)
+    if key not in _simulations:
+        if len(_simulations) >= _MOST_SIMULATIONS:
+            _simulations.clear()
+        _simulations[key] = reuse, simulate(reuse, not_brought)
+    return _simulations[key][1]
 
 
 class Divided(NamedTuple):

@@ -93,6 +93,7 @@ class Question:
             "budget": self.budget.model_dump(mode="json"),
             "goal": self.goal.model_dump(mode="json"),
             "store": self.store,
+            **({} if self.no_cores is None else {"no_cores": self.no_cores}),
         }
 
     @property

@@ -17,7 +17,7 @@ from offplan.errors import InputError
 from offplan.files import StrPath
 from offplan.plan import ModelRef
 from offplan.records import Record, read_text
-from offplan.routing.use_order import Reuse, Steps, measure_reuse
+from offplan.routing.use_order import AGES, PLACES, Reuse, Steps, measure_reuse, place_bands
 
 ROUTING_VERSION: Literal[1] = 1
 MOST_FILE_BYTES = 64 * 2**20
@@ -75,6 +75,20 @@ class BatchReuse(Record):
     steps: Annotated[int, Field(gt=0)]
     """Steps that were recorded, over all groups of so many sequences."""
     layers: tuple[LayerReuse, ...]
+    again: tuple[tuple[tuple[Count, Count], ...], ...] | None = None
+    """Experts by the band of their place in the order of use, and of their age: how many were
+    chosen, and how many lay there, over all steps and layers. An age is low where an expert was
+    often chosen soon again. Null in profiles that do not tell: all ages are then chosen alike."""
+
+    @model_validator(mode="after")
+    def _has_bands(self) -> "BatchReuse":
+        if self.again is None:
+            return self
+        if len(self.again) > PLACES or any(len(each) != AGES for each in self.again):
+            raise ValueError(f"again: expected {PLACES} rows at most, of {AGES} pairs each")
+        if any(chosen > there for row in self.again for chosen, there in row):
+            raise ValueError("again: more experts were chosen than lay there")
+        return self
 
     @property
     def touched(self) -> float:
@@ -275,9 +289,11 @@ def make_routing(
 
 
 def _of_batch(batch: int, layers: Sequence[int], reuse: Reuse) -> BatchReuse:
+    num_places = 1 + int(place_bands(reuse.distances.shape[1]).max())
     return BatchReuse(
         batch=batch,
         steps=reuse.num_steps,
+        again=tuple(tuple(map(tuple, row)) for row in reuse.again[:num_places].tolist()),
         layers=tuple(
             LayerReuse(layer=layer, distances=tuple(distances), first_uses=first)
             for layer, distances, first in zip(
@@ -295,7 +311,8 @@ def dump_routing(profile: RoutingProfile) -> str:
     for number, batch in enumerate(batches):
         layers = ",\n".join(json.dumps(layer, separators=(",", ":")) for layer in batch["layers"])
         head = f'{{"batch": {batch["batch"]}, "steps": {batch["steps"]}, "layers": ['
-        lines += [head, layers, "]}" + "," * (number + 1 < len(batches))]
+        again = "" if batch["again"] is None else f', "again": {json.dumps(batch["again"])}'
+        lines += [head, layers, f"]{again}}}" + "," * (number + 1 < len(batches))]
     return "\n".join([*lines, "]}"]) + "\n"
 
 

@@ -5,6 +5,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+AGES, PLACES = 12, 32
+"""Rows and columns of ``Reuse.again``: bands of ages, and of places, at most."""
+_TO_AGE = 0.3
+"""Part by which a choice moves an expert's age to its place. Source: chosen, by simulated caches of
+traces whose experts are popular, or follow the last tokens'."""
+_AGES_A_DOUBLING = 1.5
+"""Bands of ages for each doubling of the place."""
+
 Counts = NDArray[np.int64]
 Steps = NDArray[np.integer]
 """Experts that tokens chose: [steps, layers, sequences, choices]."""
@@ -24,12 +32,16 @@ class Reuse:
     """Choices of an expert that had not been used before, int64 of [layers]."""
     num_steps: int
     """Steps that were taken."""
+    again: Counts
+    """Experts by the band of their place and that of their age: how many were chosen, and how many
+    lay there, over all steps and layers, int64 of [PLACES, AGES, 2]."""
 
     def __add__(self, other: "Reuse") -> "Reuse":
         return Reuse(
             self.distances + other.distances,
             self.first_uses + other.first_uses,
             self.num_steps + other.num_steps,
+            self.again + other.again,
         )
 
     @property
@@ -37,6 +49,35 @@ class Reuse:
         """Distinct experts that all steps chose, summed up, int64 of [layers]."""
         choices: Counts = self.distances.sum(1) + self.first_uses
         return choices
+
+
+def place_bands(num_experts: int) -> Counts:
+    """Return the band of each place of the order of use: one for each doubling."""
+    bands: Counts = np.log2(np.arange(1, num_experts + 1)).astype(np.int64)
+    return bands
+
+
+def age_bands(ages: NDArray[np.float64]) -> Counts:
+    """Return the bands of ages."""
+    bands: Counts = np.clip(_AGES_A_DOUBLING * ages, 0, AGES - 1).astype(np.int64)
+    return bands
+
+
+def age_of_band(bands: Counts) -> NDArray[np.float64]:
+    """Return the age in the middle of each band."""
+    ages: NDArray[np.float64] = (bands + 0.5) / _AGES_A_DOUBLING
+    return ages
+
+
+def next_ages(ages: NDArray[np.float64], is_chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Move the ages of chosen experts, of [..., experts] in the order of use, to their places.
+
+    An age is a mean over an expert's choices, the last ones most: of the logarithm of the place at
+    which it was chosen. Popular experts have low ages.
+    """
+    places = np.log2(np.arange(1, ages.shape[-1] + 1))
+    moved: NDArray[np.float64] = ages + _TO_AGE * is_chosen * (places - ages)
+    return moved
 
 
 class UseOrder:
@@ -53,7 +94,11 @@ class UseOrder:
         """Experts by their last use, the latest first, int64 of [layers, experts]."""
         self.num_used: Counts = np.zeros(num_layers, np.int64)
         """Experts of each layer that have been used; they lie first."""
-        self.reuse = Reuse(np.zeros_like(self.order), np.zeros(num_layers, np.int64), 0)
+        self.ages = np.full((num_layers, num_experts), np.log2(max(1, num_experts / 2)))
+        """Ages of the experts, in the order of ``order``."""
+        again = np.zeros((PLACES, AGES, 2), np.int64)
+        self.reuse = Reuse(np.zeros_like(self.order), np.zeros(num_layers, np.int64), 0, again)
+        self._places = np.broadcast_to(place_bands(num_experts), self.order.shape)
 
     def take(self, chosen: NDArray[np.integer]) -> None:
         """Take the experts that a step chose, [layers, choices]; one chosen twice counts once."""
@@ -64,11 +109,15 @@ class UseOrder:
         is_used = np.arange(num_experts) < self.num_used[:, None]
         hits = in_order & is_used
         first_uses = (in_order & ~is_used).sum(1)
-        self.reuse += Reuse(hits.astype(np.int64), first_uses, 1)
+        bands = AGES * self._places + age_bands(self.ages)
+        again = [np.bincount(each, minlength=PLACES * AGES) for each in (bands[hits], bands[is_used])]
+        again = np.stack(again, axis=-1).reshape(PLACES, AGES, 2)
+        self.reuse += Reuse(hits.astype(np.int64), first_uses, 1, again)
         self.num_used += first_uses
         # stable: both the chosen and the others keep the order that they had
         places = np.argsort(~in_order, axis=1, kind="stable")
         self.order = np.take_along_axis(self.order, places, axis=1)
+        self.ages = np.take_along_axis(next_ages(self.ages, in_order), places, axis=1)
 
 
 def measure_reuse(steps: Steps, num_experts: int, batch: int) -> Reuse:
