@@ -86,7 +86,7 @@ def find_experts(
     missed = chosen * (1 - rate)
     if reuse is not None and kept and missed:
         later = slots.later if slots.brings_later(chosen, chosen * rate) else 0.0
-        ratio = _simulate(reuse, divided).at(kept, later)
+        ratio = _simulate(reuse, divided).at(kept, later / LATER_PARTS / missed)
         missed = min(chosen, missed * ratio)
     by_cores, not_brought = divided.mean(chosen, missed)
     later = min(later / LATER_PARTS, not_brought)

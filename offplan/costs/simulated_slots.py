@@ -12,18 +12,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offplan.capabilities.cached_experts import LATER_PARTS, MOST_LATER
+from offplan.capabilities.cached_experts import MOST_LATER
 from offplan.routing.profile import BatchReuse
-from offplan.routing.use_order import age_bands, age_of_band, next_ages, place_bands
+from offplan.routing.use_order import AGES, age_bands, age_of_band, next_ages, place_bands
 
 NUM_STEPS, NUM_BEFORE = 1000, 300
 """Steps of a simulation, and those of these that come before any is counted."""
 _ROWS = 512
 """Experts of all layers that are simulated at a time, beside one another."""
-_SIZES = (0.0, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 7 / 8)
-"""Slots that are simulated, as parts of a layer's experts; one expert in place of none."""
-_LATER = (0, 2, 4, 6, 8, 12, 16, 24, 32, 64, LATER_PARTS * MOST_LATER)
-"""Values of ``ExpertSlots.later`` that are simulated."""
+_SIZES = 16
+"""Numbers of kept experts that are simulated, from one to nearly all."""
+_PARTS = (0.0, 0.25, 0.5, 0.6, 0.7, 0.85, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0, 6.0)
+"""What is brought for later that is simulated, as parts of what steps miss if all enter slots."""
 _SEED = 64
 
 
@@ -33,11 +33,11 @@ class Simulated(NamedTuple):
     sizes: NDArray[np.int64]
     """Numbers of kept experts."""
     ratios: NDArray[np.float64]
-    """By number of kept experts and of _LATER, [sizes, laters]."""
+    """By number of kept experts and of _PARTS, [sizes, parts]."""
 
-    def at(self, num_kept: float, later: float) -> float:
-        """Interpolate for so many kept experts, and a value of ``ExpertSlots.later``."""
-        of_size = [np.interp(later, _LATER, row) for row in self.ratios]
+    def at(self, num_kept: float, part: float) -> float:
+        """Interpolate for so many kept experts, and what is brought for later of what is missed."""
+        of_size = [np.interp(part, _PARTS, row) for row in self.ratios]
         return float(np.interp(num_kept, self.sizes, of_size))
 
 
@@ -50,15 +50,17 @@ def simulate(reuse: BatchReuse, not_brought: Sequence[int]) -> Simulated:
     num_experts = len(reuse.layers[0].distances)
     chances, present = _find_chances(reuse)
     random, num_layers = np.random.default_rng(_SEED), max(1, _ROWS // num_experts)
-    sizes = np.unique(np.maximum(1, [round(part * num_experts) for part in _SIZES]))
+    sizes = np.unique(np.linspace(0, num_experts, _SIZES, endpoint=False, dtype=int).clip(1))
+    of_all = np.array([reuse.touched * (1 - reuse.hit_rate(size)) for size in sizes.tolist()])
+    quotas = of_all[:, None] * _PARTS
     places = np.arange(num_experts)
     drawn = random.random((num_layers, num_experts))[..., None] * present.sum(axis=1)[:, None]
     bands = (drawn > np.cumsum(present, axis=1)).sum(axis=-1)
     ages = age_of_band(bands)
     is_kept = np.broadcast_to(
-        places < sizes[:, None, None], (num_layers, len(sizes), len(_LATER), num_experts)
+        places < sizes[:, None, None], (num_layers, len(sizes), len(_PARTS), num_experts)
     ).copy()
-    credit = np.zeros(is_kept.shape[:-1], dtype=np.int64)
+    credit = np.zeros(is_kept.shape[:-1])
     most, by_cores = len(not_brought) - 1, np.array(not_brought)
     missed, missed_of_all = np.zeros(credit.shape[1:]), np.zeros(len(sizes))
     for number in range(NUM_STEPS):
@@ -70,9 +72,9 @@ def simulate(reuse: BatchReuse, not_brought: Sequence[int]) -> Simulated:
         num_later = by_cores[num_missed]
         left = sizes[:, None] - is_hit.sum(axis=-1)
         brought = np.minimum(num_missed - num_later, left)
-        credit = np.minimum(credit + _LATER, LATER_PARTS * MOST_LATER)
-        later = np.minimum(np.minimum(num_later, credit // LATER_PARTS), left - brought)
-        credit -= LATER_PARTS * later
+        credit = np.minimum(credit + quotas, MOST_LATER)
+        later = np.minimum(np.minimum(num_later, np.floor(credit)), left - brought)
+        credit -= later
         # the cores' come behind all that the link brings, whether or not that found a slot
         behind = rank - (num_missed - num_later)[..., None]
         enters = (rank <= brought[..., None]) | ((behind > 0) & (behind <= later[..., None]))
@@ -114,7 +116,7 @@ def _find_chances(reuse: BatchReuse) -> tuple[NDArray[np.float64], NDArray[np.fl
     num_experts = len(distances)
     half = num_experts // 2
     distances[half:] += sum(each.first_uses for each in reuse.layers) / (num_experts - half)
-    chances = distances[:, None] / (reuse.steps * len(reuse.layers))
+    chances = distances[:, None] / (reuse.steps * len(reuse.layers)) * np.ones(AGES)
     if reuse.again is None:
         return chances, np.ones_like(chances)
     chosen, present = np.array(reuse.again, dtype=np.float64).transpose(2, 0, 1)

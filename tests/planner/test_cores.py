@@ -127,8 +127,9 @@ def test_engines_have_none() -> None:
 
 
 def test_threads_are_of_cores_that_multiply() -> None:
-    with pytest.raises(ValidationError, match="`host_threads=4` without `host_cores`, which lets"):
-        Goal(host_threads=4)
+    with pytest.raises(ValidationError, match="`host_threads=4` with `host_cores=False`, which"):
+        Goal(host_threads=4, host_cores=False)
+    assert Goal(host_threads=4).host_threads == 4  # the cores are chosen later
 
 
 @pytest.mark.slow
@@ -145,10 +146,44 @@ def test_fewer_threads_are_priced_and_told_of() -> None:
     assert "host_threads: 4" in dump_plan(plans[4])
     assert "host_threads" not in dump_plan(plans[None])
     told = "The prediction assumes that the host's cores read"
-    assert describe_cores(plans[4], machine) == [f"{told} 4 GB/s with 4 threads (estimated)."]
-    (line,) = describe_cores(plans[None], machine)
+    question = ask(MODELS["moe"], machine, 0.5, goal=WITH_CORES)
+    (line,) = describe_cores(plans[4], question)
+    assert line.startswith(f"{told} 4 GB/s with 4 threads (estimated: 4 of 8 threads of: ")
+    assert line.endswith("); --no-host-cores plans without them.")
+    (line,) = describe_cores(plans[None], question)
     assert line.startswith(f"{told} 8 GB/s with 8 threads (")
-    assert describe_cores(make_plan(ask(MODELS["moe"], machine, 0.5)).plan, machine) == []
+    without = ask(MODELS["moe"], machine, 0.5)
+    assert describe_cores(make_plan(without).plan, without) == []
+
+
+def test_the_default_is_theirs_where_they_can() -> None:
+    model, goal = MODELS["moe"], Goal()
+    asked = Asked(model, 1, "host")
+    assert goal.choose(asked, by_others=False)["host_cores"]
+    assert not goal.choose(asked, by_others=True)["host_cores"]
+    others = {
+        "the store is peer": asked._replace(store="peer"),
+        "they compute in bfloat16, and test/model in float16": asked._replace(
+            model=replace(model, dtype="float16")
+        ),
+        "an Arm": asked._replace(no_cores="an Arm"),
+    }
+    for why, of in others.items():
+        assert not goal.choose(of, by_others=False)["host_cores"]
+        assert why in str(why_no_cores(of))
+    # what was asked for stays
+    assert "host_cores" not in Goal(host_cores=False).choose(asked, by_others=False)
+    arm, here, cpu = map(load_machine, ("gh200", "rtx4090", "cpu"))
+    assert (here.no_cores, cpu.no_cores) == (None, "the CPU plays GPU")
+    assert "Arm" in str(arm.no_cores)
+
+
+def test_an_answer_without_them_says_why() -> None:
+    question = replace(ask(MODELS["moe"], MACHINE, 0.5), no_cores="it is an Arm")
+    plan = make_plan(question).plan
+    told = ["The host's cores multiply nothing: it is an Arm."]
+    assert describe_cores(plan, question) == told
+    assert describe_cores(plan, replace(question, no_cores=None)) == []
 
 
 def test_cores_that_are_slower_than_priced_are_told_of() -> None:
