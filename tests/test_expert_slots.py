@@ -1,13 +1,13 @@
 """How cores and link divide the experts that a step misses, in experts and in parts of one."""
 
+from dataclasses import replace
 from math import comb
 
 import pytest
 
-from offplan.capabilities.cached_experts import ExpertSlots
+from offplan.capabilities.cached_experts import ExpertSlots, MissRates
 from offplan.capabilities.packing import Packing
 from offplan.checkpoint.open import open_model
-from offplan.errors import PlanError
 from offplan.held.held import hold
 from offplan.placement import place
 from offplan.plan import Offload, Rule
@@ -18,32 +18,58 @@ CONFIGS = ROOT / "benchmarks" / "models"
 
 
 @pytest.mark.parametrize(
-    ("inner", "share", "divisions"),
+    ("inner", "rates", "divisions"),
     [
-        (0, 0.5, [(0, 0), (1, 0), (1, 0), (2, 0), (2, 0)]),
-        (2880, 0.5, [(0, 0), (0, 11), (1, 0), (1, 11), (2, 0)]),
-        (768, 0.6, [(0, 0), (0, 4), (1, 1), (1, 5), (2, 2)]),
-        (256, 0.9, [(0, 0), (1, 0), (2, 0), (2, 1), (3, 1)]),  # nearly all of one is all of it
+        # equal rates: half each, of whole experts or nearly so
+        (0, (0, 1, 1), [(0, 0), (0, 0), (1, 0), (1, 0), (2, 0)]),
+        (2880, (0, 1, 1), [(0, 0), (0, 11), (1, 0), (1, 11), (2, 0)]),
+        # cores half as fast again as the link
+        (768, (0, 2, 3), [(0, 0), (0, 4), (1, 1), (1, 5), (2, 2)]),
+        (0, (0, 2, 3), [(0, 0), (1, 0), (1, 0), (2, 0), (2, 0)]),
+        # one expert goes to whoever is sooner, the trip to the cores included
+        (0, (2, 1, 2), [(0, 0), (0, 0), (1, 0), (1, 0), (2, 0)]),
+        (2880, (9, 1, 2), [(0, 0), (0, 0), (0, 0), (0, 0), (0, 0)]),
+        # what splitting one would save is not worth it
+        (2880, (0, 1, 1.01), [(0, 0), (0, 11), (1, 0), (1, 11), (2, 0)]),
+        (256, (0, 1, 99), [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0)]),
     ],
 )
 def test_what_is_missed_is_divided(
-    inner: int, share: float, divisions: list[tuple[int, int]]
+    inner: int, rates: tuple[float, float, float], divisions: list[tuple[int, int]]
 ) -> None:
-    slots = ExpertSlots(4, 128, (), share, inner)
-    assert [slots.divide(missed) for missed in range(5)] == divisions
+    slots = ExpertSlots(4, 128, (), True, inner)
+    assert [slots.divide(missed, MissRates(*rates)) for missed in range(5)] == divisions
     assert slots.num_kept == 4 - (inner > 0)
+    alone = replace(slots, by_cores=False)
+    assert alone.divide(4, MissRates(*rates)) == (0, 0)
+    assert alone.num_kept == 4
 
 
-def test_parts_are_nearer_to_the_share() -> None:
+def test_parts_end_nearer_together() -> None:
     """The longer of two that are as fast waits less in the mean, of up to four missed experts."""
-    longest = []
+    longest, rates = [], MissRates(0.0, 1.0, 1.0)
     for inner in (0, 2880):
-        slots = ExpertSlots(4, 128, (), 0.5, inner)
-        by_cores = [slots.count_by_cores(*slots.divide(missed)) for missed in range(5)]
-        waits = [max(part, missed - part) for missed, part in enumerate(by_cores)]
+        slots = ExpertSlots(4, 128, (), True, inner)
+        by_cores = [slots.count_by_cores(*slots.divide(missed, rates)) for missed in range(5)]
+        waits = [rates.seconds(missed, part) for missed, part in enumerate(by_cores)]
         longest.append(sum(comb(4, missed) * wait for missed, wait in enumerate(waits)) / 16)
     assert longest[1] == pytest.approx(1.0, rel=0.02)
     assert longest[0] > 1.2 * longest[1]
+
+
+@pytest.mark.parametrize(
+    ("kept", "recent", "brings"),
+    [
+        # 16 of 128 by chance: of 64 used 8, and an eighth of the 16 more
+        *((16, 8, False), (16, 9, False), (16, 10, True)),
+        # 112 of 128: 56 of 64, and an eighth of the misses fewer
+        *((112, 56, False), (112, 57, False), (112, 58, True)),
+    ],
+)
+def test_what_is_not_used_again_is_not_brought_for_later(
+    kept: int, recent: int, brings: bool
+) -> None:
+    assert ExpertSlots(kept, 128, (), True).brings_later(64, recent) == brings
 
 
 @pytest.mark.slow
@@ -69,18 +95,16 @@ def test_packed_experts_are_not_split() -> None:
             "prefill": "prefetch",
             "decode": "host",
             "cached_experts": 2,
-            "host_share": 0.5,
-            "split_expert": True,
         }
     )
     model = open_model(str(CONFIGS / "mixtral-8x7b" / "config.json"))
     offload = Offload(prefill_chunk=8, rules=(rule,))
     assert place(hold(model), offload).caches_of(ExpertSlots)[0].splits
     packing = Packing(group_size=1, num_in_group=1)
-    with pytest.raises(PlanError, match=r"rule 1 has split_expert, .* cannot be split: they are"):
-        place(hold(model, packing), offload.model_copy(update={"packing": packing}))
+    packed = place(hold(model, packing), offload.model_copy(update={"packing": packing}))
+    assert not any(each.splits for each in packed.caches_of(ExpertSlots).values())
 
 
 def test_a_part_is_a_part_of_an_expert() -> None:
-    slots = ExpertSlots(4, 8, (), 0.5, 512)
+    slots = ExpertSlots(4, 8, (), True, 512)
     assert slots.count_by_cores(2, 1) == 2.25

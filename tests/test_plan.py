@@ -322,24 +322,19 @@ GROUP = {"group_size": 1, "num_in_group": 1}
         ({**GROUP, "cached_experts": 0}, "greater than or equal to 1"),
         ({**GROUP, "cached_experts_more": 0}, "greater than or equal to 1"),
         ({**GROUP, "cached_experts": None, "cached_experts_more": 1}, "which is missing"),
-        ({**GROUP, "decode": "host", "host_share": 1.1}, "less than or equal to 1"),
-        ({**GROUP, "decode": "host", "host_share": -0.1}, "greater than or equal to 0"),
-        ({**GROUP, "decode": "host", "host_share": "half"}, "should be a valid number"),
-        ({**GROUP, "host_share": 0.5}, "found host_share: 0.5 with decode: uva and 2 cached_exp"),
+        ({**GROUP, "decode": "host", "later_experts": 8.1}, "less than or equal to 8"),
+        ({**GROUP, "decode": "host", "later_experts": -0.1}, "greater than or equal to 0"),
+        ({**GROUP, "decode": "host", "later_experts": "few"}, "should be a valid number"),
+        ({**GROUP, "later_experts": 0.5}, "found later_experts: 0.5 with decode: uva and 2 cached"),
         (
-            {**GROUP, "cached_experts": None, "decode": "host", "host_share": 1},
-            "found host_share: 1 with decode: host and no cached_experts: it divides",
-        ),
-        ({**GROUP, "split_expert": True}, "found split_expert with host_share: None"),
-        (
-            {**GROUP, "decode": "host", "host_share": 1, "split_expert": True},
-            "found split_expert with host_share: 1.0 and cached_experts: 2: .* between 0 and 1",
+            {**GROUP, "cached_experts": None, "decode": "host", "later_experts": 1},
+            "found later_experts: 1 with decode: host and no cached_experts: the link brings",
         ),
         (
-            {**GROUP, "decode": "host", "host_share": 0.5, "split_expert": True}
-            | {"cached_experts": 1},
-            "cached_experts: 1: .* write a host_share between 0 and 1 and cached_experts of 2",
+            {**GROUP, "decode": "host", "host_share": 0.5, "split_expert": True},
+            "found host_share and split_expert: .* divide .* by their rates now.* offplan replan",
         ),
+        ({**GROUP, "decode": "host", "host_share": 1}, "found host_share: cores and link"),
     ],
 )
 def test_rules_that_cannot_keep_experts(fields: dict[str, object], message: str) -> None:
@@ -365,18 +360,16 @@ def test_what_a_rule_keeps_is_in_the_file() -> None:
         assert parse_plan(yaml.safe_load(text), "a plan").offload == offload
 
 
-@pytest.mark.parametrize(("host_share", "share"), [(None, 1.0), (0.6, 0.6), (0.0, 0.0)])
-def test_what_is_missed_is_divided(host_share: float | None, share: float) -> None:
+@pytest.mark.parametrize("later", [None, 0.6, 8.0])
+def test_what_is_missed_is_divided(later: float | None) -> None:
     keeps = rule("mlp", group=(1, 1), prefill=Backend.PREFETCH, decode=Backend.HOST)
-    assert keeps.share_of_cores == 0
-    splits = True if host_share == 0.6 else None
-    fields = {"cached_experts": 4, "host_share": host_share, "split_expert": splits}
+    assert not keeps.divides_missed
+    fields = {"cached_experts": 4, "later_experts": later}
     divided = Rule.model_validate(keeps.model_dump(mode="json") | fields)
-    assert divided.share_of_cores == share
+    assert divided.divides_missed
     offload = example_plan.offload.model_copy(update={"rules": (divided,)})
     text = dump_plan(example_plan.model_copy(update={"offload": offload}))
-    assert ("host_share" in text) == (host_share is not None)
-    assert ("split_expert: true" in text) == bool(splits)
+    assert ("later_experts" in text) == (later is not None)
     assert parse_plan(yaml.safe_load(text), "a plan").offload == offload
 
 

@@ -209,29 +209,30 @@ def test_a_plan_by_hand_divides_what_is_missed(cli: CLI, profile: Path, tmp_path
     """Every command takes it; a run prints who multiplied the experts that were missed."""
     plain, path = tmp_path / "plain.yaml", tmp_path / "plan.yaml"
     assert cli(*ask(profile, "-o", plain)).code == 0
-    divided = "decode: host, cached_experts: 3, host_share: 0.6}"
+    divided = "decode: host, cached_experts: 3, later_experts: 0.5}"
     written = plain.read_text("utf-8").replace("decode: uva, cached_experts: 3}", divided)
     assert divided in written
     path.write_text(written, "utf-8")
     for command in ("show", "explain", "replan", "report"):
         code, out, err = cli(command, path, *(("-o", tmp_path / "page") * (command == "report")))
         assert code == 0, err
-        told = "cores multiply 60% of those missed, the link brings the rest"
+        told = "host's cores and the link divide those missed by their rates"
         assert command != "show" or told in " ".join(out.split()), out
     assert cli("check", path, "--file-only").code in (0, 4)
     moves = json.loads(cli("diff", plain, path, "--json").out)["moves"]
-    after = "host (uva, host, 3 experts kept, 60% of those missed by the cores)"
+    after = "host (uva, host, 3 experts kept, those missed by cores and link)"
     assert {each["after"] for each in moves} == {after}
-    split = tmp_path / "split.yaml"
-    split.write_text(written.replace("share: 0.6}", "share: 0.6, split_expert: true}"), "utf-8")
-    code, out, err = cli("run", split, "--prompt", "Weights", "--device", "cpu")
+    old = tmp_path / "old.yaml"
+    old.write_text(written.replace("later_experts: 0.5}", "host_share: 0.5}"), "utf-8")
+    code, _, err = cli("show", old)
     assert code == 2
-    assert "cannot be split: they are packed, have 128 inner columns or fewer" in err
+    assert "found host_share: cores and link divide missed experts by their rates" in err
     code, _, err = cli("export", path, "--engine", "vllm")
     assert (code, "(cached_experts), which vLLM does not do" in err) == (2, True)
     code, out, err = cli("run", path, "--prompt", "Weights", "--device", "cpu")
     assert code == 0, err
-    for what in ("hit", "missed", "brought", "multiplied by the cores"):
+    whats = "hit", "missed", "brought", "multiplied by the cores", "brought for later"
+    for what in whats:
         assert f"experts {what}, a token" in out + err
     code, out, err = cli("run", path, "--prompt", "Weights", "--device", "cpu", "--json")
     found = json.loads(out)["experts"]["counted"]

@@ -8,6 +8,8 @@ import torch
 from pydantic import ValidationError
 
 from offplan.backends import Backend
+from offplan.capabilities.goal import Asked
+from offplan.capabilities.host_cores import why_no_cores
 from offplan.checkpoint.open import open_model
 from offplan.costs.cores import ROWS_AT_RATE, find_use
 from offplan.costs.in_place_costs import AtUse
@@ -16,6 +18,7 @@ from offplan.errors import OffplanError
 from offplan.held.unit import group_units
 from offplan.hostcores.build import check_platform
 from offplan.library.asking import pose
+from offplan.library.machines import load_machine
 from offplan.library.sessions import open_session
 from offplan.machine.profile import load_profile
 from offplan.plan import Goal, Offload, Workload, dump_plan, load_plan

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from offplan.capabilities.cached_experts import ExpertSlots
+from offplan.capabilities.cached_experts import LATER_PARTS, MOST_LATER, ExpertSlots, MissRates
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.costs.cached_experts import DIVIDING_S
+from offplan.costs.cached_experts import DIVIDING_S, LATER_SHARE
 from offplan.costs.compute import ModelCompute
 from offplan.costs.pass_times import pass_times
-from offplan.costs.predict import price_request
+from offplan.costs.predict import derive_prediction, price_request, price_stage
 from offplan.costs.work import decode_shape
 from offplan.errors import InputError, PlanError
 from offplan.held.held import hold
@@ -219,12 +219,12 @@ def test_the_cores_and_the_link_divide_what_is_missed() -> None:
         for way in ("off", "auto")
         for cores in (False, True)
     }
-    shares = {
-        asked: {rule.host_share for rule in result.plan.offload.rules} - {None}
+    later = {
+        asked: {rule.later_experts for rule in result.plan.offload.rules} - {None}
         for asked, result in results.items()
     }
-    assert shares.pop(("auto", True))
-    assert not any(shares.values())
+    assert later.pop(("auto", True))
+    assert not any(later.values())
     divided = results.pop(("auto", True))
     # a layer waits half as long where the cores are as fast as the link; a prompt does not
     assert divided.best_s < 0.85 * min(each.best_s for each in results.values())
@@ -232,21 +232,60 @@ def test_the_cores_and_the_link_divide_what_is_missed() -> None:
 
 
 @pytest.mark.slow
-def test_an_expert_is_split_where_that_is_sooner() -> None:
+@pytest.mark.parametrize("repeat", [None, 0.6])
+def test_the_link_brings_for_later_what_it_is_idle_for(repeat: float | None) -> None:
+    """By a plan's own step, whether or not what it brings is used again."""
+    model, machine = moe_model(8), with_cores(SLOW, cores=1e8, cores_round_trip=1e-6)
+    routing = None if repeat is None else record(model, repeat=repeat)
+    question = ask(model, 0.5, routing=routing, machine=machine, cores=True)
+    plan = make_plan(question).plan
+    (rule,) = (rule for rule in plan.offload.rules if rule.divides_missed)
+    placement, _, _, times = price_stage(
+        question.stage, machine, question.workload, plan.offload
+    )
+    slots = placement.caches_of(ExpertSlots).values()
+    assert {each.later for each in slots} == {round(LATER_PARTS * (rule.later_experts or 0))}
+    idle_s = (float(times.decode.step_ps) - times.decode.awaited_ps) / 1e12
+    quota_s = (rule.later_experts or 0) * sum(each.expert_bytes for each in slots) / 1e8
+    assert 0.8 * LATER_SHARE * idle_s - 1e-9 <= quota_s <= LATER_SHARE * idle_s
+    brought = times.decode.times.later_bytes
+    assert (brought > 0) == (repeat is not None)
+    assert brought / 1e8 <= LATER_SHARE * idle_s + 1e-9
+    read = times.decode.copied_bytes + times.decode.times.uva_bytes
+    assert plan.prediction.decode.link_bytes == read + brought
+    terms = {each.path: each for each in derive_prediction(question.stages, machine, plan)}
+    named = [each.name for each in terms["decode.link_bytes"].inputs]
+    assert ("brought for later" in named) == (repeat is not None)
+
+
+@pytest.mark.slow
+def test_what_is_used_again_is_brought_for_later() -> None:
+    model, machine = moe_model(8), with_cores(SLOW, cores=1e8, cores_round_trip=1e-6)
+    question = ask(model, 0.5, routing=record(model, repeat=0.6), machine=machine, cores=True)
+    plan = make_plan(question).plan
+    (none,) = (
+        each
+        for each in find_neighbours(question, plan)
+        if each.change.endswith("without later_experts")
+    )
+    assert none.prediction.objective_s > 1.1 * plan.prediction.objective_s
+
+
+@pytest.mark.slow
+def test_a_real_model_is_divided_by_default() -> None:
     """gpt-oss misses few experts a layer, which whole ones divide unevenly."""
     model = open_model(str(ROOT / "benchmarks" / "models" / "gpt-oss-120b" / "config.json"))
     machine = load_machine("rtx4090-pcie4,ram=96GiB")
-    question = plan_ask(model, machine, Workload(), host_cores=True)
+    question = plan_ask(model, machine, Workload())
+    assert question.goal.host_cores
     plan = make_plan(question).plan
-    (rule,) = (rule for rule in plan.offload.rules if rule.host_share)
-    assert rule.split_expert
+    (rule,) = (rule for rule in plan.offload.rules if rule.divides_missed)
+    assert 0 < (rule.later_experts or 0) <= MOST_LATER
     assert plan.prediction.gpu_memory.total_bytes <= plan.budget.gpu_memory
-    (whole,) = (
-        each
-        for each in find_neighbours(question, plan)
-        if each.change.endswith("without split_expert")
-    )
-    assert whole.prediction.objective_s > plan.prediction.objective_s
+    slots = place(question.stage, plan.offload).caches_of(ExpertSlots).values()
+    assert all(each.inner == 2880 and each.splits for each in slots)
+    alone = make_plan(plan_ask(model, machine, Workload(), host_cores=False)).plan
+    assert plan.prediction.decode.step_s < 0.5 * alone.prediction.decode.step_s
 
 
 @pytest.mark.slow
@@ -277,8 +316,10 @@ def test_a_step_waits_for_the_longest_of_three(shared_behind: bool) -> None:
     shared_s = sum(p.nbytes for p in stage.layers[0].parameters if "shared" in p.name) / 1e9
     assert shared_s
     waiting = {}
-    for share in (None, 0.0, 0.25, 0.5, 1.0):
-        decode = Backend.UVA if share is None else Backend.HOST
+    for cores in (None, 2e7, 5e7, 1e8, 1e9):
+        decode = Backend.UVA if cores is None else Backend.HOST
+        rate = cores or 1e8
+        machine = with_cores(SLOW, cores=rate, cores_round_trip=1e-5, hbm=1e9)
         rule = Rule.model_validate(
             {
                 "cpu_offload_params": ["experts"],
@@ -287,7 +328,6 @@ def test_a_step_waits_for_the_longest_of_three(shared_behind: bool) -> None:
                 "prefill": "uva",
                 "decode": decode,
                 "cached_experts": NUM_EXPERTS // 2,
-                "host_share": share,
             }
         )
         placement = place(stage, Offload(prefill_chunk=600, rules=(rule,)))
@@ -299,29 +339,23 @@ def test_a_step_waits_for_the_longest_of_three(shared_behind: bool) -> None:
         waits = {"link": 0.0, "cores": 0.0, "longest": 0.0}
         for missed in range(PER_TOKEN * batch + 1):  # half of the choices, by uniform routing
             likely = math.comb(PER_TOKEN * batch, missed) / 2 ** (PER_TOKEN * batch)
-            by_cores = int((share or 0) * missed + 0.5)
+            rates = MissRates(1e-5, expert_bytes / rate, expert_bytes / 0.9e8)
+            ways = range(missed + 1 if cores else 1)
+            by_cores = min(ways, key=lambda number: rates.seconds(missed, number))
             link_s = (missed - by_cores) * expert_bytes / 0.9e8
-            cores_s = by_cores * expert_bytes / 1e8 + 1e-5 if by_cores else 0
+            cores_s = by_cores * expert_bytes / rate + 1e-5 if by_cores else 0
             longest_s = max(found_s, link_s, cores_s)
             for name, each in (("link", link_s), ("cores", by_cores), ("longest", longest_s)):
                 waits[name] += likely * each
         waited_s = (times.uva_ps[0] + times.busy_ps[0] - times.keeping_ps[0]) / 1e12
         expected_s = step.layer_ps[0] / 1e12 + waits["link"]
-        if share:
+        if cores:
             expected_s += waits["longest"] - found_s - waits["link"] + DIVIDING_S
         assert waited_s == pytest.approx(expected_s, rel=1e-6)
         assert times.cores_bytes == pytest.approx(waits["cores"] * expert_bytes, abs=1)
         assert times.uva_bytes == pytest.approx(waits["link"] * 0.9e8, abs=1)
-        waiting[share] = waited_s
-    assert waiting[None] == waiting[0.0]
-    assert waiting[0.5] < waiting[0.25] < waiting[0.0]
-
-
-def test_neighbours_step_the_share() -> None:
-    machine = with_cores(SLOW, cores=1e8, cores_round_trip=1e-6)
-    question = ask(moe_model(8), 0.5, machine=machine, cores=True)
-    changes = [each.change for each in find_neighbours(question, make_plan(question).plan)]
-    assert any("host_share" in change for change in changes)
+        waiting[cores] = waited_s
+    assert waiting[1e9] < waiting[1e8] < waiting[5e7] < waiting[None]
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,7 @@ CHANGED: dict[str, Any] = {
     "budget": Budget(gpu_memory=2**30),
     "goal": Goal(packing=False),
     "store": "peer",
+    "no_cores": "an Arm",
 }
 """Another value of each field of a question that its answers depend on, beside the model."""
 NAMES = {"profile", "routing_file"}
