@@ -26,8 +26,8 @@ WAITS: tuple[Callable[..., Iterable[Input]], ...] = (
 )
 """Given a pass's times, stage and machine: those that compute waits, beyond those for the link."""
 MISSES: tuple[Callable[..., tuple[str, tuple[Input, ...]]], ...] = (cached_experts.list_misses,)
-"""Given placement, stage, batch, machine and a step's times: words and inputs of the bytes over the link for
-what steps miss in caches."""
+"""Given placement, stage, batch, machine and a step's times: words and inputs of the bytes over the
+link for what steps miss in caches."""
 
 RECODED_LAYER_BYTES: Callable[[LayerWork, PassShape], float] = packing.layer_bytes
 """Bytes of GPU memory that are as long on their way as recoding makes a layer's pass."""

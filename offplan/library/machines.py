@@ -249,8 +249,8 @@ def find_machine(
     """Take the machine of this profile, else the one at hand; None if that has no GPU.
 
     The host's other GPUs are measured only where the ``store`` is one of them, or the plan is for
-    several. Layers are timed as the ``goal`` has them. The host's cores are measured where plans may
-    have them multiply, once for this hardware. Raises what ``load_machine`` and
+    several. Layers are timed as the ``goal`` has them. The host's cores are measured where plans
+    may have them multiply, once for this hardware. Raises what ``load_machine`` and
     ``measure_here`` raise.
     """
     if name is not None:

@@ -9,7 +9,6 @@ import numpy as np
 
 from offplan.backends import Backend
 from offplan.capabilities.cached_experts import BOUNDARY_BYTES, LATER_PARTS, ExpertSlots
-from offplan.checkpoint.model import Experts
 from offplan.costs.cached_experts import (
     Missed,
     brought_bytes,
@@ -171,9 +170,8 @@ class KeepsExperts(Option):
         kept = min(self.experts.most, max(1, spare // sum(sizes[kind] for kind in kinds)))
         option = self
         for _ in range(ROUNDS):
-            steps = {kind: option.step_ps(space, kind, kept) for kind in sizes}
-            read, waiting = (sum(of) for of in zip(*(steps[k] for k in kinds), strict=True))
-            idle_ps = space.decode.resident_ps + waiting
+            waiting = {kind: option.step_ps(space, kind, kept)[1] for kind in sizes}
+            idle_ps = space.decode.resident_ps + sum(waiting[kind] for kind in kinds)
             bytes_of_each = sum(sizes[kind] for kind in kinds)
             option = replace(option, later=later_parts(idle_ps, bytes_of_each, space.machine))
         return option

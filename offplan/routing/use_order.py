@@ -110,7 +110,9 @@ class UseOrder:
         hits = in_order & is_used
         first_uses = (in_order & ~is_used).sum(1)
         bands = AGES * self._places + age_bands(self.ages)
-        again = [np.bincount(each, minlength=PLACES * AGES) for each in (bands[hits], bands[is_used])]
+        again = [
+            np.bincount(each, minlength=PLACES * AGES) for each in (bands[hits], bands[is_used])
+        ]
         again = np.stack(again, axis=-1).reshape(PLACES, AGES, 2)
         self.reuse += Reuse(hits.astype(np.int64), first_uses, 1, again)
         self.num_used += first_uses

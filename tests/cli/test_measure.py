@@ -27,8 +27,8 @@ from offplan.machine.profile import (
     load_profile,
     parse_profile,
 )
-from offplan.plan import Workload, load_plan
-from offplan.runtime.measuring import cores, layer_cache, layer_times
+from offplan.plan import Goal, Workload, load_plan
+from offplan.runtime.measuring import cores, cores_cache, layer_cache, layer_times
 from tests.cli import CLI, TINY_MOE
 from tests.held import is_packed
 
@@ -105,6 +105,56 @@ def test_what_cannot_run_is_planned_by_the_machines_figures(
     assert (machine.num_layer_times, found.profile.layer_times) == (0, ())
     with pytest.raises(CheckpointError, match="it cannot"):
         measure_here(open_model(str(TINY_MOE)), WORKLOAD)
+
+
+def test_the_cores_are_measured_once_where_plans_may_have_them(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed = []
+
+    def time_cores(stage: Any, *_: Any) -> dict[str, Any]:
+        timed.append(stage)
+        return {"cores": {"value": 9e10, "basis": "measured", "source": "a test"}}
+
+    monkeypatch.setattr(cores, "measure_cores", time_cores)
+    model = open_model(str(TINY_MOE))
+    for goal, store in (
+        (Goal(host_cores=False), "host"),
+        (Goal(), "peer"),
+        (Goal(engine="vllm"), "host"),
+    ):
+        find_machine(None, model, WORKLOAD, goal=goal, store=store)  # type: ignore[arg-type]
+    assert timed == []
+    for _ in range(2):
+        found = find_machine(None, model, WORKLOAD)
+        assert found is not None
+        assert (found.profile.cores_rate.value, found.no_cores) == (9e10, None)
+    assert timed == [None]  # of no model's weights, and kept
+    machine.gpu.name = "another GPU"
+    find_machine(None, model, WORKLOAD)
+    monkeypatch.setattr(cores_cache, "core_quota", lambda: 2.0)
+    find_machine(None, model, WORKLOAD)
+    assert timed == [None] * 3
+
+
+def test_cores_that_cannot_multiply_are_told_of(
+    cli: CLI, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OffplanError("no compiler")
+
+    def measure(*_: Any, **__: Any) -> MachineProfile:
+        return load_profile("rtx4090")
+
+    monkeypatch.setattr(cores, "measure_cores", refuse)
+    monkeypatch.setattr(offplan.machine.measure, "measure_machine", measure)
+    found = find_machine(None, open_model(str(TINY_MOE)), WORKLOAD)
+    assert found is not None
+    assert found.no_cores == "no compiler"
+    config = TINY_MOE.parents[1] / "benchmarks" / "models" / "qwen3-8b-fp8" / "config.json"
+    code, out, err = cli("analyze", config, "--gpu-memory", "6GiB")
+    assert code == 0, err
+    assert "The host's cores multiply nothing: no compiler." in " ".join(out.split())
 
 
 @pytest.mark.parametrize("change", [{"batch": 2}, {"context": 512}, {"prompt_tokens": 16}])

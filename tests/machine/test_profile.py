@@ -127,6 +127,26 @@ def test_unknown_names_have_suggestions(typed: str, near: str) -> None:
         load_profile(typed)
 
 
+@pytest.mark.parametrize(
+    ("change", "rate", "source"),
+    [
+        ("ddr=5-6000x2", 64e9, "2 channels of DDR5-6000: 96 GB/s, of which cores read two thirds"),
+        ("DDR=4-3200x1", 17.07e9, "1 channel of DDR4-3200"),
+        ("ddr=5-4800x12", 307.2e9, "12 channels"),
+        ("cores=70GB/s", 70e9, "given with --machine"),
+    ],
+)
+def test_the_cores_rate_is_given(change: str, rate: float, source: str) -> None:
+    """Another rate leaves nothing of what was measured beside the profile's own."""
+    for name in ("rtx4090", "h200-pcie5"):
+        profile = load_profile(f"{name},{change}")
+        assert profile.cores is not None
+        assert profile.cores.value == pytest.approx(rate, rel=1e-3)
+        assert source in profile.cores.source
+        assert (profile.cores_beside_copies, profile.host_reads) == (None, None)
+        assert profile.cores_rate_beside.value == profile.cores.value
+
+
 def test_figures_are_changed_behind_the_name() -> None:
     usual, changed = load_profile("rtx4090"), load_profile("rtx4090,pcie=4x8,ram=64GiB")
     assert changed.link == "PCIe 4 x8"
@@ -173,6 +193,12 @@ def test_what_of_the_memory_can_be_locked(changes: str, lockable: float) -> None
     ("changes", "message"),
     [
         ("os=wsl2", "give the memory, too, as ram=64GiB"),
+        *(
+            (f"ddr={wrong}", "is no memory: write its generation")
+            for wrong in ("5", "5-6000", "7-1x2")
+        ),
+        ("ddr=5-6000x0", "is no memory"),
+        ("ddr=5-6000x2,cores=9GB/s", "cores is given twice"),
         ("ram=8GiB,os=dos", "found os=dos, expected linux, wsl2, windows"),
         ("ram=8", "host_memory.value: '8' has no unit: is 8GiB meant"),
         ("pcie=7x2", "pcie=7x2 is no link"),

@@ -240,9 +240,7 @@ def test_the_link_brings_for_later_what_it_is_idle_for(repeat: float | None) -> 
     question = ask(model, 0.5, routing=routing, machine=machine, cores=True)
     plan = make_plan(question).plan
     (rule,) = (rule for rule in plan.offload.rules if rule.divides_missed)
-    placement, _, _, times = price_stage(
-        question.stage, machine, question.workload, plan.offload
-    )
+    placement, _, _, times = price_stage(question.stage, machine, question.workload, plan.offload)
     slots = placement.caches_of(ExpertSlots).values()
     assert {each.later for each in slots} == {round(LATER_PARTS * (rule.later_experts or 0))}
     idle_s = (float(times.decode.step_ps) - times.decode.awaited_ps) / 1e12
