@@ -355,9 +355,10 @@ class CachedExpertsRule(RuleBase):
         """Say how many experts it keeps to people who do not know the keys."""
         if self.cached_experts is None:
             return super().describe_plainly()
-        kept, more = self.cached_experts, bool(self.cached_experts_more)
-        number = f"{kept}" + f" or {kept + 1}" * more
+        few, more = self.cached_experts, bool(self.cached_experts_more)
+        number = f"{few}" + f" or {few + 1}" * more
         kept = f"; the {number} of a layer that were used last are on the GPU as well"
+        kept += ", and cores and link divide those missed" if self.divides_missed else ""
         return super().describe_plainly() + kept
 
     def list_unsaid(self) -> Iterator[str]:

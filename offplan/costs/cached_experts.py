@@ -200,9 +200,8 @@ def list_misses(
     caches = placement.caches_of(ExpertSlots).values()
     if (found := predict_found(placement, stage, batch, machine)) is None:
         return "", ()
-    words = ", and experts missed x bytes of an expert"
+    words = ": read are also experts missed x bytes of an expert"
     words += ", less what the host's cores read" if times.missed_ps else ""
-    words += ", and what is brought for later" if times.later_bytes else ""
     if not (chosen := found.hits + found.misses):
         return words, ()
     source = "uniform routing: kept / experts of a layer"
@@ -215,7 +214,6 @@ def list_misses(
         Input("hit rate", found.hits / chosen, "count", source),
         Input("experts missed", found.misses, "count"),
         Input("bytes of an expert", max(each.expert_bytes for each in caches), "bytes"),
-        *([Input("brought for later", times.later_bytes, "bytes")] if times.later_bytes else ()),
     )
 
 

@@ -40,8 +40,9 @@ def list_phase(
     reads = taken.times.uva_bytes
     read_by = {Backend.UVA: 0} | {b: size for b, size in taken.times.read_by.items() if size}
     read = {b.words.noun: size if reads else 0 for b, size in read_by.items()}
-    crossing = list_sizes({"streamed": taken.copied_bytes, **read})
-    formula = f"streamed + {' + '.join(read)}, re-reads included"
+    later = {"brought for later": taken.times.later_bytes} if taken.times.later_bytes else {}
+    crossing = list_sizes({"streamed": taken.copied_bytes, **read, **later})
+    formula = f"{' + '.join(('streamed', *read, *later))}, re-reads included"
     is_step = priced.shapes[0].phase is Phase.DECODE
     for list_misses in MISSES if is_step else ():
         more = list_misses(placement, stage, priced.shapes[0].batch, machine, taken.times)
@@ -59,7 +60,7 @@ def list_phase(
         )
     formula += " + "
     formula += " + ".join(f"{b.words.noun} / {b.rate_name}" for b in read_by)
-    formula += " + brought for later / h2d" if taken.times.later_bytes else ""
+    formula += "".join(f" + {name} / h2d" for name in later)
     rates = list_figures(machine, "copy_latency", "h2d")
     rates += tuple(show_figure(b.rate_name, b.rate(machine), "bytes_per_s") for b in read_by)
     yield seconds("link", taken.link_ps, formula, copies, *rates, *slower)

@@ -67,8 +67,8 @@ def simulate(reuse: BatchReuse, not_brought: Sequence[int]) -> Simulated:
         is_chosen = _draw(random, chances[places, age_bands(ages)], reuse.touched)
         chosen = is_chosen[:, None, None]
         is_missed, is_hit = chosen & ~is_kept, chosen & is_kept
-        rank = np.cumsum(is_missed, axis=-1, dtype=np.int32)
-        num_missed = np.minimum(rank[..., -1], most)
+        nth = np.cumsum(is_missed, axis=-1, dtype=np.int32)
+        num_missed = np.minimum(nth[..., -1], most)
         num_later = by_cores[num_missed]
         left = sizes[:, None] - is_hit.sum(axis=-1)
         brought = np.minimum(num_missed - num_later, left)
@@ -76,8 +76,8 @@ def simulate(reuse: BatchReuse, not_brought: Sequence[int]) -> Simulated:
         later = np.minimum(np.minimum(num_later, np.floor(credit)), left - brought)
         credit -= later
         # the cores' come behind all that the link brings, whether or not that found a slot
-        behind = rank - (num_missed - num_later)[..., None]
-        enters = (rank <= brought[..., None]) | ((behind > 0) & (behind <= later[..., None]))
+        behind = nth - (num_missed - num_later)[..., None]
+        enters = (nth <= brought[..., None]) | ((behind > 0) & (behind <= later[..., None]))
         is_idle = is_kept & ~chosen
         room = (left - brought - later)[..., None]
         is_idle &= np.cumsum(is_idle, axis=-1, dtype=np.int32) <= room
@@ -86,7 +86,7 @@ def simulate(reuse: BatchReuse, not_brought: Sequence[int]) -> Simulated:
         ages = np.take_along_axis(next_ages(ages, is_chosen), order, axis=1)
         is_kept = np.stack([of[..., at] for of, at in zip(is_kept, order, strict=True)])
         if number >= NUM_BEFORE:
-            missed += rank[..., -1].sum(axis=0)
+            missed += nth[..., -1].sum(axis=0)
             missed_of_all += (is_chosen & (places >= sizes[:, None, None])).sum(axis=(1, 2))
     return Simulated(sizes, missed / np.maximum(1, missed_of_all)[:, None])
 
@@ -112,7 +112,7 @@ def _find_chances(reuse: BatchReuse) -> tuple[NDArray[np.float64], NDArray[np.fl
 
     Experts that had not been used before count as used long ago.
     """
-    distances = np.sum([each.distances for each in reuse.layers], axis=0, dtype=np.float64)
+    distances = np.array([each.distances for each in reuse.layers], dtype=np.float64).sum(axis=0)
     num_experts = len(distances)
     half = num_experts // 2
     distances[half:] += sum(each.first_uses for each in reuse.layers) / (num_experts - half)

@@ -17,7 +17,7 @@ from offplan.errors import InputError
 from offplan.files import StrPath
 from offplan.plan import ModelRef
 from offplan.records import Record, read_text
-from offplan.routing.use_order import AGES, PLACES, Reuse, Steps, measure_reuse, place_bands
+from offplan.routing.use_order import AGES, Reuse, Steps, measure_reuse, num_bands
 
 ROUTING_VERSION: Literal[1] = 1
 MOST_FILE_BYTES = 64 * 2**20
@@ -84,8 +84,8 @@ class BatchReuse(Record):
     def _has_bands(self) -> "BatchReuse":
         if self.again is None:
             return self
-        if len(self.again) > PLACES or any(len(each) != AGES for each in self.again):
-            raise ValueError(f"again: expected {PLACES} rows at most, of {AGES} pairs each")
+        if any(len(each) != AGES for each in self.again):
+            raise ValueError(f"again: expected {AGES} pairs in each row")
         if any(chosen > there for row in self.again for chosen, there in row):
             raise ValueError("again: more experts were chosen than lay there")
         return self
@@ -163,6 +163,11 @@ class RoutingProfile(Record):
         for each in self.batches:
             if [layer.layer for layer in each.layers] != layers:
                 raise ValueError(f"batch {each.batch} has other layers than batch {sizes[0]}")
+            if each.again is not None and len(each.again) != num_bands(self.num_experts):
+                raise ValueError(
+                    f"batch {each.batch} has {len(each.again)} bands of places; expected "
+                    f"{num_bands(self.num_experts)}, one for each doubling of {self.num_experts}"
+                )
             for layer in each.layers:
                 if len(layer.distances) != self.num_experts:
                     raise ValueError(
@@ -289,7 +294,7 @@ def make_routing(
 
 
 def _of_batch(batch: int, layers: Sequence[int], reuse: Reuse) -> BatchReuse:
-    num_places = 1 + int(place_bands(reuse.distances.shape[1]).max())
+    num_places = num_bands(reuse.distances.shape[1])
     return BatchReuse(
         batch=batch,
         steps=reuse.num_steps,

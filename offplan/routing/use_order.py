@@ -57,6 +57,11 @@ def place_bands(num_experts: int) -> Counts:
     return bands
 
 
+def num_bands(num_experts: int) -> int:
+    """Count the bands of the places of so many experts."""
+    return num_experts.bit_length()
+
+
 def age_bands(ages: NDArray[np.float64]) -> Counts:
     """Return the bands of ages."""
     bands: Counts = np.clip(_AGES_A_DOUBLING * ages, 0, AGES - 1).astype(np.int64)
@@ -65,8 +70,7 @@ def age_bands(ages: NDArray[np.float64]) -> Counts:
 
 def age_of_band(bands: Counts) -> NDArray[np.float64]:
     """Return the age in the middle of each band."""
-    ages: NDArray[np.float64] = (bands + 0.5) / _AGES_A_DOUBLING
-    return ages
+    return np.asarray((bands + 0.5) / _AGES_A_DOUBLING, dtype=np.float64)
 
 
 def next_ages(ages: NDArray[np.float64], is_chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
@@ -110,10 +114,8 @@ class UseOrder:
         hits = in_order & is_used
         first_uses = (in_order & ~is_used).sum(1)
         bands = AGES * self._places + age_bands(self.ages)
-        again = [
-            np.bincount(each, minlength=PLACES * AGES) for each in (bands[hits], bands[is_used])
-        ]
-        again = np.stack(again, axis=-1).reshape(PLACES, AGES, 2)
+        counts = [np.bincount(bands[each], minlength=PLACES * AGES) for each in (hits, is_used)]
+        again = np.stack(counts, axis=-1).reshape(PLACES, AGES, 2).astype(np.int64)
         self.reuse += Reuse(hits.astype(np.int64), first_uses, 1, again)
         self.num_used += first_uses
         # stable: both the chosen and the others keep the order that they had

@@ -45,7 +45,7 @@ class LaterSlots:
         self.slots, self.rates = slots, rates
         self.order, self.kept = list(range(slots.num_experts)), set(range(slots.num_kept))
         self.credit, self.brings = 0, True
-        self.counts, self.of_steps = Counter[str](), Counter[str]()
+        self.of_steps, self.counts = Counter[str](), dict[str, float]()
         self.missed = Counter[int]()
         """Steps by how many experts they missed."""
 
@@ -66,9 +66,9 @@ class LaterSlots:
         self.kept = here.union(idle[: num_kept - len(here)])
         self.order.sort(key=lambda expert: expert not in used)
         self.missed[len(missed)] += 1
-        self.counts.update(
-            missed=len(missed), later=later, by_cores=slots.count_by_cores(by_cores, chunks)
-        )
+        part = slots.count_by_cores(by_cores, chunks)
+        for name, more in (("missed", len(missed)), ("later", later), ("by_cores", part)):
+            self.counts[name] = self.counts.get(name, 0) + more
         self.of_steps.update(steps=1, used=len(used), recent=recent)
         if self.of_steps["steps"] == LATER_STEPS:
             self.brings = slots.brings_later(self.of_steps["used"], self.of_steps["recent"])

@@ -27,6 +27,32 @@ def test_it_reads_back(profile: RoutingProfile, tmp_path: Path) -> None:
     assert load_routing(path).fingerprint == profile.fingerprint
 
 
+def test_ages_are_optional_and_of_the_profile_s_bands(
+    profile: RoutingProfile, tmp_path: Path
+) -> None:
+    """Profiles of before have none, and keep their fingerprints."""
+    data = json.loads(dump_routing(profile))
+    for batch in data["batches"]:
+        (chosen, there) = np.array(batch["again"]).sum(axis=(0, 1))
+        assert chosen == sum(sum(layer["distances"]) for layer in batch["layers"])
+        assert chosen <= there <= batch["steps"] * 8 * len(batch["layers"])
+    path = tmp_path / "routing.json"
+    for wrong, why in (
+        (data["batches"][0]["again"][:-1], "has 3 bands of places; expected 4"),
+        ([row[1:] for row in data["batches"][0]["again"]], "expected 12 pairs"),
+        ([[[2, 1]] * 12] * 4, "more experts were chosen than lay there"),
+    ):
+        path.write_text(json.dumps({**data, "batches": [{**data["batches"][0], "again": wrong}]}))
+        with pytest.raises(InputError, match=why):
+            load_routing(path)
+    for batch in data["batches"]:
+        del batch["again"]
+    path.write_text(json.dumps(data))
+    before = load_routing(path)
+    assert before.batches[0].again is None
+    assert "again" not in dump_routing(before)
+
+
 def test_batches_are_powers_of_two_and_the_largest(profile: RoutingProfile) -> None:
     assert [each.batch for each in profile.batches] == [1, 2, 4]
     # a run of 4 sequences has two pairs, one of 3 has one and a rest
