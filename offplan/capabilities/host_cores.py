@@ -52,6 +52,10 @@ class HostCoresGoal(GoalBase):
         if self.host_cores:
             yield "host_cores", "no engine's flags have the host's cores multiply weights"
 
+    def why_left_out(self, asked: Asked) -> str | None:
+        """Say why the cores are left out of plans, though they may be wanted; else None."""
+        return None if self.host_cores else why_no_cores(asked)
+
     def choose(self, asked: Asked, *, by_others: bool) -> dict[str, Any]:
         """Choose DEFAULT_HOST_CORES where the host's cores can multiply."""
         chosen = super().choose(asked, by_others=by_others)

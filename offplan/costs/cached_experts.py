@@ -104,7 +104,7 @@ def _simulate(reuse: BatchReuse, divided: "Divided") -> Simulated:
     if key not in _simulations:
         if len(_simulations) >= _MOST_SIMULATIONS:
             _simulations.clear()
-        _simulations[key] = reuse, simulate(reuse, not_brought)
+        _simulations[key] = reuse, simulate(reuse, not_brought, MOST_LATER)
     return _simulations[key][1]
 
 

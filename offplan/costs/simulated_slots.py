@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offplan.capabilities.cached_experts import MOST_LATER
 from offplan.routing.profile import BatchReuse
 from offplan.routing.use_order import AGES, age_bands, age_of_band, next_ages, place_bands
 
@@ -41,11 +40,11 @@ class Simulated(NamedTuple):
         return float(np.interp(num_kept, self.sizes, of_size))
 
 
-def simulate(reuse: BatchReuse, not_brought: Sequence[int]) -> Simulated:
+def simulate(reuse: BatchReuse, not_brought: Sequence[int], most_later: int) -> Simulated:
     """Simulate layers of the profile's mean layer.
 
     ``not_brought`` are the experts that enter no slot at once, by how many a step misses: one
-    number more than a step chooses.
+    number more than a step chooses. ``most_later`` are brought for later in one step, at most.
     """
     num_experts = len(reuse.layers[0].distances)
     chances, present = _find_chances(reuse)
@@ -61,7 +60,7 @@ def simulate(reuse: BatchReuse, not_brought: Sequence[int]) -> Simulated:
         places < sizes[:, None, None], (num_layers, len(sizes), len(_PARTS), num_experts)
     ).copy()
     credit = np.zeros(is_kept.shape[:-1])
-    most, by_cores = len(not_brought) - 1, np.array(not_brought)
+    most, of_cores = len(not_brought) - 1, np.array(not_brought)
     missed, missed_of_all = np.zeros(credit.shape[1:]), np.zeros(len(sizes))
     for number in range(NUM_STEPS):
         is_chosen = _draw(random, chances[places, age_bands(ages)], reuse.touched)
@@ -69,10 +68,10 @@ def simulate(reuse: BatchReuse, not_brought: Sequence[int]) -> Simulated:
         is_missed, is_hit = chosen & ~is_kept, chosen & is_kept
         nth = np.cumsum(is_missed, axis=-1, dtype=np.int32)
         num_missed = np.minimum(nth[..., -1], most)
-        num_later = by_cores[num_missed]
+        num_later = of_cores[num_missed]
         left = sizes[:, None] - is_hit.sum(axis=-1)
         brought = np.minimum(num_missed - num_later, left)
-        credit = np.minimum(credit + quotas, MOST_LATER)
+        credit = np.minimum(credit + quotas, most_later)
         later = np.minimum(np.minimum(num_later, np.floor(credit)), left - brought)
         credit -= later
         # the cores' come behind all that the link brings, whether or not that found a slot

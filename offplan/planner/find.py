@@ -10,7 +10,7 @@ from offplan.errors import InfeasibleError
 from offplan.plan import Budget, Plan
 from offplan.planner.aims import NEVER, Soonest
 from offplan.planner.infeasible import explain_infeasible
-from offplan.planner.later import settle_later
+from offplan.planner.options import SETTLED
 from offplan.planner.packed import find_best
 from offplan.planner.question import Question
 from offplan.planner.search import MAX_RULES, Candidate, Searcher
@@ -71,8 +71,11 @@ def find_plan(searcher: Searcher, question: Question, below_s: float = NEVER) ->
             other = find_best(searcher.untraded, question.budget, soonest, rival=fastest).best
             if other is not None and chosen.times_ps[0] > (1 - SOONER) * other.times_ps[0]:
                 chosen = other
+    offload = chosen.offload
+    for settle in SETTLED:
+        offload = settle(question, offload)
     return PlanResult(
-        plan=question.answer(settle_later(question, chosen.offload)),
+        plan=question.answer(offload),
         best_s=fastest.value / PS_PER_S,
         num_candidates=search.num_candidates,
         num_priced=search.num_priced,

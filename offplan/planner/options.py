@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 
 from offplan.backends import Backend
-from offplan.plan import Rule
+from offplan.plan import Offload, Rule
 from offplan.planner import cached_experts, parts
 from offplan.planner.classes import segment_classes
 from offplan.planner.option import Option, Steps, Ways
+from offplan.planner.question import Question
 from offplan.planner.space import Space
 from offplan.stores import StoreName
 
@@ -21,6 +22,8 @@ OPTIONS: tuple[Callable[..., Iterable[Option]], ...] = (
 """Given a space and the backends that a rule may have: a capability's options."""
 STEPS: tuple[Callable[[Rule], Steps], ...] = (cached_experts.list_steps, parts.list_steps)
 """Given a rule: the steps of its own numbers, and the keys that each changes."""
+SETTLED: tuple[Callable[[Question, Offload], Offload], ...] = (cached_experts.settle_later,)
+"""Given a question and its decision: the decision with the numbers that follow from it."""
 
 
 def backend_pairs(backends: Iterable[Backend], store: StoreName) -> Ways:

@@ -9,7 +9,6 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from offplan.backends import Backend
-from offplan.capabilities.host_cores import why_no_cores
 from offplan.capabilities.table import Recoding
 from offplan.capabilities.way import Way
 from offplan.checkpoint.model import Model
@@ -292,9 +291,13 @@ def describe_cores(plan: Plan, question: Question) -> list[str]:
     Nothing is said where no rule has them multiply, though rules might, or they are not wanted.
     """
     if not plan.has_cores:
-        may = plan.goal.host_cores or not (plan.offload.rules and plan.goal.is_own)
-        why = None if may else why_no_cores(question.asked)
-        return [] if why is None else [f"The host's cores multiply nothing: {why}."]
+        why = plan.goal.why_left_out(question.asked)
+        is_resident = not plan.offload.rules
+        return (
+            []
+            if why is None or is_resident or not plan.goal.is_own
+            else [f"The host's cores multiply nothing: {why}."]
+        )
     assumed = question.machine.with_threads(plan.goal.host_threads)
     rate, threads = assumed.cores_rate, assumed.host_threads
     by = "as many threads as suit" if threads is None else f"{threads.value} threads"
