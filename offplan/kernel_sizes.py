@@ -73,6 +73,30 @@ KERNEL_TYPES = ("bfloat16", "float16")
 """Types that the runtime's kernels multiply: they would round float32 to TF32, and overfill tiles.
 """
 
+GROUPS_EXPERTS = False
+"""Whether many rows multiply the values of experts, made group by group, in place of their codes.
+
+False until a GPU has measured from how many rows on that is faster, and by how much.
+"""
+GROUPED_ROWS = 32
+"""Rows of an expert, on average, from which they do. Source: estimated."""
+EXPERT_SCRATCH_BYTES = 256 * 2**20
+"""Bytes of the memory in which the values of a group of experts are made, where they are more than
+one expert's. Source: estimated."""
+
+
+def are_grouped(num_pairs: int, num_experts: int) -> bool:
+    """Return True if so many pairs of a token and an expert multiply values, group by group.
+
+    It follows from shapes alone: a plan that offloads rounds as one that does not.
+    """
+    return GROUPS_EXPERTS and num_pairs >= GROUPED_ROWS * num_experts
+
+
+def experts_at_once(num_experts: int, num_values: int) -> int:
+    """Return how many experts have the values of a weight, ``num_values`` of each, made at once."""
+    return max(1, min(num_experts, EXPERT_SCRATCH_BYTES // (2 * num_values)))
+
 
 def are_gathered(num_pairs: int, num_experts: int) -> bool:
     """Return True if experts' codes in host memory are gathered before they are multiplied.

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from offplan.forms.form import Component
-from offplan.kernel_sizes import are_gathered
+from offplan.kernel_sizes import are_gathered, are_grouped
 from offplan.runtime.forms.stored import KERNEL_DTYPES, StoredWeight, component_name
 from offplan.transformers_private import (
     ExpertsInterface,
@@ -60,7 +60,7 @@ def forward_stored(
     handed on to their PLAIN_WAY. On a GPU each weight is multiplied from its codes. They are read
     once for up to 64 pairs of a token and an expert, 128 in host memory. Elsewhere the weight is
     expanded. Few experts' codes in host memory are copied first: their rows begin amid lines of the
-    link, and scales are a few bytes a row.
+    link, and scales are a few bytes a row. Many tokens are sent by ``forward_groups``.
     """
     if not holds_codes(experts):
         made: torch.Tensor = vars(experts)[PLAIN_WAY](
@@ -70,6 +70,8 @@ def forward_stored(
     if not hidden_states.is_cuda or hidden_states.dtype not in KERNEL_DTYPES:
         expanded = Expanded(experts, hidden_states.dtype)
         return forward_values(expanded, hidden_states, top_k_index, top_k_weights)
+    if are_grouped(top_k_index.numel(), experts.num_experts):
+        return forward_groups(experts, hidden_states, top_k_index, top_k_weights)
     from offplan.runtime.forms import operators  # needs triton
     from offplan.runtime.forms.gather import gather, sort_pairs
 
@@ -87,6 +89,43 @@ def forward_stored(
         return _add_bias(experts, name, made, expert_of_pair)
 
     return send(experts, hidden_states, top_k_weights, multiply)
+
+
+def forward_groups(
+    experts: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """Send many tokens through experts stored as codes, as ``forward_stored`` does on a GPU.
+
+    Each pair's row is copied once, sorted by its expert. Values are made of codes, which are read
+    once, also over the link, whatever the number of rows. Products of the last weight are written
+    where the sum over a token's experts reads them. Every pair must have an expert.
+    """
+    from offplan.runtime.forms import operators  # needs triton
+    from offplan.runtime.forms.gather import sort_pairs
+
+    _, order, starts = sort_pairs(top_k_index.reshape(-1), experts.num_experts)
+    rows = hidden_states.index_select(0, order // top_k_index.shape[-1])
+    made = _pass(experts, rows, _by_groups(experts, starts, order))
+    return operators.sum_pairs(made, top_k_weights).to(hidden_states.dtype)
+
+
+def _by_groups(
+    experts: Any, starts: torch.Tensor, *places: torch.Tensor
+) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """Return what multiplies sorted rows by values, and writes the last products to places."""
+    from offplan.runtime.forms import operators  # needs triton
+
+    def multiply(name: str, x: torch.Tensor) -> torch.Tensor:
+        stored: StoredWeight = experts.stored_experts[name]
+        bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
+        pairs = (starts, *places) if name == "down_proj" else (starts,)
+        parts, scratch = stored.of(experts), getattr(experts, "scratch", None)
+        return operators.multiply_groups(stored.form, parts, x, *pairs, bias=bias, scratch=scratch)
+
+    return multiply
 
 
 def forward_values(experts: Any, hidden_states: torch.Tensor, *pairs: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from offplan.forms.form import Component, Form, Kind, WordOrder
 from offplan.kernel_sizes import PACKED_ROWS
-from offplan.runtime.forms import products
+from offplan.runtime.forms import grouped, products
 from offplan.runtime.forms.operands import operands_of
 from offplan.runtime.forms.reference import Components
 
@@ -35,6 +35,29 @@ def multiply_slots(
 ) -> torch.Tensor:
     """Multiply rows by the weights of experts in slots, as ``products.multiply_slots`` does."""
     return _multiply_slots(form, parts, list(rest.values()), [x, *pairs])
+
+
+def multiply_groups(
+    form: Form,
+    parts: Components,
+    x: torch.Tensor,
+    *pairs: torch.Tensor,
+    bias: torch.Tensor | None,
+    scratch: torch.Tensor | None,
+) -> torch.Tensor:
+    """Multiply sorted rows by values of experts' codes, as ``grouped.multiply_codes`` does.
+
+    ``pairs`` are starts, and places if there are any.
+    """
+    return _multiply_groups(form, parts, [x, *pairs], bias, scratch)
+
+
+def sum_pairs(made: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Sum up each token's products by weights, as ``grouped.sum_pairs`` does."""
+    if not torch.compiler.is_compiling():
+        return grouped.sum_pairs(made, weights)
+    summed: torch.Tensor = _sum_operator(made, weights)
+    return summed
 
 
 def _expand_and_multiply(
@@ -148,3 +171,22 @@ _slots_operator, _multiply_slots = _operator(
         inputs[1].numel(), operands_of(form, parts).num_out
     ),
 )
+
+_groups_operator, _multiply_groups = _operator(
+    "multiply_groups",
+    "Tensor[] inputs, Tensor? bias, Tensor? scratch",
+    lambda form, parts, inputs, bias, scratch: grouped.multiply_codes(
+        form, parts, *inputs, bias=bias, scratch=scratch
+    ),
+    lambda form, parts, inputs, *_: inputs[0].new_empty(
+        len(inputs[0]), operands_of(form, parts).num_out
+    ),
+)
+
+_sum_operator = torch.library.custom_op(
+    "offplan::sum_pairs",
+    grouped.sum_pairs,
+    mutates_args=(),
+    schema="(Tensor made, Tensor weights) -> Tensor",
+)
+_sum_operator.register_fake(lambda made, weights: made.new_empty(weights.shape[0], made.shape[-1]))
