@@ -97,7 +97,7 @@ def forward_groups(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Send many tokens through experts stored as codes, as ``forward_stored`` does on a GPU.
+    """Send many tokens through their experts as ``forward_stored`` does, on a GPU, by values.
 
     Each pair's row is copied once, sorted by its expert. Values are made of codes, which are read
     once, also over the link, whatever the number of rows. Products of the last weight are written
@@ -119,11 +119,15 @@ def _by_groups(
     from offplan.runtime.forms import operators  # needs triton
 
     def multiply(name: str, x: torch.Tensor) -> torch.Tensor:
-        stored: StoredWeight = experts.stored_experts[name]
         bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
-        pairs = (starts, *places) if name == "down_proj" else (starts,)
-        parts, scratch = stored.of(experts), getattr(experts, "scratch", None)
-        return operators.multiply_groups(stored.form, parts, x, *pairs, bias=bias, scratch=scratch)
+        pairs = [x, starts, *(places if name == "down_proj" else ())]
+        if not holds_codes(experts):
+            values = getattr(experts, name)
+            values = values.mT if experts.is_transposed else values
+            return operators.multiply_values(values, pairs, bias)
+        stored: StoredWeight = experts.stored_experts[name]
+        scratch = getattr(experts, "scratch", None)
+        return operators.multiply_groups(stored.form, stored.of(experts), pairs, bias, scratch)
 
     return multiply
 

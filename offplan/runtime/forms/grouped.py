@@ -4,7 +4,8 @@ The values of a group's codes are made in a scratch, and multiplied there. The n
 in the same memory: all of it is on the current stream.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -39,6 +40,8 @@ TILE = Tile()
 """Source: estimated; not yet measured."""
 LEAST_ROWS = 64
 """Rows of a tile at least: with fewer the matrix units of compute capability 9.0 lie idle."""
+LEAST_EXPERTS = 32
+"""Experts that a kernel is compiled for at least: groups of fewer need no kernel of their own."""
 ADDED = 1024
 """Elements of a token that a program sums up."""
 
@@ -46,84 +49,87 @@ ADDED = 1024
 def multiply_codes(
     form: Form,
     parts: Components,
-    x: torch.Tensor,
-    starts: torch.Tensor,
-    places: torch.Tensor | None = None,
+    pairs: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply rows, [rows, in], each by its expert's weight, and add its bias: [rows, out].
 
-    Rows are sorted by their experts; ``starts``, int32 [experts + 1], says where each one's begin.
-    The product of row m is written to row ``places[m]``, int32 [rows], if there are places.
-    ``bias`` is [experts, out]. ``scratch`` is flat, of the type of ``x``, and holds the values of
-    ``experts_at_once`` or more.
+    ``pairs`` are the rows, sorted by their experts; int32 [experts + 1], where each one's begin;
+    and, if products are to be in another order, the row that each row's is written to, int32
+    [rows]. ``bias`` is [experts, out]. ``scratch`` is flat, of the type of the rows, and holds the
+    values of ``experts_at_once`` or more.
     """
+    x = pairs[0]
     weight = operands_of(form, parts)
     num_values = weight.num_out * weight.length * weight.pack
     at_once = experts_at_once(weight.num_experts, num_values)
     if scratch is None:
         scratch = x.new_empty(at_once * num_values)
-    out = x.new_empty(len(x), weight.num_out)
+    out, tile = x.new_empty(len(x), weight.num_out), choose_tile(len(x), weight.num_experts)
     for first in range(0, weight.num_experts, at_once):
         some = {part: value[first : first + at_once] for part, value in parts.items()}
         values = products.expand_on_gpu(form, some, x.dtype, scratch)
-        launch(x, values, out, starts, places, bias, first)
+        launch(values, pairs, bias, out, tile, first)
     return out
 
 
 def multiply_values(
-    values: torch.Tensor,
-    x: torch.Tensor,
-    starts: torch.Tensor,
-    places: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    values: torch.Tensor, pairs: Sequence[torch.Tensor], bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Multiply rows as ``multiply_codes`` does, by values, [experts, out, in], of any strides."""
+    x, num_experts = pairs[0], len(values)
     out = x.new_empty(len(x), values.shape[1])
-    launch(x, values, out, starts, places, bias)
+    launch(values, pairs, bias, out, choose_tile(len(x), num_experts))
     return out
 
 
+def choose_tile(num_rows: int, num_experts: int) -> Tile:
+    """Choose a tile of fewer rows where experts have fewer on average.
+
+    Products do not depend on it: each adds up its inputs in the same order.
+    """
+    mean = triton.next_power_of_2(max(1, num_rows // num_experts))
+    return TILE._replace(rows=min(TILE.rows, max(LEAST_ROWS, mean)))
+
+
 def launch(
-    x: torch.Tensor,
     values: torch.Tensor,
-    out: torch.Tensor,
-    starts: torch.Tensor,
-    places: torch.Tensor | None,
+    pairs: Sequence[torch.Tensor],
     bias: torch.Tensor | None,
+    out: torch.Tensor,
+    tile: Tile,
     first: int = 0,
-    tile: Tile | None = None,
 ) -> None:
     """Multiply the rows of some experts, from expert ``first`` on, and write them to ``out``.
 
     ``values`` are those of these experts, [some, out, in]. A multiprocessor's programs take tiles
     in turn: the host does not know how many rows these experts have.
     """
+    x, starts, *places = pairs
     num_experts, num_out, num_in = values.shape
-    x, tile = x.contiguous(), tile or TILE
-    mean = len(x) // (starts.numel() - 1)
-    rows = min(tile.rows, max(LEAST_ROWS, triton.next_power_of_2(mean)))
+    x = x.contiguous()
     shared_bytes, num_processors = gpu_limits(x.device.index)
-    stage_bytes = (rows + tile.outs) * tile.ins * x.itemsize
-    most = triton.cdiv(len(x), rows) + min(num_experts, len(x))
-    inputs: tuple[object, object] = x, values
-    # those of descriptors lie at multiples of 16 bytes
+    stage_bytes = (tile.rows + tile.outs) * tile.ins * x.itemsize
+    inputs: tuple[Any, Any] = x, values
+    # rows that descriptors read begin at multiples of 16 bytes
     is_described = tile.is_described and values.is_contiguous() and num_in * x.itemsize % 16 == 0
     if is_described:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         inputs = (
-            TensorDescriptor.from_tensor(x, [rows, tile.ins]),
+            TensorDescriptor.from_tensor(x, [tile.rows, tile.ins]),
             TensorDescriptor.from_tensor(values.flatten(0, 1), [tile.outs, tile.ins]),
         )
+    most = triton.cdiv(len(x), tile.rows) + min(num_experts, len(x))
     grid = min(most * triton.cdiv(num_out, tile.outs), num_processors * tile.programs)
     grouped_kernels.multiply_groups[(grid,)](
-        *inputs, out, places, starts, bias, first, num_experts, num_out, num_in, *values.stride(),
-        EXPERTS=triton.next_power_of_2(num_experts),
+        *inputs, out, places[0] if places else None, starts, bias, first, num_experts,
+        num_out, num_in, *values.stride(),
+        EXPERTS=max(LEAST_EXPERTS, triton.next_power_of_2(num_experts)),
         WHOLE=num_in % tile.ins == 0,
         DESCRIBED=is_described,
-        BLOCK_M=rows,
+        BLOCK_M=tile.rows,
         BLOCK_N=tile.outs,
         BLOCK_K=tile.ins,
         num_warps=tile.num_warps,

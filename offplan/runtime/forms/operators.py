@@ -40,16 +40,25 @@ def multiply_slots(
 def multiply_groups(
     form: Form,
     parts: Components,
-    x: torch.Tensor,
-    *pairs: torch.Tensor,
+    pairs: list[torch.Tensor],
     bias: torch.Tensor | None,
     scratch: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Multiply sorted rows by values of experts' codes, as ``grouped.multiply_codes`` does.
+    """Multiply sorted rows by the values of experts' codes, as ``grouped.multiply_codes`` does.
 
-    ``pairs`` are starts, and places if there are any.
+    ``pairs`` are the rows, where each expert's begin, and the places of their products, if any.
     """
-    return _multiply_groups(form, parts, [x, *pairs], bias, scratch)
+    return _multiply_groups(form, parts, pairs, bias, scratch)
+
+
+def multiply_values(
+    values: torch.Tensor, pairs: list[torch.Tensor], bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Multiply sorted rows by experts' values, as ``grouped.multiply_values`` does."""
+    if not torch.compiler.is_compiling():
+        return grouped.multiply_values(values, pairs, bias)
+    made: torch.Tensor = _values_operator(values, pairs, bias)
+    return made
 
 
 def sum_pairs(made: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -174,13 +183,21 @@ _slots_operator, _multiply_slots = _operator(
 
 _groups_operator, _multiply_groups = _operator(
     "multiply_groups",
-    "Tensor[] inputs, Tensor? bias, Tensor? scratch",
-    lambda form, parts, inputs, bias, scratch: grouped.multiply_codes(
-        form, parts, *inputs, bias=bias, scratch=scratch
+    "Tensor[] pairs, Tensor? bias, Tensor? scratch",
+    grouped.multiply_codes,
+    lambda form, parts, pairs, *_: pairs[0].new_empty(
+        len(pairs[0]), operands_of(form, parts).num_out
     ),
-    lambda form, parts, inputs, *_: inputs[0].new_empty(
-        len(inputs[0]), operands_of(form, parts).num_out
-    ),
+)
+
+_values_operator = torch.library.custom_op(
+    "offplan::multiply_values",
+    grouped.multiply_values,
+    mutates_args=(),
+    schema="(Tensor values, Tensor[] pairs, Tensor? bias) -> Tensor",
+)
+_values_operator.register_fake(
+    lambda values, pairs, _: pairs[0].new_empty(len(pairs[0]), values.shape[1])
 )
 
 _sum_operator = torch.library.custom_op(
