@@ -98,6 +98,14 @@ def experts_at_once(num_experts: int, num_values: int) -> int:
     return max(1, min(num_experts, EXPERT_SCRATCH_BYTES // (2 * num_values)))
 
 
+def expert_scratch(num_experts: int, num_values: int) -> int:
+    """Return the values that experts' scratch has room for because of a weight; 0 without one.
+
+    Whatever prompts a session is to read: it takes the scratch with its weights.
+    """
+    return GROUPS_EXPERTS * experts_at_once(num_experts, num_values) * num_values
+
+
 def are_gathered(num_pairs: int, num_experts: int) -> bool:
     """Return True if experts' codes in host memory are gathered before they are multiplied.
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 
 from offplan.checkpoint.layers import output_width
 from offplan.checkpoint.model import Layer
@@ -25,6 +26,7 @@ from offplan.kernel_sizes import (
     LATENT_HEADS,
     SPAN_TOKENS,
     eager_width,
+    expert_scratch,
     is_power,
 )
 from offplan.placement import Phase
@@ -207,18 +209,35 @@ def cached_value_bytes(stage: Stage, workload: Workload, prefill_chunk: int) -> 
 
 
 def scratch_bytes(stage: Stage) -> int:
-    """Bytes of the memory that dense layers make the values of their codes in, for many tokens.
+    """Bytes of the memory that layers make the values of their codes in, for many tokens.
 
-    It holds those of the largest weight, as the runner fuses weights, once or as often as the
-    passes that run the model need them.
+    It holds those of the largest dense weight, as the runner fuses weights, or of a group of
+    experts if they are more. There are as many as the passes that run the model need.
     Source: ``runtime.forms.stored.share_scratch``.
     """
     if stage.dtype not in KERNEL_TYPES:
         return 0
     coded = (p for layer in stage.layers for p in layer.parameters if not p.form.is_raw)
     most = max((p.num_weights for p in coded if not p.is_expert), default=0)
-    most = max(most, stage.layout.fused_weights)
+    most = max(most, stage.layout.fused_weights, *map(partial(_expert_values, stage), stage.layers))
     return most * stage.element_bytes * stage.way.num_scratch
+
+
+def _expert_values(stage: Stage, layer: Layer) -> int:
+    """Values that a layer's experts, stored as codes, are made at a time in the scratch.
+
+    Values that are put in order once they are made, as of GPTQ's groups, count twice. The rows
+    that are multiplied by them are among ROUTED_COPIES.
+    """
+    if stage.experts is None or stage.pass_rules is not None:
+        return 0
+    coded = [p for p in layer.parameters if p.is_expert and not p.form.is_raw]
+    of_role, num_experts = Counter[Role | None](), stage.experts.num_experts
+    for p in coded:
+        of_role[role_of(p)] += p.num_weights
+    copies = 1 + any(Component.GROUP_INDEX in p.components for p in coded)
+    values = (expert_scratch(num_experts, each // num_experts) for each in of_role.values())
+    return copies * max(values, default=0)
 
 
 def coded_experts_bytes(stage: Stage) -> int:

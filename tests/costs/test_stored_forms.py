@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from offplan import kernel_sizes
 from offplan.backends import Backend
 from offplan.costs.activations import (
     CODED_EXPERTS_BYTES,
@@ -30,7 +31,14 @@ from offplan.kernel_sizes import IN_PLACE_ROWS
 from offplan.machine.profile import load_profile
 from offplan.placement import Phase
 from offplan.plan import Workload
-from tests.checkpoint.quantised import FORMATS, HIDDEN, INNER, Format, write_quantised
+from tests.checkpoint.quantised import (
+    EXPERT_INNER,
+    FORMATS,
+    HIDDEN,
+    INNER,
+    Format,
+    write_quantised,
+)
 from tests.costs.builders import use_bytes
 from tests.held import open_stage
 
@@ -180,3 +188,30 @@ def test_codes_of_experts_take_longer_than_values(
     assert work.decoding_bytes(shape) == pytest.approx(0.2 * 4 * values)
     step = PassShape(Phase.DECODE, 1, 1, 9)
     assert work.decoding_bytes(step) == pytest.approx(1.5 * values / 2)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_of_experts_are_made_in_the_scratch(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = open_stage(write_quantised(tmp_path, FORMATS[name]))
+    dense, workload = scratch_bytes(stage), Workload(prompt_tokens=512)
+    without = activation_bytes(stage, workload, 512)
+    monkeypatch.setattr(kernel_sizes, "GROUPS_EXPERTS", True)
+    assert stage.experts is not None
+    # gate and up of as many experts as there is room for; GPTQ's, which are put in order, twice
+    of_expert, num_experts = 2 * HIDDEN * EXPERT_INNER * 2, stage.experts.num_experts
+    copies = 1 + any(Component.GROUP_INDEX in p.components for p in stage.parameters if p.is_expert)
+    assert num_experts * of_expert > dense
+    for num_bytes, at_once in ((2**28, num_experts), (3 * of_expert, 3), (1, 1)):
+        monkeypatch.setattr(kernel_sizes, "EXPERT_SCRATCH_BYTES", num_bytes)
+        expected = max(dense, copies * at_once * of_expert)
+        assert scratch_bytes(stage) == expected
+        assert activation_bytes(stage, workload, 512) == without + expected - dense
+
+
+def test_no_scratch_holds_values_of_experts_that_are_stored_so(
+    raw: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_sizes, "GROUPS_EXPERTS", True)
+    assert scratch_bytes(raw) == 0

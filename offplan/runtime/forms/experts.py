@@ -17,6 +17,8 @@ from offplan.transformers_private import (
 )
 
 STORED_EXPERTS_NAME = "offplan_stored"
+GROUPS_NAME = "offplan_groups"
+"""Name of ``forward_groups`` for experts that are held by their values."""
 PLAIN_WAY = "plain_way"
 """Attribute that holds what multiplies a layer's experts by their values. A model needs it if other
 layers' experts are stored as codes: transformers asks for one implementation for all of them."""
@@ -140,15 +142,23 @@ def forward_values(experts: Any, hidden_states: torch.Tensor, *pairs: torch.Tens
 
 
 def multiply_sorted(
-    experts: Any, rows: torch.Tensor, chosen: torch.Tensor, starts: torch.Tensor
+    experts: Any,
+    rows: torch.Tensor,
+    chosen: torch.Tensor,
+    starts: torch.Tensor,
+    *,
+    by_groups: bool = False,
 ) -> torch.Tensor:
     """Multiply rows, [pairs, hidden], each by its own expert; returns as many, unweighted.
 
     Rows are sorted by their experts, ``chosen``, [pairs]; ``starts``, int32 [experts + 1], says
-    where each expert's begin. Codes need a GPU, and none is read in place. This launches some ten
-    kernels; transformers' own way, which sorts the rows and puts them back, more than forty.
+    where each expert's begin. ``by_groups`` multiplies as ``forward_groups`` does. Codes need a
+    GPU, and none is read in place. This launches some ten kernels; transformers' own way, which
+    sorts the rows and puts them back, more than forty.
     """
-    if not holds_codes(experts):
+    if by_groups:
+        multiply = _by_groups(experts, starts)
+    elif not holds_codes(experts):
 
         def multiply(name: str, x: torch.Tensor) -> torch.Tensor:
             return _add_bias(experts, name, multiply_groups(experts, name, x, starts[1:]), chosen)
@@ -239,3 +249,4 @@ class ReadElsewhere:
 
 
 ExpertsInterface.register(STORED_EXPERTS_NAME, forward_stored)
+ExpertsInterface.register(GROUPS_NAME, forward_groups)

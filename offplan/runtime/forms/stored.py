@@ -12,7 +12,8 @@ from torch.nn.functional import linear
 from offplan.capabilities.table import Recoding
 from offplan.errors import PlanError
 from offplan.forms.form import Component, Form, Kind
-from offplan.kernel_sizes import CODES_ROWS, KERNEL_TYPES, PACKED_ROWS
+from offplan.kernel_sizes import CODES_ROWS, KERNEL_TYPES, PACKED_ROWS, expert_scratch
+from offplan.runtime.forms.operands import operands_of
 from offplan.runtime.forms.reference import Components, expand, gather_rows
 from offplan.transformers_private import INITIALISED
 
@@ -158,18 +159,29 @@ def leave_part(module: nn.Module, name: str, unread: Component) -> None:
 
 
 def share_scratch(parent: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Have all stored linear layers of ``parent`` make their values in one memory.
+    """Have all stored linear layers and experts of ``parent`` make their values in one memory.
 
     They run one after another, and each value is read before the next one is made. On the CPU,
     and in types that no kernel multiplies, each is made in memory of its own.
     """
-    modules = [each for each in parent.modules() if isinstance(each, StoredLinear)]
-    if not modules or device.type != "cuda" or dtype not in KERNEL_DTYPES:
+    if device.type != "cuda" or dtype not in KERNEL_DTYPES:
         return
-    num_values = max(each.in_features * each.out_features for each in modules)
-    scratch = torch.empty(num_values, dtype=dtype, device=device)
-    for module in modules:
-        module.scratch = scratch
+    sizes = {module: size for module in parent.modules() if (size := scratch_size(module))}
+    if not sizes:
+        return
+    scratch = torch.empty(max(sizes.values()), dtype=dtype, device=device)
+    for module in sizes:
+        vars(module)["scratch"] = scratch
+
+
+def scratch_size(module: nn.Module) -> int:
+    """Return the values that a module makes at a time of its codes in the shared scratch."""
+    if isinstance(module, StoredLinear):
+        return module.in_features * module.out_features
+    coded: dict[str, StoredWeight] = vars(module).get("stored_experts", {})
+    weights = [operands_of(stored.form, stored.of(module)) for stored in coded.values()]
+    values = ((each.num_experts, each.num_out * each.length * each.pack) for each in weights)
+    return max((expert_scratch(*each) for each in values), default=0)
 
 
 def drop_scratch(parent: nn.Module) -> None:

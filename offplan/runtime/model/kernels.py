@@ -6,9 +6,15 @@ import torch
 from transformers import PreTrainedModel
 
 from offplan.checkpoint.model import Model
-from offplan.kernel_sizes import KERNEL_TYPES, MAX_PAIRS, is_power
+from offplan.kernel_sizes import KERNEL_TYPES, MAX_PAIRS, are_grouped, is_power
 from offplan.placement import Phase
-from offplan.runtime.forms.experts import MULTIPLIED_BY, PLAIN_WAY, STORED_EXPERTS_NAME, holds_codes
+from offplan.runtime.forms.experts import (
+    GROUPS_NAME,
+    MULTIPLIED_BY,
+    PLAIN_WAY,
+    STORED_EXPERTS_NAME,
+    holds_codes,
+)
 from offplan.runtime.model.cache_mask import FindFilled, filled_blocks, filled_mask, filled_up_to
 from offplan.transformers_private import ExpertsInterface, list_experts
 
@@ -32,6 +38,10 @@ class ExpertKernels:
         self._plain = plain if self._shared_name else []
         """Experts held by their values, in a model of which others need ``_shared_name``."""
         self._groups_freely = groups_freely(model.dtype, device)
+        self._num_grouped = 0
+        """Experts of a layer whose values prompts may multiply group by group; 0 for none."""
+        if plain and with_own and model.dtype in KERNEL_TYPES:
+            self._num_grouped = max(part.num_experts for part in plain)
         self._current = ""
         """The way that was chosen; empty if that is not known."""
         self.choose(Phase.DECODE, 1)  # what transformers would take need not know what is stored
@@ -44,6 +54,8 @@ class ExpertKernels:
         must_not_wait = phase is Phase.DECODE and not self._groups_freely
         if num_tokens * self._num_chosen <= self._few_pairs or (self._own and must_not_wait):
             name = self._own
+        elif phase is Phase.PREFILL and self._are_grouped(num_tokens):
+            name = GROUPS_NAME
         else:
             name = "batched_mm" if num_tokens == 1 or must_not_wait else "grouped_mm"
         if name == self._current:
@@ -60,7 +72,12 @@ class ExpertKernels:
 
     def can_capture(self, num_tokens: int) -> bool:
         """Return True if a prompt of so many tokens, of all sequences, never waits for the host."""
-        return self._groups_freely or num_tokens * self._num_chosen <= self._few_pairs
+        is_few = num_tokens * self._num_chosen <= self._few_pairs
+        return self._groups_freely or is_few or self._are_grouped(num_tokens)
+
+    def _are_grouped(self, num_tokens: int) -> bool:
+        num_pairs = num_tokens * self._num_chosen
+        return self._num_grouped > 0 and are_grouped(num_pairs, self._num_grouped)
 
 
 def groups_freely(dtype: str, device: torch.device) -> bool:

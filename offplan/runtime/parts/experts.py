@@ -8,17 +8,19 @@ sum over a token's experts has the order of a layer whose experts are all there.
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import cache
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from offplan.kernel_sizes import parted_width
+from offplan.kernel_sizes import are_grouped, parted_width
 from offplan.runtime.forms.experts import (
     FEW_TOKENS,
     PLAIN_WAY,
     Expanded,
     ReadElsewhere,
+    forward_groups,
     forward_stored,
     holds_codes,
     multiply_sorted,
@@ -37,6 +39,8 @@ class Way(NamedTuple):
     """True if it is ``batched_mm``, which copies the experts of each pair."""
     is_grouped: bool = False
     """True if ``multiply_sorted`` gives the same but for the order of an expert's rows."""
+    by_groups: bool = False
+    """True if it is ``forward_groups``."""
 
 
 class Arrived(NamedTuple):
@@ -84,7 +88,7 @@ class Meeting:
         inside = largest // (self._num_experts * hidden)
         self._pair_width = parted_width(hidden, inside)
         """Elements that a pair takes while it is multiplied."""
-        self._way = _find_way(experts, self._hidden)
+        self._way = _find_way(experts, self._hidden, chunks[0].chosen.numel())
         self._is_sorted = is_joined and self._way.is_grouped
         self._chosen = flat = chosen.reshape(-1)
         # the very sort of transformers: an expert's rows have its order, which shows in last bits
@@ -135,7 +139,9 @@ class Meeting:
         if self._is_sorted:
             starts = self._starts[first : first + some.num_experts + 1] - found.start
             rows = self._hidden[pairs // self._num_chosen]
-            made = multiply_sorted(some, rows, chosen, starts.clamp_(0, len(pairs)))
+            starts = starts.clamp_(0, len(pairs))
+            by_groups = self._way.by_groups
+            made = multiply_sorted(some, rows, chosen, starts, by_groups=by_groups)
         elif self._way.is_batched:  # whose products depend on how many there are
             chosen = (self._chosen - first).clamp(0, some.num_experts - 1)[:, None]
             rows = self._hidden.repeat_interleave(self._num_chosen, 0)
@@ -154,8 +160,16 @@ class Meeting:
         # tokens of several chunks are a copy, which nothing reads any more
         sums = self._hidden if len(self._sizes) > 1 else torch.empty_like(self._hidden)
         for some, of_them, into in zip(made, weights, sums.split(self._sizes), strict=True):
-            into.copy_((some * of_them).sum(1))
+            into.copy_(self._sum_up(some, of_them))
         return list(sums.split(self._sizes))
+
+    def _sum_up(self, made: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Sum up products, [tokens, choices, hidden], by [tokens, choices, 1]."""
+        if not self._way.by_groups:
+            return (made * weights).sum(1)
+        from offplan.runtime.forms import operators  # needs triton
+
+        return operators.sum_pairs(made.flatten(0, 1), weights.squeeze(-1))
 
 
 class _Borrowed:
@@ -210,13 +224,17 @@ class ExpertsInParts:
         """Have chunks meet the parts: all together where each product is its own row's.
 
         On a GPU that is one launch for all, not one for each chunk. Elsewhere, and where few tokens
-        are multiplied, a row's last bits depend on those beside it, and chunks come one by one.
+        are multiplied, a row's last bits depend on those beside it, and chunks come one by one. A
+        last chunk of fewer tokens may be multiplied in another way than those before it.
         """
-        is_joined = all(
-            chunk.hidden.is_cuda and not _find_way(self._experts, chunk.hidden).is_batched
-            for chunk in chunks
-        )
-        groups = [chunks] if is_joined else [[chunk] for chunk in chunks]
+
+        def way_of(chunk: Arrived) -> Way:
+            return _find_way(self._experts, chunk.hidden, chunk.chosen.numel())
+
+        groups, is_joined = [[chunk] for chunk in chunks], False
+        if all(chunk.hidden.is_cuda and not way_of(chunk).is_batched for chunk in chunks):
+            groups = [list(alike) for _, alike in groupby(chunks, way_of)]
+            is_joined = True
         return [Meeting(self._experts, each, self._parts, is_joined=is_joined) for each in groups]
 
     def add(self, meeting: Meeting, part: int) -> None:
@@ -249,15 +267,21 @@ def _hand_over(experts: nn.Module, *given: torch.Tensor) -> Any:
     return vars(experts)["hand_over"](Arrived(*given))
 
 
-def _find_way(experts: Any, hidden: torch.Tensor) -> Way:
-    """Find how a chunk's tokens, [tokens, hidden], are multiplied where all experts are there."""
+def _find_way(experts: Any, hidden: torch.Tensor, num_pairs: int) -> Way:
+    """Find how a chunk's tokens, [tokens, hidden], are multiplied where all experts are there.
+
+    The chunk has so many pairs of a token and an expert.
+    """
     interface = ExpertsInterface()
     batched, grouped = interface["batched_mm"], interface["grouped_mm"]
     if not holds_codes(experts):
         plain = vars(experts).get(PLAIN_WAY) or interface[chosen_experts(experts.config)]
-        return Way(plain, is_batched=plain is batched, is_grouped=plain is grouped)
+        by_groups = plain is forward_groups
+        is_grouped = by_groups or plain is grouped
+        return Way(plain, plain is batched, is_grouped, by_groups)
     if hidden.is_cuda and hidden.dtype in KERNEL_DTYPES:
-        return Way(forward_stored, is_grouped=True)
+        by_groups = are_grouped(num_pairs, experts.num_experts)
+        return Way(forward_stored, is_grouped=True, by_groups=by_groups)
     is_few = len(hidden) <= FEW_TOKENS
     multiply = batched if is_few else grouped
     return Way(lambda some, *given: multiply(Expanded(some, hidden.dtype), *given), is_few)
