@@ -12,10 +12,12 @@ from offplan.costs.activations import (
     CODED_EXPERTS_BYTES,
     EXPANDED_COPIES,
     NESTED_SCALE_BYTES,
+    ROUTED_COPIES,
     activation_bytes,
     coded_experts_bytes,
     expanded_bytes,
     logits_bytes,
+    mlp_bytes,
     phase_bytes,
     scratch_bytes,
 )
@@ -196,19 +198,32 @@ def test_values_of_experts_are_made_in_the_scratch(
 ) -> None:
     stage = open_stage(write_quantised(tmp_path, FORMATS[name]))
     stage = replace(stage, layers=stage.layers[1:])  # the first has a larger dense weight
-    dense, workload = scratch_bytes(stage), Workload(prompt_tokens=512)
-    without = activation_bytes(stage, workload, 512)
+    dense = scratch_bytes(stage)
     monkeypatch.setattr(kernel_sizes, "GROUPS_EXPERTS", True)
     assert stage.experts is not None
     # gate and up of as many experts as there is room for; GPTQ's, which are put in order, twice
     of_expert, num_experts = 2 * HIDDEN * EXPERT_INNER * 2, stage.experts.num_experts
     copies = 1 + any(Component.GROUP_INDEX in p.components for p in stage.parameters if p.is_expert)
-    assert num_experts * of_expert > dense
-    for num_bytes, at_once in ((2**28, num_experts), (1, 1)):
-        monkeypatch.setattr(kernel_sizes, "EXPERT_SCRATCH_BYTES", num_bytes)
-        expected = max(dense, copies * at_once * of_expert)
-        assert scratch_bytes(stage) == expected
-        assert activation_bytes(stage, workload, 512) == without + expected - dense
+    assert scratch_bytes(stage) == copies * num_experts * of_expert > dense
+    monkeypatch.setattr(kernel_sizes, "EXPERT_SCRATCH_BYTES", of_expert)
+    assert scratch_bytes(stage) == max(dense, copies * of_expert)
+
+
+def test_as_many_experts_are_made_at_once_as_there_is_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage, workload = (
+        open_stage("benchmarks/models/gpt-oss-20b/config.json"),
+        Workload(prompt_tokens=512),
+    )
+    without = activation_bytes(stage, workload, 512)
+    monkeypatch.setattr(kernel_sizes, "GROUPS_EXPERTS", True)
+    grown = activation_bytes(stage, workload, 512) - without
+    assert grown == scratch_bytes(stage) == 8 * 5760 * 2880 * 2 <= kernel_sizes.EXPERT_SCRATCH_BYTES
+    # rows that are gathered for experts are among the temporaries, on and off
+    hidden, width = 2880, 2 * 2880 + 2880
+    routed = mlp_bytes(stage, stage.layers[0], PROMPT)
+    assert routed == 512 * 4 * (width + ROUTED_COPIES * hidden) * 2
 
 
 def test_no_scratch_holds_values_of_experts_that_are_stored_so(
