@@ -105,9 +105,9 @@ def test_chunks_that_meet_parts_together(
     )
     sorted_pieces: list[int] = []
 
-    def see(*given: Any) -> torch.Tensor:
+    def see(*given: Any, **how: bool) -> torch.Tensor:
         sorted_pieces.append(len(given[1]))
-        return multiply_sorted(*given)
+        return multiply_sorted(*given, **how)
 
     monkeypatch.setattr(parted_experts, "multiply_sorted", see)
     expected, others = (run_resident(checkpoint, of) for of in (chunk, 64))

@@ -1,0 +1,306 @@
+"""Many rows multiplied by the values of experts, group of experts by group, against plain torch."""
+
+from itertools import pairwise, product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from offplan import kernel_sizes
+from offplan.forms.form import Kind
+from offplan.kernel_sizes import are_grouped, experts_at_once
+from offplan.runtime.forms.experts import ReadElsewhere, forward_groups, multiply_sorted
+from offplan.runtime.forms.stored import StoredWeight, component_name
+from tests.runtime import test_form_kernels as forms
+from tests.runtime.columns import expand, hold
+from tests.runtime.interpreted import (
+    INTERPRETED,
+    TARGETS,
+    compile_ptx,
+    need_triton,
+    run_interpreted,
+    runs_itself,
+    runs_kernels,
+)
+from tests.tiers import each_value_once, others_in_sweep
+
+DEVICE, DTYPE = forms.DEVICE, forms.DTYPES[0]
+FORMS = [name for name, form in forms.FORMS.items() if form.kind is not Kind.NF4]
+FEW = [name for name in forms.FEW if name in FORMS]
+ROUTINGS = {"uneven": [2, 0, 5, 70, 0], "to one": [0, 0, 0, 9, 0], "even": [3, 3, 3, 3, 3]}
+"""Rows of each expert."""
+
+
+@pytest.fixture(autouse=INTERPRETED)
+def limits_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from offplan.runtime.forms import grouped, products
+
+    for launcher in (grouped, products):
+        monkeypatch.setattr(launcher, "gpu_limits", lambda index: (99 << 10, 2))
+
+
+@pytest.mark.slow
+@runs_itself
+@pytest.mark.parametrize("tier", ["not sweep", pytest.param("sweep", marks=pytest.mark.sweep)])
+def test_on_the_cpu(tier: str) -> None:
+    assert "passed" in run_interpreted(__file__, tier=tier)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(DTYPE)
+
+
+def starts_of(rows: list[int]) -> torch.Tensor:
+    counts = torch.tensor([0, *rows], device=DEVICE)
+    return counts.cumsum(0).to(torch.int32)
+
+
+def expect(
+    values: torch.Tensor, x: torch.Tensor, starts: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
+    """Multiply rows, each by its own expert's values, in float64."""
+    bounds = pairwise(starts.tolist())
+    return torch.cat(
+        [
+            x[begin:end].double() @ values[expert].double().T + bias[expert].double()
+            for expert, (begin, end) in enumerate(bounds)
+        ]
+    )
+
+
+def assert_near(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (got - expected).abs().max() < 0.01 * expected.abs().max()
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize("name", others_in_sweep(FORMS, FEW))
+def test_codes_are_multiplied_by_groups(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two experts at a time, or all: bit for bit the same, in the order of rows or of places."""
+    from offplan.runtime.forms.grouped import multiply_codes
+
+    num_out = forms.few_out(name)
+    monkeypatch.setattr(forms, "NUM_OUT", num_out)
+    form, num_in, rows = forms.FORMS[name], forms.NUM_IN, ROUTINGS["uneven"]
+    parts = forms.tame(forms.make_parts(name, len(rows)), form)
+    values = expand(form, parts, torch.float32)
+    form, parts = hold(form, parts)
+    starts, x, bias = starts_of(rows), random(sum(rows), num_in), random(len(rows), num_out)
+    expected = expect(values, x, starts, bias)
+    monkeypatch.setattr(kernel_sizes, "EXPERT_SCRATCH_BYTES", 5 * num_out * num_in)
+    assert experts_at_once(len(rows), num_out * num_in) == 2
+    got = multiply_codes(form, parts, [x, starts], bias)
+    assert_near(got, expected)
+    monkeypatch.undo()
+    if INTERPRETED:
+        limits_of_a_gpu.__wrapped__(monkeypatch)
+    scratch = torch.empty(len(rows) * num_out * num_in + 8, dtype=DTYPE, device=DEVICE)
+    places = torch.randperm(len(x), device=DEVICE).to(torch.int32)
+    again = multiply_codes(form, parts, [x, starts, places], bias, scratch)
+    assert torch.equal(again[places.long()], got)
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize(
+    ("routing", "sizes", "is_described", "is_transposed"),
+    each_value_once(product(ROUTINGS, [(72, 88), (200, 128)], [False, True], [False, True])),
+)
+def test_values_are_multiplied(
+    routing: str,
+    sizes: tuple[int, int],
+    is_described: bool,
+    is_transposed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tiles reach past the last output, input, row of an expert and row of all."""
+    from offplan.runtime.forms import grouped
+
+    monkeypatch.setattr(grouped, "TILE", grouped.TILE._replace(is_described=is_described))
+    rows, (num_out, num_in) = ROUTINGS[routing], sizes
+    starts, x, bias = starts_of(rows), random(sum(rows), num_in), random(len(rows), num_out)
+    values = random(len(rows), num_out, num_in)
+    if is_transposed:
+        values = values.mT.contiguous().mT
+    assert_near(grouped.multiply_values(values, [x, starts], bias), expect(values, x, starts, bias))
+    no_bias = grouped.multiply_values(values, [x, starts])
+    assert_near(no_bias, expect(values, x, starts, torch.zeros_like(bias)))
+
+
+@pytest.mark.gpu
+@runs_kernels
+def test_products_do_not_depend_on_the_rows_of_a_tile() -> None:
+    """Nor on which programs take it: plans may send an expert's rows in several pieces."""
+    from offplan.runtime.forms import grouped
+
+    rows = ROUTINGS["uneven"]
+    starts, x, values = starts_of(rows), random(sum(rows), 96), random(len(rows), 72, 96)
+    made = []
+    for num_rows, programs in ((64, 1), (128, 1), (64, 10**6)):
+        out = x.new_zeros(len(x), 72)
+        tile = grouped.TILE._replace(rows=num_rows, programs=programs)
+        grouped.launch(values, [x, starts], None, out, tile)
+        made.append(out)
+    assert torch.equal(made[0], made[1])
+    assert torch.equal(made[0], made[2])
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize(("num_chosen", "width"), [(1, 64), (3, 100), (8, 1100)])
+def test_products_of_a_token_are_summed_up(num_chosen: int, width: int) -> None:
+    from offplan.runtime.forms.grouped import sum_pairs
+
+    made, weights = random(5 * num_chosen, width), torch.rand(5, num_chosen, device=DEVICE)
+    expected = (made.view(5, num_chosen, width).double() * weights[..., None].double()).sum(1)
+    got = sum_pairs(made, weights)
+    assert got.dtype == made.dtype
+    assert_near(got, expected)
+
+
+class Experts(SimpleNamespace):
+    """Three experts as transformers describes them, by values or by codes of them."""
+
+    has_gate, in_place, is_transposed = True, (), False
+
+    def __init__(self, form: str, *, has_bias: bool, interleaved: bool) -> None:
+        super().__init__(num_experts=3, has_bias=has_bias, interleaved=interleaved)
+        self.values = {}
+        for name, (num_out, num_in) in {"gate_up_proj": (128, 64), "down_proj": (64, 64)}.items():
+            bias = random(3, num_out)
+            setattr(self, f"{name}_bias", bias if has_bias else torch.zeros_like(bias))
+            if form == "values":
+                self.values[name] = random(3, num_out, num_in) / 8
+                setattr(self, name, self.values[name])
+                continue
+            forms.NUM_OUT, forms.NUM_IN = num_out, num_in
+            parts = forms.tame(forms.make_parts(form, 3), forms.FORMS[form])
+            self.values[name] = expand(forms.FORMS[form], parts, DTYPE)
+            stored = StoredWeight(name, forms.FORMS[form], tuple(parts))
+            vars(self).setdefault("stored_experts", {})[name] = stored
+            for part, value in parts.items():
+                setattr(self, component_name(name, part), value)
+
+    def _apply_gate(self, made: torch.Tensor) -> torch.Tensor:
+        if self.interleaved:
+            return silu(made[..., ::2]) * made[..., 1::2]
+        gate, up = made.chunk(2, -1)
+        return silu(gate) * up
+
+
+EXPERT_CASES = [("mxfp4", True, True), ("nvfp4", False, False), ("values", True, False)]
+
+
+@pytest.fixture
+def inputs(monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens of which none chooses the first expert; their choices, and weights."""
+    for name in ("NUM_OUT", "NUM_IN"):  # which experts set
+        monkeypatch.setattr(forms, name, getattr(forms, name))
+    chosen = torch.tensor([[1, 2], [2, 1], [2, 1], [1, 2], [1, 2]], device=DEVICE)
+    return random(5, 64) / 16, chosen, torch.rand(5, 2, device=DEVICE)
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize(("form", "has_bias", "interleaved"), EXPERT_CASES)
+def test_tokens_are_sent_through_their_experts(
+    inputs: tuple[torch.Tensor, ...], form: str, has_bias: bool, interleaved: bool
+) -> None:
+    experts, (hidden, chosen, weights) = (
+        Experts(form, has_bias=has_bias, interleaved=interleaved),
+        inputs,
+    )
+    expected = torch.zeros(hidden.shape, dtype=torch.float64, device=DEVICE)
+    for token, expert in product(range(5), range(3)):
+        weight = (weights[token] * (chosen[token] == expert)).sum().double()
+        made = hidden[token].double()
+        for name in ("gate_up_proj", "down_proj"):
+            made = experts.values[name][expert].double() @ made
+            made += getattr(experts, f"{name}_bias")[expert].double()
+            made = experts._apply_gate(made) if name == "gate_up_proj" else made
+        expected[token] += weight * made
+    got = forward_groups(experts, hidden, chosen, weights)
+    assert (got - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize(("form", "has_bias", "interleaved"), EXPERT_CASES)
+def test_experts_in_parts_give_the_same(
+    inputs: tuple[torch.Tensor, ...], form: str, has_bias: bool, interleaved: bool
+) -> None:
+    """Bit for bit, whichever experts a part has."""
+    from offplan.runtime.forms.gather import sort_pairs
+    from offplan.runtime.forms.operators import sum_pairs
+
+    experts, (hidden, chosen, weights) = (
+        Experts(form, has_bias=has_bias, interleaved=interleaved),
+        inputs,
+    )
+    expert_of, order, starts = sort_pairs(chosen.reshape(-1), 3)
+    made = hidden.new_empty(10, 64)
+    for first, end in ((0, 2), (2, 3)):
+        stacks = {n: v for n, v in vars(experts).items() if isinstance(v, torch.Tensor)}
+        some: Any = ReadElsewhere(experts, {n: stack[first:end] for n, stack in stacks.items()})
+        some.num_experts = end - first
+        begin, stop = starts[first].item(), starts[end].item()
+        pairs = order[begin:stop].long()
+        own = (starts[first : end + 1] - begin).to(torch.int32)
+        rows = hidden[pairs // 2]
+        made[pairs] = multiply_sorted(some, rows, expert_of[pairs] - first, own, by_groups=True)
+    assert torch.equal(sum_pairs(made, weights), forward_groups(experts, hidden, chosen, weights))
+
+
+@pytest.mark.gpu
+@runs_kernels
+def test_operators_tell_what_they_return() -> None:
+    """torch.compile goes by their shapes and strides alone."""
+    from offplan.runtime.forms import operators
+
+    form, parts = forms.FORMS["mxfp4"], forms.make_parts("mxfp4", 2)
+    x, starts, bias = random(3, forms.NUM_IN), starts_of([1, 2]), random(2, forms.NUM_OUT)
+    scratch = torch.empty(2 * forms.NUM_OUT * forms.NUM_IN, dtype=DTYPE, device=DEVICE)
+    weight, checks = operators._split(form, parts), "test_faketensor"
+    places = torch.tensor([2, 0, 1], dtype=torch.int32, device=DEVICE)
+    for pairs, room in (([x, starts], None), ([x, starts, places], scratch)):
+        arguments = (*weight, pairs, bias, room)
+        torch.library.opcheck(operators._groups_operator, arguments, test_utils=checks)
+    values = random(2, 40, forms.NUM_IN)
+    torch.library.opcheck(
+        operators._values_operator, (values, [x, starts], None), test_utils=checks
+    )
+    torch.library.opcheck(operators._sum_operator, (random(6, 40), random(3, 2)), test_utils=checks)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="compiles kernels")
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_compile(target: int) -> None:
+    """For GPUs that are not here, with inputs read by descriptors or not."""
+    need_triton()
+    from offplan.runtime.forms import grouped_kernels
+
+    kinds = dict.fromkeys(("x", "weight", "out", "bias"), "*bf16")
+    kinds |= dict.fromkeys(("starts", "places"), "*i32")
+    tile = {"EXPERTS": 32, "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "WHOLE": True}
+    options = {"num_warps": 8, "num_stages": 3}
+    described = dict.fromkeys(("x", "weight"), "tensordesc<bf16[128, 64]>")
+    for is_described, last in ((False, {}), (True, {"places": None, "bias": None})):
+        constants = tile | {"DESCRIBED": is_described, "stride_in": 1} | last
+        types = kinds | (described if is_described else {})
+        kernel: Any = grouped_kernels.multiply_groups
+        made = compile_ptx(kernel, target, types, constants, options)
+        assert ("wgmma" if target == 90 else "mma") in made
+    summed: Any = grouped_kernels.sum_pairs
+    types = {"made": "*bf16", "weights": "*fp32", "out": "*bf16"}
+    assert "entry" in compile_ptx(summed, target, types, {"CHOSEN": 4, "BLOCK": 1024})
+
+
+def test_shapes_choose_and_nothing_is_grouped_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not are_grouped(10**9, 1)
+    monkeypatch.setattr(kernel_sizes, "GROUPS_EXPERTS", True)
+    least = 8 * kernel_sizes.GROUPED_ROWS
+    assert not are_grouped(least - 1, 8)
+    assert are_grouped(least, 8)
