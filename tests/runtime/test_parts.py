@@ -105,7 +105,7 @@ def test_chunks_that_meet_parts_together(
     )
     sorted_pieces: list[int] = []
 
-    def see(*given: Any, **how: bool) -> torch.Tensor:
+    def see(*given: Any, **how: Any) -> torch.Tensor:
         sorted_pieces.append(len(given[1]))
         return multiply_sorted(*given, **how)
 
