@@ -1,15 +1,27 @@
 """The kernels of stored forms against plain torch."""
 
-import sys
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
-from offplan.forms.form import Component, Form, Kind, WordOrder
+from offplan.forms.form import Component, Form, Kind
 from offplan.kernel_sizes import MAX_PAIRS
 from offplan.runtime.forms import reference
+from tests.runtime import coded
+from tests.runtime.coded import (
+    DEVICE,
+    DTYPES,
+    FEW,
+    FORMS,
+    PACKED,
+    few_out,
+    make_parts,
+    pack_each,
+    random,
+    tame,
+)
 from tests.runtime.columns import expand, hold
 from tests.runtime.interpreted import (
     INTERPRETED,
@@ -22,67 +34,14 @@ from tests.runtime.interpreted import (
 )
 from tests.tiers import each_value_once, others_in_sweep
 
-# the interpreter rounds bfloat16 in a way of its own
-DEVICE, DTYPES = ("cpu", [torch.float16]) if INTERPRETED else ("cuda", [torch.bfloat16, torch.half])
-NUM_OUT, NUM_IN = (128, 256) if INTERPRETED else (320, 768)
-LENGTHS = [NUM_IN, NUM_IN - 24]
+LENGTHS = [coded.NUM_IN, coded.NUM_IN - 24]
 """Weights of a packed row: the halves of the second have a block of less at their end."""
 EXPERTS = 2 if INTERPRETED else 5
 ROWS = [1, 3] if INTERPRETED else [1, 2, 3, 16, 50, 128]
 TOKENS = [1, 7] if INTERPRETED else [1, 7, 300, 900]
 
 
-PACKED = Form(Kind.PACKED)
-FORMS = {
-    "fp8": Form(Kind.FP8_BLOCK, (128, 128)),
-    "fp8 channel": Form(Kind.FP8_CHANNEL),
-    "fp8 by powers": Form(Kind.FP8_BLOCK, (128, 128)),
-    "mxfp8 by powers": Form(Kind.FP8_BLOCK, (1, 32)),
-    "mxfp4": Form(Kind.MXFP4, (1, 32)),
-    "nvfp4": Form(Kind.NVFP4, (1, 16)),
-    "nvfp4 divided": Form(Kind.NVFP4, (1, 16)),
-    "int4": Form(Kind.W4A16, (1, 128), WordOrder.COMPRESSED_TENSORS),
-    "int4 of 32": Form(Kind.W4A16, (1, 32), WordOrder.COMPRESSED_TENSORS),
-    "int4 about 8": Form(Kind.W4A16, (1, 128), WordOrder.COMPRESSED_TENSORS),
-    "int8": Form(Kind.W8A16, (1, 64), WordOrder.COMPRESSED_TENSORS),
-    "int8 about 128": Form(Kind.W8A16, (1, NUM_IN), WordOrder.COMPRESSED_TENSORS),
-    "bytes": Form(Kind.W8A16, (1, NUM_IN), WordOrder.NONE),
-    "bytes with zeros": Form(Kind.W8A16, (1, 32), WordOrder.NONE),
-    "gptq": Form(Kind.W4A16, (1, 128), WordOrder.GPTQ),
-    "gptq of 8 bits": Form(Kind.W8A16, (1, 32), WordOrder.GPTQ),
-    "gptq v2": Form(Kind.W4A16, (1, 64), WordOrder.GPTQ_V2),
-    "gptq in order": Form(Kind.W4A16, (1, 128), WordOrder.GPTQ),
-    "gptq of small groups in order": Form(Kind.W4A16, (1, 32), WordOrder.GPTQ),
-    "gptq of 256 in order": Form(Kind.W4A16, (1, 256), WordOrder.GPTQ),
-    "awq": Form(Kind.W4A16, (1, 128), WordOrder.AWQ),
-    "bnb8": Form(Kind.BNB8),
-    "nf4": Form(Kind.NF4),
-    "nf4 nested": Form(Kind.NF4),
-    "packed": PACKED,
-}
-FEW = [
-    *(
-        "fp8",
-        "fp8 channel",
-        "mxfp8 by powers",
-        "mxfp4",
-        "nvfp4",
-        "int4",
-        "int8",
-        "bytes with zeros",
-    ),
-    *("gptq", "gptq in order", "awq", "nf4 nested", "packed"),
-]
-"""One for each way through a kernel: all forms are expanded and multiplied by a matrix's rows."""
 by_form = pytest.mark.parametrize("name", others_in_sweep(FORMS, FEW))
-
-
-def few_out(name: str) -> int:
-    """Count outputs where a kernel takes eight at most at a time, or products need no tile's edge.
-
-    Packed weights are in whole blocks of 64.
-    """
-    return NUM_OUT if not INTERPRETED else 64 if FORMS[name] is PACKED else 16
 
 
 FP4_AND_INT4 = (Kind.MXFP4, Kind.NVFP4, Kind.W4A16)
@@ -102,108 +61,6 @@ def test_on_the_cpu(tier: str) -> None:
     assert "passed" in run_interpreted(__file__, tier=tier)
 
 
-def random_words(*shape: int) -> torch.Tensor:
-    return torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=DEVICE)
-
-
-def random_bytes(*shape: int) -> torch.Tensor:
-    return torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE)
-
-
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, device=DEVICE)
-
-
-def make_parts(name: str, *lead: int) -> dict[Component, torch.Tensor]:
-    """Random codes, every one of them, with scales: of one weight, or of so many experts."""
-    form = FORMS[name]
-    groups = -(-NUM_IN // form.block[1]) if form.block else 1
-    if form.is_by_columns:
-        return _make_columns(form, lead, groups, "order" not in name)
-    if form.kind in (Kind.W4A16, Kind.W8A16):
-        per, scale = (8 if form.kind is Kind.W4A16 else 4), random(*lead, NUM_OUT, groups)
-        if form.word_order is WordOrder.NONE:
-            codes = random_bytes(*lead, NUM_OUT, NUM_IN).view(torch.int8)
-            zeros = random_bytes(*lead, NUM_OUT, groups).view(torch.int8)
-            has_zeros = "zeros" in name
-        else:
-            codes = random_words(*lead, NUM_OUT, NUM_IN // per)
-            zeros = random_words(*lead, NUM_OUT // per, groups)
-            has_zeros = "about" not in name
-        parts = {Component.WEIGHT: codes, Component.SCALE: scale.to(DTYPES[0])}
-        return parts | ({Component.ZERO: zeros} if has_zeros else {})
-    if form.kind is Kind.MXFP4:
-        shape = (*lead, NUM_OUT, groups)
-        scales = torch.randint(0, 250, shape, dtype=torch.uint8, device=DEVICE)
-        return {Component.WEIGHT: random_bytes(*shape, 16), Component.SCALE: scales}
-    if form.kind is Kind.NVFP4:
-        part = Component.GLOBAL_DIVISOR if "divided" in name else Component.GLOBAL_SCALE
-        return {
-            Component.WEIGHT: random_bytes(*lead, NUM_OUT, NUM_IN // 2),
-            Component.SCALE: random(*lead, NUM_OUT, groups).to(torch.float8_e4m3fn),
-            part: random(*lead, 2, 1).abs() + 0.1,  # of two that were joined
-        }
-    if form.kind is Kind.BNB8:
-        codes = random_bytes(*lead, NUM_OUT, NUM_IN).view(torch.int8)
-        return {Component.WEIGHT: codes, Component.SCALE: random(*lead, NUM_OUT, 1)}
-    if form.kind is Kind.NF4:
-        return _make_nf4(is_nested="nested" in name)
-    if form is PACKED:
-        values = random(*lead, NUM_OUT, NUM_IN) * random(*lead, NUM_OUT, 1)
-        return pack_each(values.to(torch.bfloat16))
-    high, wide = form.block or (1, NUM_IN)
-    shape = (*lead, -(-NUM_OUT // high), NUM_IN // wide)
-    scale = random(*shape)
-    if "powers" in name:
-        scale = torch.randint(0, 250, shape, dtype=torch.uint8, device=DEVICE)
-        scale = scale if high == 1 else scale.view(torch.float8_e8m0fnu)
-    codes = random_bytes(*lead, NUM_OUT, NUM_IN).view(torch.float8_e4m3fn)
-    return {Component.WEIGHT: codes, Component.SCALE: scale}
-
-
-def pack_each(values: torch.Tensor) -> dict[Component, torch.Tensor]:
-    """Pack a weight, or those of experts, whatever their bits are."""
-    from offplan.runtime.forms.packing import pack
-
-    if values.ndim == 2:
-        return pack(values)
-    each = [pack(value) for value in values]
-    return {part: torch.stack([parts[part] for parts in each]) for part in each[0]}
-
-
-def _make_columns(
-    form: Form, lead: tuple[int, ...], groups: int, has_index: bool
-) -> dict[Component, torch.Tensor]:
-    per = 8 if form.kind is Kind.W4A16 else 4
-    is_awq = form.word_order is WordOrder.AWQ
-    shape = (NUM_IN, NUM_OUT // per) if is_awq else (NUM_IN // per, NUM_OUT)
-    parts = {
-        Component.WEIGHT: random_words(*lead, *shape),
-        Component.SCALE: random(*lead, groups, NUM_OUT).to(torch.float16),
-        Component.ZERO: random_words(*lead, groups, NUM_OUT // per),
-    }
-    if not is_awq and has_index:
-        # of one matrix, or of two that were joined
-        places = torch.rand(*lead, 2 if lead else 1, NUM_IN).argsort(-1)
-        _, size = form.block or (1, NUM_IN)
-        parts[Component.GROUP_INDEX] = (places // size).to(DEVICE, torch.int32)
-    return parts
-
-
-def _make_nf4(*, is_nested: bool) -> dict[Component, torch.Tensor]:
-    blocks = NUM_OUT, NUM_IN // 64
-    parts = {
-        Component.WEIGHT: random_bytes(NUM_OUT, NUM_IN // 2),
-        Component.SCALE: random_bytes(*blocks) if is_nested else random(*blocks),
-        Component.CODES: random(16),
-    }
-    if is_nested:
-        nested = random(-(-blocks[0] * blocks[1] // 256))
-        parts |= {Component.NESTED_SCALE: nested, Component.NESTED_CODES: random(256)}
-        parts[Component.NESTED_OFFSET] = random(1)
-    return parts
-
-
 @pytest.mark.gpu
 @runs_kernels
 @pytest.mark.parametrize(
@@ -214,7 +71,7 @@ def test_expansion_is_exact(
 ) -> None:
     from offplan.runtime.forms.products import expand_on_gpu
 
-    monkeypatch.setattr(sys.modules[__name__], "NUM_OUT", few_out(name))
+    monkeypatch.setattr(coded, "NUM_OUT", few_out(name))
     if experts and FORMS[name].kind is Kind.NF4:
         pytest.skip("experts are not stored so")
     parts = make_parts(name, *([experts] if experts else []))
@@ -242,12 +99,12 @@ def test_operators_tell_what_they_return(
     """torch.compile goes by their shapes and strides alone."""
     from offplan.runtime.forms import operators
 
-    monkeypatch.setattr(sys.modules[__name__], "NUM_OUT", few_out(name))
+    monkeypatch.setattr(coded, "NUM_OUT", few_out(name))
     form = FORMS[name]
     if experts and form.kind is Kind.NF4:
         pytest.skip("experts are not stored so")
     form, parts = hold(form, tame(make_parts(name, *([experts] if experts else [])), form))
-    x, pairs = random(1, NUM_IN).to(DTYPES[0]), []
+    x, pairs = random(1, coded.NUM_IN).to(DTYPES[0]), []
     if experts:
         from offplan.runtime.forms.gather import sort_pairs
 
@@ -257,8 +114,8 @@ def test_operators_tell_what_they_return(
     torch.library.opcheck(operators._expand, (*weight, DTYPES[0]), test_utils=checks)
     torch.library.opcheck(operators._multiply, (*weight, [x, *pairs], False), test_utils=checks)
     if not experts:
-        scratch = torch.empty(NUM_OUT * NUM_IN, dtype=x.dtype, device=DEVICE)
-        bias = torch.zeros(NUM_OUT, dtype=x.dtype, device=DEVICE)
+        scratch = torch.empty(coded.NUM_OUT * coded.NUM_IN, dtype=x.dtype, device=DEVICE)
+        bias = torch.zeros(coded.NUM_OUT, dtype=x.dtype, device=DEVICE)
         for room in (None, scratch):
             torch.library.opcheck(operators._linear, (*weight, x, bias, room), test_utils=checks)
         if form.kind is Kind.PACKED:
@@ -277,20 +134,6 @@ def skip_products(form: Form, of_weight: int) -> None:
         pytest.skip("the interpreter computes nothing in bfloat16")
 
 
-def tame(parts: dict[Component, torch.Tensor], form: Form) -> dict[Component, torch.Tensor]:
-    """The same with weights of ordinary size and without NaN."""
-    if form.kind is Kind.MXFP4:
-        return parts | {Component.SCALE: parts[Component.SCALE] % 3 + 126}
-    if parts[Component.WEIGHT].dtype is torch.float8_e4m3fn:
-        codes, scale = parts[Component.WEIGHT].view(torch.uint8) & 0xBF, parts[Component.SCALE]
-        if reference.has_powers(form, scale):
-            scale = (scale.view(torch.uint8) % 3 + 126).view(scale.dtype)
-        return parts | {Component.WEIGHT: codes.view(torch.float8_e4m3fn), Component.SCALE: scale}
-    if form.kind in (Kind.W8A16, Kind.BNB8):
-        return parts | {Component.SCALE: parts[Component.SCALE] / 64}
-    return parts
-
-
 @pytest.mark.gpu
 @runs_kernels
 @pytest.mark.parametrize(("name", "rows"), each_value_once(product(FORMS, ROWS)))
@@ -299,7 +142,7 @@ def test_products_of_codes(name: str, rows: int) -> None:
 
     skip_products(FORMS[name], rows)
     parts = tame(make_parts(name), FORMS[name])
-    x = random(rows, NUM_IN).to(DTYPES[0])
+    x = random(rows, coded.NUM_IN).to(DTYPES[0])
     expected = x.double() @ expand(FORMS[name], parts, torch.float32).double().T
     got = multiply_rows(*hold(FORMS[name], parts), x)
     assert (got - expected).abs().max() < 0.01 * expected.abs().max()
@@ -333,17 +176,17 @@ def test_last_blocks_reach_past_the_end(name: str, monkeypatch: pytest.MonkeyPat
     from offplan.runtime.forms.products import expand_on_gpu, multiply_rows
 
     form = FORMS[name]
-    if form.block == (1, NUM_IN):
+    if form.block == (1, coded.NUM_IN):
         form = form._replace(block=(1, 384))
     for size, value in {"NUM_OUT": 192 if form is PACKED else 72, "NUM_IN": 384}.items():
-        monkeypatch.setattr(sys.modules[__name__], size, value)
+        monkeypatch.setattr(coded, size, value)
     monkeypatch.setitem(FORMS, name, form)
     parts = tame(make_parts(name), form)
     values = expand(form, parts, torch.float32)
     form, parts = hold(form, parts)
     assert torch.equal(expand_on_gpu(form, parts, DTYPES[0]), values.to(DTYPES[0]))
     skip_products(form, 5)
-    x = random(5, NUM_IN).to(DTYPES[0])
+    x = random(5, coded.NUM_IN).to(DTYPES[0])
     expected = x.double() @ values.double().T
     assert (multiply_rows(form, parts, x) - expected).abs().max() < 0.01 * expected.abs().max()
 
@@ -362,7 +205,7 @@ def test_products_of_experts(name: str, tokens: int) -> None:
         pytest.skip("experts are not stored so")
     skip_products(form, 2 * tokens // EXPERTS)
     parts = tame(make_parts(name, EXPERTS), form)
-    x = random(tokens, NUM_IN).to(DTYPES[0])
+    x = random(tokens, coded.NUM_IN).to(DTYPES[0])
     chosen = torch.randint(0, EXPERTS, (tokens, 2), device=DEVICE)
     weights = expand(form, parts, torch.float32).double()
     form, parts = hold(form, parts)
@@ -383,7 +226,7 @@ def test_pairs_of_other_ranks_experts_are_left_out(tokens: int) -> None:
     from offplan.runtime.forms.products import multiply_pairs
 
     parts = tame(make_parts("packed", EXPERTS), PACKED)
-    x = random(tokens, NUM_IN).to(DTYPES[0])
+    x = random(tokens, coded.NUM_IN).to(DTYPES[0])
     chosen = torch.randint(0, EXPERTS + 1, (2 * tokens,), device=DEVICE)
     chosen[0] = EXPERTS
     own = chosen < EXPERTS
@@ -406,7 +249,7 @@ def test_gathered_experts_are_those_chosen(name: str, monkeypatch: pytest.Monkey
     from offplan.runtime.forms.gather import gather, sort_pairs
     from offplan.runtime.forms.products import multiply_pairs
 
-    monkeypatch.setattr(sys.modules[__name__], "NUM_OUT", few_out(name))
+    monkeypatch.setattr(coded, "NUM_OUT", few_out(name))
     form, experts = FORMS[name], 9
     if form.kind is Kind.NF4:
         pytest.skip("experts are not stored so")
@@ -421,7 +264,7 @@ def test_gathered_experts_are_those_chosen(name: str, monkeypatch: pytest.Monkey
                 gathered[part][pair].view(torch.uint8), value[expert].view(torch.uint8)
             )
     skip_products(form, 0)
-    x = random(3, NUM_IN).to(DTYPES[0])
+    x = random(3, coded.NUM_IN).to(DTYPES[0])
     there = multiply_pairs(form, parts, x, order, starts)
     assert torch.equal(multiply_pairs(form, gathered, x, order, begins), there)
 
@@ -434,7 +277,7 @@ def test_pairs_without_an_expert_gather_nothing(none: int, monkeypatch: pytest.M
     from offplan.runtime.forms.gather import gather, sort_pairs
     from offplan.runtime.forms.products import multiply_pairs
 
-    monkeypatch.setattr(sys.modules[__name__], "NUM_OUT", few_out("packed"))
+    monkeypatch.setattr(coded, "NUM_OUT", few_out("packed"))
     parts = tame(make_parts("packed", 9), PACKED)
     chosen = torch.tensor([none, 8, 0, 8, none, none], device=DEVICE)
     _, order, starts = sort_pairs(chosen, 9)
@@ -442,15 +285,15 @@ def test_pairs_without_an_expert_gather_nothing(none: int, monkeypatch: pytest.M
     order[3:] = 2**30  # what no program has written may be anything
     gathered, begins = gather(parts, chosen, order, starts)
     assert begins.tolist() == [0, 1, 3, 3, 3, 3, 3]
-    x = random(3, NUM_IN).to(DTYPES[0])
+    x = random(3, coded.NUM_IN).to(DTYPES[0])
     there = multiply_pairs(PACKED, parts, x, order, starts)
     assert torch.equal(multiply_pairs(PACKED, gathered, x, order, begins)[1:4], there[1:4])
 
 
 def values_of_every_size(num_in: int) -> torch.Tensor:
     """Rows of 2 ** -130 to 2 ** 12, with patches; zeros, subnormals and what is not finite."""
-    powers = torch.linspace(-130, 12, NUM_OUT, device=DEVICE, dtype=torch.float64)
-    values = random(NUM_OUT, num_in).double() * torch.exp2(powers)[:, None]
+    powers = torch.linspace(-130, 12, coded.NUM_OUT, device=DEVICE, dtype=torch.float64)
+    values = random(coded.NUM_OUT, num_in).double() * torch.exp2(powers)[:, None]
     values[1] *= 0
     values[:, 4::7] *= 0  # pruned, with both signs
     values[2] = 2.0**-130 * (-1) ** torch.arange(num_in, device=DEVICE)
@@ -485,11 +328,11 @@ def test_rows_of_packed_values_are_gathered_bit_for_bit(num_in: int) -> None:
     bounds, places = parts[Component.PATCH_BLOCKS], parts[Component.PATCHES][:, 0]
     patched = places[: int(bounds[-1, 1])].long() // num_in
     assert len(patched)
-    rows = torch.cat((torch.arange(NUM_OUT, device=DEVICE).flip(0), patched[:9]))
+    rows = torch.cat((torch.arange(coded.NUM_OUT, device=DEVICE).flip(0), patched[:9]))
     on_cpu = {part: tensor.cpu() for part, tensor in parts.items()}
     for got in (gather_rows(PACKED, parts, rows), reference.gather_rows(on_cpu, rows.cpu())):
         assert torch.equal(got.cpu().view(torch.int16), values[rows].cpu().view(torch.int16))
-    wrong = torch.tensor([3, NUM_OUT, -1], device=DEVICE)
+    wrong = torch.tensor([3, coded.NUM_OUT, -1], device=DEVICE)
     got = gather_rows(PACKED, parts, wrong.repeat_interleave(2)[::2])
     assert torch.equal(got[0], values[3])
     assert got[1:].isnan().all()

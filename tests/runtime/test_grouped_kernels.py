@@ -13,7 +13,7 @@ from offplan.forms.form import Kind
 from offplan.kernel_sizes import are_grouped, experts_at_once
 from offplan.runtime.forms.experts import ReadElsewhere, forward_groups, multiply_sorted
 from offplan.runtime.forms.stored import StoredWeight, component_name
-from tests.runtime import test_form_kernels as forms
+from tests.runtime import coded
 from tests.runtime.columns import expand, hold
 from tests.runtime.interpreted import (
     INTERPRETED,
@@ -26,9 +26,9 @@ from tests.runtime.interpreted import (
 )
 from tests.tiers import each_value_once, others_in_sweep
 
-DEVICE, DTYPE = forms.DEVICE, forms.DTYPES[0]
-FORMS = [name for name, form in forms.FORMS.items() if form.kind is not Kind.NF4]
-FEW = [name for name in forms.FEW if name in FORMS]
+DEVICE, DTYPE = coded.DEVICE, coded.DTYPES[0]
+FORMS = [name for name, form in coded.FORMS.items() if form.kind is not Kind.NF4]
+FEW = [name for name in coded.FEW if name in FORMS]
 ROUTINGS = {"uneven": [2, 0, 5, 70, 0], "to one": [0, 0, 0, 9, 0], "even": [3, 3, 3, 3, 3]}
 """Rows of each expert."""
 
@@ -81,21 +81,19 @@ def test_codes_are_multiplied_by_groups(name: str, monkeypatch: pytest.MonkeyPat
     """Two experts at a time, or all: bit for bit the same, in the order of rows or of places."""
     from offplan.runtime.forms.grouped import multiply_codes
 
-    num_out = forms.few_out(name)
-    monkeypatch.setattr(forms, "NUM_OUT", num_out)
-    form, num_in, rows = forms.FORMS[name], forms.NUM_IN, ROUTINGS["uneven"]
-    parts = forms.tame(forms.make_parts(name, len(rows)), form)
+    num_out = coded.few_out(name)
+    monkeypatch.setattr(coded, "NUM_OUT", num_out)
+    form, num_in, rows = coded.FORMS[name], coded.NUM_IN, ROUTINGS["uneven"]
+    parts = coded.tame(coded.make_parts(name, len(rows)), form)
     values = expand(form, parts, torch.float32)
     form, parts = hold(form, parts)
     starts, x, bias = starts_of(rows), random(sum(rows), num_in), random(len(rows), num_out)
     expected = expect(values, x, starts, bias)
-    monkeypatch.setattr(kernel_sizes, "EXPERT_SCRATCH_BYTES", 5 * num_out * num_in)
-    assert experts_at_once(len(rows), num_out * num_in) == 2
-    got = multiply_codes(form, parts, [x, starts], bias)
+    with monkeypatch.context() as little:
+        little.setattr(kernel_sizes, "EXPERT_SCRATCH_BYTES", 5 * num_out * num_in)
+        assert experts_at_once(len(rows), num_out * num_in) == 2
+        got = multiply_codes(form, parts, [x, starts], bias)
     assert_near(got, expected)
-    monkeypatch.undo()
-    if INTERPRETED:
-        limits_of_a_gpu.__wrapped__(monkeypatch)
     scratch = torch.empty(len(rows) * num_out * num_in + 8, dtype=DTYPE, device=DEVICE)
     places = torch.randperm(len(x), device=DEVICE).to(torch.int32)
     again = multiply_codes(form, parts, [x, starts, places], bias, scratch)
@@ -178,10 +176,10 @@ class Experts(SimpleNamespace):
                 self.values[name] = random(3, num_out, num_in) / 8
                 setattr(self, name, self.values[name])
                 continue
-            forms.NUM_OUT, forms.NUM_IN = num_out, num_in
-            parts = forms.tame(forms.make_parts(form, 3), forms.FORMS[form])
-            self.values[name] = expand(forms.FORMS[form], parts, DTYPE)
-            stored = StoredWeight(name, forms.FORMS[form], tuple(parts))
+            coded.NUM_OUT, coded.NUM_IN = num_out, num_in
+            parts = coded.tame(coded.make_parts(form, 3), coded.FORMS[form])
+            self.values[name] = expand(coded.FORMS[form], parts, DTYPE)
+            stored = StoredWeight(name, coded.FORMS[form], tuple(parts))
             vars(self).setdefault("stored_experts", {})[name] = stored
             for part, value in parts.items():
                 setattr(self, component_name(name, part), value)
@@ -200,7 +198,7 @@ EXPERT_CASES = [("mxfp4", True, True), ("nvfp4", False, False), ("values", True,
 def inputs(monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens of which none chooses the first expert; their choices, and weights."""
     for name in ("NUM_OUT", "NUM_IN"):  # which experts set
-        monkeypatch.setattr(forms, name, getattr(forms, name))
+        monkeypatch.setattr(coded, name, getattr(coded, name))
     chosen = torch.tensor([[1, 2], [2, 1], [2, 1], [1, 2], [1, 2]], device=DEVICE)
     return random(5, 64) / 16, chosen, torch.rand(5, 2, device=DEVICE)
 
@@ -262,15 +260,15 @@ def test_operators_tell_what_they_return() -> None:
     """torch.compile goes by their shapes and strides alone."""
     from offplan.runtime.forms import operators
 
-    form, parts = forms.FORMS["mxfp4"], forms.make_parts("mxfp4", 2)
-    x, starts, bias = random(3, forms.NUM_IN), starts_of([1, 2]), random(2, forms.NUM_OUT)
-    scratch = torch.empty(2 * forms.NUM_OUT * forms.NUM_IN, dtype=DTYPE, device=DEVICE)
+    form, parts = coded.FORMS["mxfp4"], coded.make_parts("mxfp4", 2)
+    x, starts, bias = random(3, coded.NUM_IN), starts_of([1, 2]), random(2, coded.NUM_OUT)
+    scratch = torch.empty(2 * coded.NUM_OUT * coded.NUM_IN, dtype=DTYPE, device=DEVICE)
     weight, checks = operators._split(form, parts), "test_faketensor"
     places = torch.tensor([2, 0, 1], dtype=torch.int32, device=DEVICE)
     for pairs, room in (([x, starts], None), ([x, starts, places], scratch)):
         arguments = (*weight, pairs, bias, room)
         torch.library.opcheck(operators._groups_operator, arguments, test_utils=checks)
-    values = random(2, 40, forms.NUM_IN)
+    values = random(2, 40, coded.NUM_IN)
     torch.library.opcheck(
         operators._values_operator, (values, [x, starts], None), test_utils=checks
     )
