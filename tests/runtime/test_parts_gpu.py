@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from offplan import kernel_sizes
 from offplan.plan import Offload
 from tests.runtime.plans import group, in_parts, offload, open_session
 from tests.runtime.quantise import save_routed
@@ -59,3 +60,16 @@ def test_logits_are_those_of_resident_experts(
             assert (got - expected).abs().max() < 0.05 * scale
         # a prompt that comes again gives the same
         assert torch.equal(made[0], made[1])
+
+
+@pytest.mark.parametrize(
+    ("family", "form"), [("qwen3_moe", "values"), ("qwen3_moe", "fp8_block"), ("gpt_oss", "mxfp4")]
+)
+def test_grouped_logits_are_those_of_resident_experts(
+    folder: Path, family: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some chunks multiply the values of experts, the last ones of fewer tokens their codes."""
+    sizes = {"GROUPS_EXPERTS": True, "GROUPED_ROWS": 12, "EXPERT_SCRATCH_BYTES": 1}
+    for name, value in sizes.items():
+        monkeypatch.setattr(kernel_sizes, name, value)
+    test_logits_are_those_of_resident_experts(folder, family, form, 16)

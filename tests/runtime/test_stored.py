@@ -10,10 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from offplan import kernel_sizes
 from offplan.checkpoint.open import open_model
+from offplan.costs.activations import scratch_bytes
 from offplan.errors import CheckpointError
 from offplan.forms.form import Component
-from offplan.runtime.forms.stored import StoredLinear
+from offplan.runtime.forms.stored import StoredLinear, scratch_size
 from tests.checkpoint.quantised import FORMATS, write_quantised
 from tests.runtime.families import run_stock
 from tests.runtime.plans import group, load, offload, run_greedily
@@ -66,6 +68,21 @@ def test_random_weights_are_of_ordinary_size(form: str, tmp_path: Path) -> None:
         assert 0.012 < values.std() < 0.03
         assert values.mean().abs() < 0.1 * values.std()
     loaded.close()
+
+
+@pytest.mark.parametrize("form", ["fp8_block", "int4_zeros", "nvfp4", "mxfp4_rows"])
+@pytest.mark.slow
+def test_scratch_of_experts_is_as_large_as_costs_have_it(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_sizes, "GROUPS_EXPERTS", True)
+    stored, _ = save_stored("qwen3_moe", form, tmp_path, torch.bfloat16, num_hidden_layers=1)
+    for num_bytes in (kernel_sizes.EXPERT_SCRATCH_BYTES, 1):
+        monkeypatch.setattr(kernel_sizes, "EXPERT_SCRATCH_BYTES", num_bytes)
+        loaded = load(open_model(str(stored)), offload(), None)
+        sizes = [scratch_size(module) for module in loaded.module.modules()]
+        assert 2 * max(sizes) == scratch_bytes(loaded.stage)
+        loaded.close()
 
 
 def change(folder: Path, end: str, made: Callable[[torch.Tensor], torch.Tensor]) -> None:

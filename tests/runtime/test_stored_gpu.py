@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from offplan import kernel_sizes
 from offplan.capabilities.packing import Packing
 from tests.runtime.families import load_stock, run_stock
 from tests.runtime.plans import group, offload
@@ -46,6 +47,21 @@ def test_packed_logits_equal_resident_and_are_near_the_values(
     changes = {"num_experts_per_tok": 4, "tie_word_embeddings": is_tied}
     _, plain = save_stored(family, "fp8_block", tmp_path, torch.bfloat16, **changes)
     check(plain, plain, Packing(group_size=1, num_in_group=1, output_head=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [*(("qwen3_moe", form) for form in ("fp8_block", "gptq", "nvfp4")), ("gpt_oss", "mxfp4")],
+)
+def test_grouped_logits_equal_resident_and_are_near_the_values(
+    family: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of either plan multiply values of experts, few at a time."""
+    sizes = {"GROUPS_EXPERTS": True, "GROUPED_ROWS": 1, "EXPERT_SCRATCH_BYTES": 1}
+    for name, value in sizes.items():
+        monkeypatch.setattr(kernel_sizes, name, value)
+    stored, plain = save_stored(family, form, tmp_path, torch.bfloat16, num_experts_per_tok=4)
+    check(stored, plain)
 
 
 def check(folder: Path, plain: Path, packing: Packing | None = None) -> None:

@@ -233,7 +233,8 @@ class ExpertsInParts:
 
         groups, is_joined = [[chunk] for chunk in chunks], False
         if all(chunk.hidden.is_cuda and not way_of(chunk).is_batched for chunk in chunks):
-            groups = [list(alike) for _, alike in groupby(chunks, way_of)]
+            alike = groupby(chunks, lambda chunk: way_of(chunk).by_groups)
+            groups = [list(each) for _, each in alike]
             is_joined = True
         return [Meeting(self._experts, each, self._parts, is_joined=is_joined) for each in groups]
 
