@@ -4,6 +4,7 @@ import functools
 import weakref
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from offplan import kernel_sizes
 from offplan.capabilities.packing import Packing
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
@@ -117,6 +119,30 @@ def test_chunks_that_meet_parts_together(
         for got, right in zip(run_hostile(session), expected, strict=True):
             torch.testing.assert_close(got, right, atol=max(1e-5, apart), rtol=1e-5)
     assert sorted_pieces
+
+
+def test_chunks_that_are_multiplied_alike_meet_parts_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A last chunk of few tokens multiplies codes where those before it multiply values."""
+    met: list[tuple[Any, bool]] = []
+
+    def meet(experts: Any, chunks: Any, parts: Any, is_joined: bool) -> None:
+        met.append((chunks, is_joined))
+
+    monkeypatch.setattr(parted_experts, "Meeting", meet)
+    experts: Any = SimpleNamespace(stored_experts={}, num_experts=8)
+    parted: Any = SimpleNamespace(_experts=experts, _parts=[])
+    hidden = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    least = 8 * kernel_sizes.GROUPED_ROWS // 2
+    chunks: Any = [
+        SimpleNamespace(hidden=hidden, chosen=torch.zeros(tokens, 2))
+        for tokens in (least, least, least - 1)
+    ]
+    ExpertsInParts.meet(parted, chunks)
+    monkeypatch.setattr(kernel_sizes, "GROUPS_EXPERTS", True)
+    ExpertsInParts.meet(parted, chunks)
+    assert met == [(chunks, True), (chunks[:2], True), (chunks[2:], True)]
 
 
 class Repeated(TorchDispatchMode):

@@ -18,21 +18,24 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from offplan import kernel_sizes
 from offplan.checkpoint.model import KVCache
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, InputError, MemoryLimitError, OffplanError
 from offplan.placement import Phase
 from offplan.row_cache import RowCache
+from offplan.runtime.forms.experts import GROUPS_NAME
 from offplan.runtime.generate import Measured, generate
 from offplan.runtime.loading.skeleton import build_skeleton
 from offplan.runtime.memory import store
 from offplan.runtime.model.cache_mask import filled_blocks, filled_mask, filled_up_to
 from offplan.runtime.model.caches import LayerCaches, Position
-from offplan.runtime.model.kernels import find_filled, find_own_experts
+from offplan.runtime.model.kernels import ExpertKernels, find_filled, find_own_experts
 from offplan.runtime.model.latent import Expansion
 from offplan.runtime.model.layers import MAX_VARIANTS, Call, DecoderLayers
 from offplan.runtime.session import Session
 from offplan.schedule import Copy
+from offplan.transformers_private import chosen_experts
 from tests.held import input_embedding
 from tests.runtime.conftest import CONFIGS, NUM_LAYERS, SIZES, save_tiny
 from tests.runtime.interpreted import need_triton
@@ -306,6 +309,35 @@ def test_whose_experts_the_kernels_serve(
             assert not find_own_experts(
                 session.loaded.model, session.loaded.module, with_kernels=True
             )[1]
+
+
+@pytest.mark.slow
+def test_prompts_of_many_tokens_group_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those held by their values, where a GPU's kernels are at hand; a step never does."""
+    need_triton()
+    with open_session(save_tiny("deepseek_v2", tmp_path), offload()) as session:
+        model, module = replace(session.loaded.model, dtype="float16"), session.loaded.module
+        config = module.get_decoder().config
+
+        def choose(phase: Phase, num_tokens: int, *, with_own: bool = True) -> str:
+            kernels = ExpertKernels(model, module, session.device, with_own=with_own)
+            kernels.choose(phase, num_tokens)
+            chosen = chosen_experts(config)
+            assert kernels.can_capture(num_tokens) == (
+                chosen == GROUPS_NAME or num_tokens * model.experts.num_experts_per_token <= 64
+            )
+            return chosen
+
+        assert choose(Phase.PREFILL, 1000) == "grouped_mm"
+        monkeypatch.setattr(kernel_sizes, "GROUPS_EXPERTS", True)
+        assert choose(Phase.PREFILL, 1000) == GROUPS_NAME
+        assert choose(Phase.PREFILL, 1000, with_own=False) == "grouped_mm"
+        assert choose(Phase.PREFILL, 3) == choose(Phase.DECODE, 3) == "offplan"
+        kernels = ExpertKernels(model, module, session.device, with_own=True)
+        kernels.choose(Phase.DECODE, 1000)
+        assert chosen_experts(config) == "offplan"
 
 
 def test_without_triton_no_weight_is_loaded(
