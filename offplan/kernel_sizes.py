@@ -88,7 +88,8 @@ one expert's. Source: estimated."""
 def are_grouped(num_pairs: int, num_experts: int) -> bool:
     """Return True if so many pairs of a token and an expert multiply values, group by group.
 
-    It follows from shapes alone: a plan that offloads rounds as one that does not.
+    It follows from shapes alone: a plan that offloads rounds as one that does not. Only steps that
+    read experts from slots do not ask, however many texts they have.
     """
     return GROUPS_EXPERTS and num_pairs >= GROUPED_ROWS * num_experts
 

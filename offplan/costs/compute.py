@@ -105,14 +105,14 @@ class ModelCompute:
 def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> ComputeTime:
     """Price one layer: the measured time of this shape, or an estimate.
 
-    The estimate is a roofline, max(bytes / HBM rate, operations / matmul rate), plus the overhead
-    of a layer, an engine's own or the profile's. A layer of transformers' own passes takes the
-    roofline, its launches, or what its operators read and write, whichever is most. Times of two
-    equal chunks give those between them, and chunks that of a longer prompt. Times measured at
-    other shapes of the same layer scale it, or, of the chunks of a prompt, differ from it by as
-    much. A smaller chunk takes its share of a larger one at least. A recoded layer that was not
-    measured itself takes what that costs beyond the layer as it is stored: never less. A cache that
-    is kept as codes adds ``cached_bytes``.
+    The estimate is a roofline, max(bytes / HBM rate, operations / matmul rate), and what making
+    experts' values takes before it, plus the overhead of a layer, an engine's own or the profile's.
+    A layer of transformers' own passes takes the roofline, its launches, or what its operators read
+    and write, whichever is most. Times of two equal chunks give those between them, and chunks that
+    of a longer prompt. Times measured at other shapes of the same layer scale it, or, of the chunks
+    of a prompt, differ from it by as much. A smaller chunk takes its share of a larger one at least.
+    A recoded layer that was not measured itself takes what that costs beyond the layer as it is
+    stored: never less. A cache that is kept as codes adds ``cached_bytes``.
     """
     if work.stored is not None and work.key not in machine.timed_layers:
         seconds = layer_time(machine, work.stored, shape).seconds
@@ -138,7 +138,8 @@ def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> Co
 def _roofline(machine: MachineProfile, work: LayerWork, shape: PassShape) -> float:
     reading = (work.device_bytes(shape) + work.decoding_bytes(shape)) / machine.hbm.value
     flops = work.flops(shape) + work.decoding_flops(shape)
-    return max(reading, flops / (machine.matmul.value * MATMUL_EFFICIENCY))
+    making = work.making_bytes(shape) / machine.hbm.value
+    return making + max(reading, flops / (machine.matmul.value * MATMUL_EFFICIENCY))
 
 
 def outside_time(machine: MachineProfile, stage: Stage, shape: PassShape) -> ComputeTime:

@@ -11,7 +11,7 @@ from offplan.checkpoint.windows import Mixer
 from offplan.costs.calls import count_calls
 from offplan.forms.form import Kind
 from offplan.held.stage import Stage
-from offplan.kernel_sizes import CODES_ROWS, MIN_ROWS, are_gathered
+from offplan.kernel_sizes import CODES_ROWS, MIN_ROWS, are_gathered, are_grouped
 from offplan.placement import Phase
 from offplan.plan import Workload
 
@@ -124,6 +124,8 @@ class LayerWork:
     slow_expert_elements: float
     """Weights of routed experts that are stored as codes, each as often as a product with it takes
     longer than with its value."""
+    grouped_elements: int
+    """Weights of routed experts whose values prompts of many tokens make of codes."""
     token_elements: float
     """Elements that each new token is multiplied by; of routed experts, only its own."""
     routed_elements: float
@@ -182,11 +184,24 @@ class LayerWork:
         An expert that tokens are sent to takes the time of MIN_ROWS of them, or more: few
         rows, each by itself, took as long.
         """
-        if self.experts is None:
+        if self.experts is None or self.groups_experts(shape):
             return 0.0
         pairs = shape.num_tokens * self.experts.num_experts_per_token
         rows = max(pairs, MIN_ROWS * self.experts.touched(shape.num_tokens))
         return 2 * self.slow_expert_elements * rows / self.experts.num_experts
+
+    def groups_experts(self, shape: PassShape) -> bool:
+        """Return True if a pass makes values of experts' codes, group by group."""
+        if self.experts is None or not self.grouped_elements:
+            return False
+        pairs = shape.num_tokens * self.experts.num_experts_per_token
+        return are_grouped(pairs, self.experts.num_in_all)
+
+    def making_bytes(self, shape: PassShape) -> float:
+        """Bytes that are read and written to make experts' values, while nothing is multiplied."""
+        if not self.groups_experts(shape):
+            return 0.0
+        return self.expert_bytes + self.element_bytes * self.grouped_elements
 
     def flops(self, shape: PassShape) -> float:
         """Operations of a pass: two for each weight and token, and causal attention."""
@@ -257,6 +272,9 @@ def layer_work(stage: Stage, layer: Layer) -> LayerWork:
             for p in layer.parameters
             if p.is_expert and not p.form.is_raw and not p.is_recoded
         ),
+        grouped_elements=0
+        if engine is not None
+        else sum(p.num_weights for p in layer.parameters if p.is_expert and not p.form.is_raw),
         element_bytes=stage.element_bytes,
         token_elements=dense_elements + borrowed + share * expert_elements,
         routed_elements=share * expert_elements,

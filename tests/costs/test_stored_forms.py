@@ -21,7 +21,7 @@ from offplan.costs.activations import (
     phase_bytes,
     scratch_bytes,
 )
-from offplan.costs.compute import outside_time
+from offplan.costs.compute import MATMUL_EFFICIENCY, layer_time, outside_time
 from offplan.costs.link import UNALIGNED_ROWS, coded_reads
 from offplan.costs.work import PassShape, layer_work
 from offplan.forms.form import RAW, Component, Kind
@@ -224,6 +224,30 @@ def test_as_many_experts_are_made_at_once_as_there_is_room_for(
     hidden, width = 2880, 2 * 2880 + 2880
     routed = mlp_bytes(stage, stage.layers[0], PROMPT)
     assert routed == 512 * 4 * (width + ROUTED_COPIES * hidden) * 2
+
+
+def test_values_of_experts_are_made_and_then_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, machine = (
+        open_stage("benchmarks/models/gpt-oss-20b/config.json"),
+        load_profile("h200-pcie5"),
+    )
+    machine = machine.model_copy(update={"layer_times": ()})
+    work = layer_work(stage, stage.layers[0])
+    few = PassShape(Phase.PREFILL, 1, 8 * kernel_sizes.GROUPED_ROWS - 1, 512)
+    many = replace(few, tokens=8 * kernel_sizes.GROUPED_ROWS)
+    before = [layer_time(machine, work, shape).seconds for shape in (few, many)]
+    assert work.making_bytes(many) == 0 < work.decoding_flops(many)
+    monkeypatch.setattr(kernel_sizes, "GROUPS_EXPERTS", True)
+    after = [layer_time(machine, work, shape).seconds for shape in (few, many)]
+    assert after[0] == before[0]
+    assert work.decoding_flops(many) == 0
+    values = 32 * 3 * 2880 * 2880
+    made = work.expert_bytes + 2 * values
+    assert work.making_bytes(many) == made
+    reading = work.device_bytes(many) / machine.hbm.value
+    multiplying = work.flops(many) / (machine.matmul.value * MATMUL_EFFICIENCY)
+    expected = max(reading, multiplying) + made / machine.hbm.value + machine.layer_overhead.value
+    assert after[1] == pytest.approx(expected)
 
 
 def test_no_scratch_holds_values_of_experts_that_are_stored_so(
