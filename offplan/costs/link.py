@@ -8,7 +8,7 @@ from math import erfc, exp, log, prod, sqrt
 from offplan.checkpoint.model import Experts
 from offplan.checkpoint.tables import Table
 from offplan.costs.timeline import to_ps
-from offplan.costs.work import PassShape, gathers_codes
+from offplan.costs.work import PassShape, gathers_codes, groups_codes
 from offplan.held.unit import Unit
 from offplan.kernel_sizes import IN_PLACE_ROWS
 from offplan.machine.curve import Reread
@@ -131,6 +131,8 @@ class UnitUse:
         if unit.is_expert and experts is not None and (is_coded or factor is None):
             rows = self.num_tokens * experts.num_experts_per_token / experts.num_in_all
             factor = coded_reads(rows) if is_coded else max(1.0, rows / EXPERT_ROWS)
+            if is_coded and groups_codes(experts, self.num_tokens):
+                factor = 1.0
         is_gathered = unit.is_expert and gathers_codes(experts, self.num_tokens)
         if is_coded and not is_gathered and not _has_aligned_rows(unit):
             factor = UNALIGNED_ROWS * (factor or 1.0)

@@ -192,10 +192,7 @@ class LayerWork:
 
     def groups_experts(self, shape: PassShape) -> bool:
         """Return True if a pass makes values of experts' codes, group by group."""
-        if self.experts is None or not self.grouped_elements:
-            return False
-        pairs = shape.num_tokens * self.experts.num_experts_per_token
-        return are_grouped(pairs, self.experts.num_in_all)
+        return self.grouped_elements > 0 and groups_codes(self.experts, shape.num_tokens)
 
     def making_bytes(self, shape: PassShape) -> float:
         """Bytes that are read and written to make experts' values, while nothing is multiplied."""
@@ -338,6 +335,13 @@ def makes_values(num_rows: int, element_bytes: int) -> bool:
     Source: ``runtime.forms.stored.StoredLinear``.
     """
     return num_rows > CODES_ROWS or element_bytes > 2
+
+
+def groups_codes(experts: Experts | None, num_tokens: int) -> bool:
+    """Return True if a pass of so many tokens makes the values of experts' codes."""
+    if experts is None:
+        return False
+    return are_grouped(num_tokens * experts.num_experts_per_token, experts.num_in_all)
 
 
 def gathers_codes(experts: Experts | None, num_tokens: int) -> bool:

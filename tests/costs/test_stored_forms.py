@@ -118,6 +118,19 @@ def test_rows_that_begin_amid_a_line_are_read_slower() -> None:
     assert uva_bytes(machine, codes, stage.experts, 1) == pytest.approx(num_bytes * 4 / 32)
 
 
+def test_codes_of_experts_cross_once_where_values_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = load_profile("h200-pcie5")
+    stage = open_stage("benchmarks/models/gpt-oss-20b/config.json")
+    units = [u for u in group_units(stage.layers[0]) if u.part is Component.WEIGHT]
+    codes = [unit for unit in units if not unit.parameters[0].form.is_raw]
+    num_bytes, num_tokens = sum(unit.nbytes for unit in codes), 4 * 8 * IN_PLACE_ROWS
+    often = uva_bytes(machine, codes, stage.experts, num_tokens)
+    assert often == pytest.approx(UNALIGNED_ROWS * num_bytes * coded_reads(4 * IN_PLACE_ROWS))
+    monkeypatch.setattr(kernel_sizes, "GROUPS_EXPERTS", True)
+    once = uva_bytes(machine, codes, stage.experts, num_tokens)
+    assert once == pytest.approx(UNALIGNED_ROWS * num_bytes)
+
+
 def test_experts_are_read_once_for_as_many_rows_as_a_program_takes() -> None:
     assert [coded_reads(rows) for rows in (1, 16, 32)] == [1, 1, 1]
     # half of the experts have more rows than a block of the average
