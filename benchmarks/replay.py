@@ -279,7 +279,7 @@ def predict_runs(
     routing = None if reuse == "none" else profile_trace(model, reuse)
     stage = replace(hold(model, offload.packing), routing=routing)
     made = predict([stage], machine, workload, Budget(gpu_memory=machine.gpu_memory.value), offload)
-    found = predict_found(place(stage, offload), stage, workload.batch)
+    found = predict_found(place(stage, offload), stage, workload.batch, machine)
     return {"step_s": made.decode.step_s, "hits": None if found is None else found.hits}
 
 
