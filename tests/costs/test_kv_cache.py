@@ -13,7 +13,7 @@ from offplan.costs.activations import (
     cached_value_bytes,
 )
 from offplan.costs.compute import layer_time
-from offplan.costs.kv_cache import VALUE_PASSES, cached_bytes
+from offplan.costs.kv_cache import cached_bytes
 from offplan.costs.work import PassShape, layer_work
 from offplan.engines.runner import lower
 from offplan.held.held import hold
@@ -63,7 +63,7 @@ def test_a_step_reads_codes_and_a_prompt_makes_values() -> None:
     assert cached_bytes(work, STEP, in_place=True) == codes - values
     for shape, in_place in ((STEP, False), (PROMPT, True)):
         more = cached_bytes(work, shape, in_place=in_place)
-        assert more == codes + VALUE_PASSES * values
+        assert more == codes + values
 
 
 def test_a_layers_measured_time_stands_for_it() -> None:

@@ -18,7 +18,7 @@ from offplan.held.held import hold
 from offplan.plan import Workload
 from offplan.row_cache import SCALE_BYTES
 from offplan.runtime.loading.skeleton import build_skeleton, decoder_layers
-from offplan.runtime.model import cache_codes
+from offplan.runtime.model import cache_codes, caches
 from offplan.runtime.model.attention import weigh
 from offplan.runtime.model.cache_codes import (
     Scratch,
@@ -56,7 +56,7 @@ def round_off(states: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_values_are_near_and_rounded_once(dtype: torch.dtype) -> None:
-    sizes = torch.logspace(-3, 3, 7) if dtype is torch.float16 else torch.logspace(-30, 30, 7)
+    sizes = torch.logspace(-3, 3, 7) if dtype is torch.float16 else torch.logspace(-30, 36, 7)
     states = (torch.randn(2, 3, 7, 16) * sizes[:, None]).to(dtype)
     made = round_off(states)
     largest = states.abs().amax(-1, keepdim=True).double()
@@ -191,6 +191,33 @@ def weigh_latents(
     return scores.masked_fill(beyond, -torch.inf).softmax(-1) @ kept
 
 
+def record_codes(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Have codes of what is cached recorded, and return the list of them."""
+    made: list[torch.Tensor] = []
+
+    def record(states: torch.Tensor) -> torch.Tensor:
+        made.append(encode(states))
+        return made[-1]
+
+    monkeypatch.setattr(caches, "encode", record)
+    return made
+
+
+def keep_near_codes(monkeypatch: pytest.MonkeyPatch, recorded: list[torch.Tensor]) -> None:
+    """Have recorded codes kept where those of the same states in this run are the next ones.
+
+    A sum in another order differs by a millionth. So one of some ten thousand numbers, which lies
+    between two codes, is rounded the other way.
+    """
+    codes = iter(recorded)
+
+    def encode_again(states: torch.Tensor) -> torch.Tensor:
+        known, made = next(codes), encode(states)
+        return torch.where((known.int() - made.int()).abs() == 1, known, made)
+
+    monkeypatch.setattr(caches, "encode", encode_again)
+
+
 @pytest.mark.parametrize("name", first_quick(FAMILIES))
 def test_steps_in_place_see_what_steps_by_mask_see(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -202,11 +229,12 @@ def test_steps_in_place_see_what_steps_by_mask_see(
     monkeypatch.setattr(coded_kernel, "attend_codes", weigh_codes)
     monkeypatch.setattr(coded_kernel, "attend_latent_codes", weigh_latents)
     folder = save_tiny(name, tmp_path)
+    recorded = record_codes(monkeypatch)
     expected, session = follow(open_coded(folder, 5)), open_coded(folder, 5)
     session.runner.forward.find_filled = filled_up_to
+    keep_near_codes(monkeypatch, recorded)
     found = follow(session)
-    # a sum that is made in another order may have a code rounded the other way
-    assert float((found - expected).abs().max()) < 10 * TOLERANCE * float(expected.abs().max())
+    assert float((found - expected).abs().max()) < TOLERANCE * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("seed", range(4))

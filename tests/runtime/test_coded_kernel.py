@@ -1,4 +1,4 @@
-"""The kernels that attend to cached codes: as products with the values that codes stand for."""
+"""The kernels of a cache's codes: values as torch makes them, and attention to what they are."""
 
 from itertools import product
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from offplan.runtime.model.cache_codes import Scratch, decode_to, encode
+from offplan.row_cache import SCALE_BYTES
+from offplan.runtime.model.cache_codes import Scratch, decode_to, encode, scales_of
 from tests.runtime.interpreted import (
     HAS_GPU,
     INTERPRETED,
@@ -42,7 +43,36 @@ def test_kernels_interpreted() -> None:
 
 def values_of(kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     scratch = Scratch(4 * kept.numel() * dtype.itemsize, kept.device)
-    return scratch.expand(kept, kept, dtype)[0]
+    given = kept.view(1, -1, *kept.shape[-2:])
+    return scratch.expand(given, given, dtype)[0].view(*kept.shape[:-1], -1)
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dim", [40, 128])
+def test_values_are_those_of_torch_bit_for_bit(dim: int, dtype: torch.dtype) -> None:
+    """Of all codes and all scales, of some tokens of a cache."""
+    from offplan.runtime.model.codes_kernel import expand_codes
+
+    torch.manual_seed(0)
+    kept = torch.randint(256, (2, 3, 100, dim + SCALE_BYTES), dtype=torch.uint8)
+    # the interpreter knows no bfloat16 below 2**-126
+    least = 7 if INTERPRETED and dtype is torch.bfloat16 else 1
+    exponents = torch.randint(least, 251, (2, 3, 100, 1), dtype=torch.int32)
+    exponents[:, :, ::7] = 127
+    scales_of(kept).copy_((exponents << 23).view(torch.float32))
+    scales_of(kept)[0, 0, 5] = torch.nan
+    part = kept.to(DEVICE)[:, :, 3:90]
+    expected, found = (torch.empty(2, 3, 87, dim, dtype=dtype, device=DEVICE) for _ in range(2))
+    decode_to(expected, part[..., :-SCALE_BYTES], scales_of(part))
+    expand_codes(part, found)
+    whole = torch.int16 if dtype.itemsize == 2 else torch.int32
+    is_nan = expected.isnan()
+    assert torch.equal(found.isnan(), is_nan)
+    assert int(is_nan.sum()) == dim
+    bits = (each.view(whole).masked_fill(is_nan, 0) for each in (found, expected))
+    assert torch.equal(*bits)
 
 
 @pytest.mark.gpu
@@ -143,7 +173,7 @@ def test_moved_bits_are_codes_less_a_power_of_two(dtype: torch.dtype) -> None:
 
 POINTERS = {"query": "*{0}", "query_rotary": "*{0}", "keys": "*u8", "values": "*u8"}
 POINTERS |= {"latents": "*u8", "rotaries": "*u8", "position": "*i64", "partial": "*fp32"}
-POINTERS |= {"log_sums": "*fp32", "sinks": "*{0}", "out": "*{0}"}
+POINTERS |= {"log_sums": "*fp32", "sinks": "*{0}", "out": "*{0}", "kept": "*u8", "made": "*{0}"}
 
 
 @pytest.mark.slow
@@ -152,7 +182,7 @@ POINTERS |= {"log_sums": "*fp32", "sinks": "*{0}", "out": "*{0}"}
 @pytest.mark.parametrize(("kind", "name"), [("bf16", "bfloat16"), ("fp16", "float16")])
 def test_kernels_compile_for_every_gpu(target: int, kind: str, name: str) -> None:
     need_triton()
-    from offplan.runtime.model import coded_kernel
+    from offplan.runtime.model import coded_kernel, codes_kernel
 
     dtype = getattr(torch, name)
     of_type = coded_kernel.choose_constants(dtype)
@@ -176,3 +206,4 @@ def test_kernels_compile_for_every_gpu(target: int, kind: str, name: str) -> Non
     assert "mma" in compile_one(coded_kernel._attend_latent_split, {**more, **of_type})
     sizes = {"HAS_SINKS": True, "VALUE": 96, "BLOCK_V": 128, "BLOCK": 128}
     compile_one(coded_kernel.join_splits, sizes)
+    compile_one(codes_kernel._expand, {"DIM": 96, "BLOCK_D": 128, "BLOCK_T": 32})

@@ -15,9 +15,9 @@ from offplan.kernel_sizes import CODED_PROGRAMS, LATENT_HEADS
 from offplan.row_cache import SCALE_BYTES
 from offplan.runtime.gpu_limits import gpu_limits
 from offplan.runtime.model.cache_codes import BITS
+from offplan.runtime.model.codes_kernel import SCALE_WIDTH, decode, load_scales
 from offplan.runtime.model.latent_kernel import join_splits
 
-_SCALE_BYTES = tl.constexpr(SCALE_BYTES)
 MAX_BLOCK_TOKENS = 64
 """Cached tokens that a program takes at a time, where its shared memory has room for them.
 
@@ -53,21 +53,6 @@ def choose_constants(dtype: torch.dtype) -> dict[str, int]:
         "WEIGHT_POWER": powers.weight_power,
         "POWER": kind.power,
     }
-
-
-@triton.jit
-def _floats(codes, SHIFT: tl.constexpr, MASK: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return floats of codes, which lack a power of two."""
-    bits = codes.to(tl.int8, bitcast=True).to(tl.int16)
-    moved = (bits.to(tl.int32) << SHIFT) & MASK
-    return moved.to(tl.uint16).to(KIND, bitcast=True)
-
-
-@triton.jit
-def _scales(rows, token, is_token, ROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the scales behind the codes of some tokens, float32."""
-    pointers = (rows + token * ROW + (ROW - _SCALE_BYTES)).to(tl.pointer_type(tl.float32))
-    return tl.load(pointers, mask=is_token, other=0.0)
 
 
 @triton.jit
@@ -134,8 +119,8 @@ def _attend_split(  # type: ignore[no-untyped-def]
     is_query = is_head[:, None] & (dim < KEY)[None, :]
     q = tl.load(query + at[:, None] * KEY + dim[None, :], mask=is_query, other=0.0)
     q = (q.to(tl.float32) * 2.0**QUERY_POWER).to(q.dtype)
-    keys += pair.to(tl.int64) * context * (KEY + _SCALE_BYTES)
-    values += pair.to(tl.int64) * context * (VALUE + _SCALE_BYTES)
+    keys += pair.to(tl.int64) * context * (KEY + SCALE_WIDTH)
+    values += pair.to(tl.int64) * context * (VALUE + SCALE_WIDTH)
     top = tl.full([BLOCK_H], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_H], dtype=tl.float32)
     mixed = tl.zeros([BLOCK_H, BLOCK_V], dtype=tl.float32)
@@ -144,12 +129,12 @@ def _attend_split(  # type: ignore[no-untyped-def]
         is_token = token < stop
         is_key = is_token[:, None] & (dim < KEY)[None, :]
         is_value = is_token[:, None] & (value_dim < VALUE)[None, :]
-        places = token[:, None] * (KEY + _SCALE_BYTES) + dim[None, :]
-        key = _floats(tl.load(keys + places, mask=is_key, other=0), SHIFT, MASK, q.dtype)
-        places = token[:, None] * (VALUE + _SCALE_BYTES) + value_dim[None, :]
-        value = _floats(tl.load(values + places, mask=is_value, other=0), SHIFT, MASK, q.dtype)
-        of_key = _scales(keys, token, is_token, KEY + _SCALE_BYTES)
-        of_value = _scales(values, token, is_token, VALUE + _SCALE_BYTES)
+        places = token[:, None] * (KEY + SCALE_WIDTH) + dim[None, :]
+        key = decode(tl.load(keys + places, mask=is_key, other=0), SHIFT, MASK, q.dtype)
+        places = token[:, None] * (VALUE + SCALE_WIDTH) + value_dim[None, :]
+        value = decode(tl.load(values + places, mask=is_value, other=0), SHIFT, MASK, q.dtype)
+        of_key = load_scales(keys, token, is_token, KEY + SCALE_WIDTH)
+        of_value = load_scales(values, token, is_token, VALUE + SCALE_WIDTH)
         factor: tl.constexpr = SCALE * 2.0 ** (POWER - QUERY_POWER)
         score = tl.dot(q, tl.trans(key)) * (of_key * factor)[None, :]
         if SOFT_CAP > 0:
@@ -209,22 +194,22 @@ def _attend_latent_split(  # type: ignore[no-untyped-def]
     )
     q = (q.to(tl.float32) * 2.0**QUERY_POWER).to(q.dtype)
     q_rope = (q_rope.to(tl.float32) * 2.0**QUERY_POWER).to(q.dtype)
-    latents += row.to(tl.int64) * context * (LATENT + _SCALE_BYTES)
-    rotaries += row.to(tl.int64) * context * (ROPE + _SCALE_BYTES)
+    latents += row.to(tl.int64) * context * (LATENT + SCALE_WIDTH)
+    rotaries += row.to(tl.int64) * context * (ROPE + SCALE_WIDTH)
     top = tl.full([BLOCK_H], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_H], dtype=tl.float32)
     mixed = tl.zeros([BLOCK_H, LATENT], dtype=tl.float32)
     for begin in range(first, stop, BLOCK_S):
         token = begin + tl.arange(0, BLOCK_S)
         is_token = token < stop
-        places = token[:, None] * (LATENT + _SCALE_BYTES) + dim[None, :]
+        places = token[:, None] * (LATENT + SCALE_WIDTH) + dim[None, :]
         codes = tl.load(latents + places, mask=is_token[:, None], other=0)
-        latent = _floats(codes, SHIFT, MASK, q.dtype)
-        places = token[:, None] * (ROPE + _SCALE_BYTES) + rope[None, :]
+        latent = decode(codes, SHIFT, MASK, q.dtype)
+        places = token[:, None] * (ROPE + SCALE_WIDTH) + rope[None, :]
         codes = tl.load(rotaries + places, mask=is_token[:, None], other=0)
-        angle = _floats(codes, SHIFT, MASK, q.dtype)
-        of_latent = _scales(latents, token, is_token, LATENT + _SCALE_BYTES)
-        of_angle = _scales(rotaries, token, is_token, ROPE + _SCALE_BYTES)
+        angle = decode(codes, SHIFT, MASK, q.dtype)
+        of_latent = load_scales(latents, token, is_token, LATENT + SCALE_WIDTH)
+        of_angle = load_scales(rotaries, token, is_token, ROPE + SCALE_WIDTH)
         factor: tl.constexpr = SCALE * 2.0 ** (POWER - QUERY_POWER)
         score = tl.dot(q, tl.trans(latent)) * (of_latent * factor)[None, :]
         score += tl.dot(q_rope, tl.trans(angle)) * (of_angle * factor)[None, :]
