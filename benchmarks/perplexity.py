@@ -38,7 +38,7 @@ def read_logits(
     )
     with session:
         made = [part[0].float().clone() for part in session.prefill_all(prompt)]
-        made += [session.decode(token).float().clone() for token in others.split(1, dim=1)]
+        made += [session.decode(token[:, None]).float().clone() for token in others.unbind(1)]
     return torch.cat(made)
 
 
@@ -46,13 +46,15 @@ def compare(tokens: torch.Tensor, plain: torch.Tensor, coded: torch.Tensor) -> d
     """Compare logits of a text, [tokens, vocabulary], with those of the cache as computed."""
     of_next = tokens[0, 1:, None]
     logs = [each.log_softmax(-1) for each in (plain, coded)]
-    perplexities = [float((-each[:-1].gather(-1, of_next).mean()).exp()) for each in logs]
+    given = [-each[:-1].gather(-1, of_next) for each in logs]
+    perplexities = [float(each.mean().exp()) for each in given]
     differences = (coded - plain).abs()
     return {
         "tokens": tokens.shape[1],
         "perplexity": perplexities[0],
         "perplexity_fp8": perplexities[1],
         "perplexity_change": perplexities[1] / perplexities[0] - 1,
+        "standard_error_of_change": float((given[1] - given[0]).std() / len(of_next) ** 0.5),
         "largest_difference": float(differences.max()),
         "mean_difference": float(differences.mean()),
         "largest_logit": float(plain.abs().max()),
