@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from offplan.row_cache import SCALE_BYTES
-from offplan.runtime.model.cache_codes import Scratch, decode_to, encode, scales_of
+from offplan.runtime.model.cache_codes import BITS, Scratch, decode_to, encode, scales_of
 from tests.runtime.interpreted import (
     HAS_GPU,
     INTERPRETED,
@@ -66,7 +66,8 @@ def test_values_are_those_of_torch_bit_for_bit(dim: int, dtype: torch.dtype) -> 
     part = kept.to(DEVICE)[:, :, 3:90]
     expected, found = (torch.empty(2, 3, 87, dim, dtype=dtype, device=DEVICE) for _ in range(2))
     decode_to(expected, part[..., :-SCALE_BYTES], scales_of(part))
-    expand_codes(part, found)
+    moved = BITS[torch.float32]
+    expand_codes(part, found, moved.shift, moved.mask, moved.power)
     whole = torch.int16 if dtype.itemsize == 2 else torch.int32
     is_nan = expected.isnan()
     assert torch.equal(found.isnan(), is_nan)
@@ -206,4 +207,6 @@ def test_kernels_compile_for_every_gpu(target: int, kind: str, name: str) -> Non
     assert "mma" in compile_one(coded_kernel._attend_latent_split, {**more, **of_type})
     sizes = {"HAS_SINKS": True, "VALUE": 96, "BLOCK_V": 128, "BLOCK": 128}
     compile_one(coded_kernel.join_splits, sizes)
-    compile_one(codes_kernel._expand, {"DIM": 96, "BLOCK_D": 128, "BLOCK_T": 32})
+    moved = BITS[torch.float32]
+    numbers = {"SHIFT": moved.shift, "MASK": moved.mask, "POWER": moved.power}
+    compile_one(codes_kernel._expand, {**numbers, "DIM": 96, "BLOCK_D": 128, "BLOCK_T": 32})

@@ -115,7 +115,8 @@ class Scratch:
             if kept.is_cuda and not torch.compiler.is_compiling():  # what is compiled is fused
                 from offplan.runtime.model.codes_kernel import expand_codes  # needs triton
 
-                expand_codes(kept, part)
+                whole = BITS[torch.float32]
+                expand_codes(kept, part, whole.shift, whole.mask, whole.power)
             else:
                 decode_to(part, kept[..., :-SCALE_BYTES], scales_of(kept))
             made.append(part)

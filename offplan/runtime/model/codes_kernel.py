@@ -5,12 +5,8 @@ import triton
 import triton.language as tl
 
 from offplan.row_cache import SCALE_BYTES
-from offplan.runtime.model.cache_codes import BITS
 
 SCALE_WIDTH = tl.constexpr(SCALE_BYTES)
-_WHOLE = BITS[torch.float32]
-_SHIFT, _MASK = tl.constexpr(_WHOLE.shift), tl.constexpr(_WHOLE.mask)
-_FACTOR = tl.constexpr(2.0**_WHOLE.power)
 _BLOCK_VALUES = 4096
 """Values that a program makes; not measured."""
 
@@ -39,6 +35,9 @@ def _expand(  # type: ignore[no-untyped-def]
     num_tokens,
     row_stride,
     head_stride,
+    SHIFT: tl.constexpr,
+    MASK: tl.constexpr,
+    POWER: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -54,7 +53,7 @@ def _expand(  # type: ignore[no-untyped-def]
         kept + token[:, None] * (DIM + SCALE_WIDTH) + dim[None, :], mask=is_value, other=0
     )
     scales = load_scales(kept, token, is_token, DIM + SCALE_WIDTH)
-    values = decode(codes, _SHIFT, _MASK, tl.float32) * _FACTOR * scales[:, None]
+    values = decode(codes, SHIFT, MASK, tl.float32) * 2.0**POWER * scales[:, None]
     tl.store(
         made + token[:, None] * DIM + dim[None, :],
         values.to(made.dtype.element_ty),
@@ -62,12 +61,12 @@ def _expand(  # type: ignore[no-untyped-def]
     )
 
 
-def expand_codes(kept: torch.Tensor, made: torch.Tensor) -> None:
+def expand_codes(kept: torch.Tensor, made: torch.Tensor, shift: int, mask: int, power: int) -> None:
     """Write the values of codes over floats, as ``cache_codes.decode_to`` does, bit for bit.
 
     ``kept`` is uint8 of [batch, heads, tokens, dim + SCALE_BYTES], in which a token's codes lie
-    behind those of the token before. ``made`` is [batch, heads, tokens, dim], contiguous. Runs on
-    the current stream, synchronises nothing.
+    behind those of the token before. ``made`` is [batch, heads, tokens, dim], contiguous. The
+    three numbers say how codes become float32. Runs on the current stream, synchronises nothing.
     """
     batch, heads, num_tokens, dim = made.shape
     assert kept.stride()[2:] == (dim + SCALE_BYTES, 1)
@@ -75,6 +74,6 @@ def expand_codes(kept: torch.Tensor, made: torch.Tensor) -> None:
     width = triton.next_power_of_2(dim)
     block = max(1, _BLOCK_VALUES // width)
     _expand[(triton.cdiv(num_tokens, block), batch * heads)](
-        kept, made, heads, num_tokens, *kept.stride()[:2], DIM=dim, BLOCK_D=width, BLOCK_T=block,
-        num_warps=4,
+        kept, made, heads, num_tokens, *kept.stride()[:2], SHIFT=shift, MASK=mask, POWER=power,
+        DIM=dim, BLOCK_D=width, BLOCK_T=block, num_warps=4,
     )  # fmt: skip
