@@ -12,6 +12,7 @@ import pytest
 from huggingface_hub import constants
 
 from offplan import disk_cache
+from offplan.capabilities.cached_experts import MissRates
 from offplan.capabilities.stock import STOCK
 from offplan.checkpoint import header_cache
 from offplan.checkpoint.assemble import assemble
@@ -24,6 +25,8 @@ from offplan.held import stock
 from offplan.held.counted import CountedPasses
 from offplan.library import alternatives, runnable
 from offplan.machine.profile import LayerTime
+from offplan.runtime.cached_experts.rates import RATES
+from offplan.runtime.measuring.cores_cache import HOST_CORES
 from offplan.runtime.measuring.layer_cache import LAYER_TIMES
 from tests.cli import CLI, ROOT
 
@@ -96,6 +99,12 @@ KINDS = [
     Kind(alternatives._LONGEST, (ASKED, {**ASKED, "held": ["x"]}), (98_304, 0)),
     Kind(header_cache._HEADERS, (SHARD, {**SHARD, "shard": "other"}), (start(3), start(300))),
     Kind(LAYER_TIMES, (TIMED, {**TIMED, "torch": "3"}), (times(0.1 + 0.2), times(1e-5))),
+    Kind(HOST_CORES, (TIMED, {**TIMED, "torch": "3"}), ({"cores": 9e10}, {"cores": 1.5e10})),
+    Kind(
+        RATES,
+        (TIMED, {**TIMED, "torch": "3"}),
+        (MissRates(1e-5, 1.5e-4, 2.7e-4), MissRates(0.0, 0.1 + 0.2, 1e-9)),
+    ),
     Kind(stock._PASSES, (ASKED, {**ASKED, "held": ["x"]}), (passes([0, 1]), "it fails")),
     Kind(runnable._NEEDED, (ASKED, {**ASKED, "held": ["x"]}), (STOCK, STOCK)),
     Kind(runnable._RUNNABLE, (ASKED, {**ASKED, "held": ["x"]}), ("runs", "runs")),

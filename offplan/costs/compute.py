@@ -110,9 +110,9 @@ def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> Co
     A layer of transformers' own passes takes the roofline, its launches, or what its operators read
     and write, whichever is most. Times of two equal chunks give those between them, and chunks that
     of a longer prompt. Times measured at other shapes of the same layer scale it, or, of the chunks
-    of a prompt, differ from it by as much. A smaller chunk takes its share of a larger one at least.
-    A recoded layer that was not measured itself takes what that costs beyond the layer as it is
-    stored: never less. A cache that is kept as codes adds ``cached_bytes``.
+    of a prompt, differ from it by as much. A smaller chunk takes its share of a larger one at
+    least. A recoded layer that was not measured itself takes what that costs beyond the layer as it
+    is stored: never less. A cache that is kept as codes adds ``cached_bytes``.
     """
     if work.stored is not None and work.key not in machine.timed_layers:
         seconds = layer_time(machine, work.stored, shape).seconds

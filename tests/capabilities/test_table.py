@@ -78,7 +78,7 @@ def test_one_more_has_its_keys_words_and_refusals() -> None:
 def test_one_more_is_asked_for_chosen_and_refused() -> None:
     asked = Asked(make_model([DENSE]), 1, "host")
     chosen = Goal().choose(asked, by_others=False)
-    assert chosen == {"cached_experts": "off", "parts": "off", "loud": True}
+    assert chosen == {"cached_experts": "off", "parts": "off", "host_cores": True, "loud": True}
     assert [*Goal(loud=True).list_refusals(asked)] == ["`loud`: it is quiet"]
     with pytest.raises(ValueError, match="`loud` with `engine=vllm`: no engine is loud"):
         Goal(loud=True, engine="vllm")

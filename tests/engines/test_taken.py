@@ -292,7 +292,7 @@ def test_packing_part_of_what_vllm_fuses_is_refused(tmp_path: Path) -> None:
 KEPT = {"decode": "uva", "cached_experts": 2}
 UNKNOWN = {
     "keeps 2 experts .*cached_experts.* worker in vLLM does not do: .* `engine`": KEPT,
-    "keeps 2 experts .*cached_experts.* `engine`": KEPT | {"decode": "host", "host_share": 0.5},
+    "keeps 2 experts .*cached_experts.* `engine`": KEPT | {"decode": "host"},
     "has the backend host, which .* worker in vLLM does not have: .* `engine`": {"decode": "host"},
     "experts in 2 parts .* worker in vLLM does not do: .* `engine`": {
         "prefill": "prefetch",

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from offplan.runtime.model.caches import Ring, _Layer
 from offplan.runtime.model.probe import check_codes
 from offplan.runtime.rows import Rows
 from offplan.runtime.session import Session
+from tests.runtime.coded_cache import FP8, PROMPT
 from tests.runtime.conftest import save_tiny
 from tests.runtime.greedy import TOLERANCE
 from tests.runtime.interpreted import need_triton
@@ -39,14 +39,12 @@ from tests.runtime.plans import CONTEXT, group, offload
 from tests.runtime.seen import find_seen
 from tests.tiers import first_quick
 
-FP8 = replace(OWN, kv_cache_dtype="fp8")
 FAMILIES = ["qwen3", "sinks", "deepseek_v3", "mistral_windowed", "chunked", "soft_caps", "linear"]
 FAMILIES += ["shared_streams"]
 """Grouped heads, sinks, latents, rings of windows and of chunks, soft caps, states beside keys, and
 caches that later layers read."""
 RELATIVE = 2.0**-5
 """Part by which E3M4 changes a value at most: half of a step of four bits of mantissa."""
-PROMPT = torch.tensor([[number * number % 61 for number in range(23)]] * 2)
 
 
 def round_off(states: torch.Tensor) -> torch.Tensor:

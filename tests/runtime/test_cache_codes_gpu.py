@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from offplan.checkpoint.open import open_model
 from offplan.runtime.session import Session
+from tests.runtime.coded_cache import FP8, PROMPT
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import CONTEXT, group, offload
-from tests.runtime.test_cache_codes import FP8, PROMPT
 
 pytestmark = [
     pytest.mark.gpu,

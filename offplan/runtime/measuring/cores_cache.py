@@ -12,6 +12,10 @@ import torch
 from offplan.disk_cache import KeptAnswers
 from offplan.hostmem.limits import core_quota, read_numbers, read_text
 
+_NAMES = frozenset(
+    {"cores", "host_threads", "cores_beside_copies", "host_reads", "cores_round_trip"}
+)
+"""Keys that ``measure_cores`` gives."""
 _SOURCES = Path(__file__).parents[2] / "hostcores"
 
 
@@ -41,8 +45,8 @@ def _encode(figures: Mapping[str, Any]) -> bytes:
 
 def _decode(content: bytes) -> Mapping[str, Any]:
     figures = json.loads(content)
-    if not isinstance(figures, dict):
-        raise ValueError("no figures")
+    if not isinstance(figures, dict) or not {"cores"} <= set(figures) <= _NAMES:
+        raise ValueError("no figures of the host's cores")
     return figures
 
 
