@@ -3,7 +3,8 @@
 A kernel of a captured step is given the number of a job and two words. It writes 0 to the answer
 and rings with the number. The stream waits until the answer is 1 or more: 1 for done, 2 for failed.
 Experts that the kernel has listed for later are copied to the GPU behind the answer, on a stream of
-the coordinator's own. It answers the next bell before it queues another piece.
+the coordinator's own: two pieces at a time, and none while it computes. It answers the next bell
+before it queues another piece.
 Source: FreeToken, ``gpu_sync_cuda.cpp``, for a doorbell within a captured step.
 """
 

@@ -114,7 +114,10 @@ class Later(Structure):
 class Driver(Structure):
     """Functions that copy experts to a device; see ``coordinator.h``."""
 
-    _fields_ = tuple(_each(c_void_p, "set_context copy synchronize context stream"))
+    _fields_ = (
+        *_each(c_void_p, "set_context copy synchronize context stream record query"),
+        ("events", c_void_p * 2),
+    )
 
 
 class Words(Structure):

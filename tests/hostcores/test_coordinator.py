@@ -174,7 +174,9 @@ def test_lists_of_cores_are_read() -> None:
 class Copier:
     """Stands in for the driver: copies memory of the host, now or when it is asked to."""
 
-    def __init__(self, coordinator: Coordinator, status: int = 0) -> None:
+    def __init__(
+        self, coordinator: Coordinator, status: int = 0, *, has_events: bool = False
+    ) -> None:
         self.copies: list[tuple[int, int, int]] = []
         """Target, source and bytes of each copy, in the order in which they were queued."""
         self.num_done, self.is_held, self.contexts, self._status = 0, False, [0], status
@@ -184,9 +186,17 @@ class Copier:
             ctypes.CFUNCTYPE(*types)(self._copy),
             ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._synchronize),
         ]
-        self._keeps = kinds
-        addresses = [ctypes.cast(each, ctypes.c_void_p).value for each in kinds]
-        coordinator.copy_by(Driver(*addresses, 11, 12))
+        events = [
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(self._record),
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._query),
+        ]
+        self._noted: dict[int, int] = {}
+        self._keeps = kinds + events
+        addresses, others = (
+            [ctypes.cast(each, ctypes.c_void_p).value for each in of] for of in (kinds, events)
+        )
+        more = (*others, (ctypes.c_void_p * 2)(21, 22)) if has_events else ()
+        coordinator.copy_by(Driver(*addresses, 11, 12, *more))
 
     def _enter(self, context: int) -> int:
         self.contexts.append(context)
@@ -199,6 +209,14 @@ class Copier:
             self.do()
         return self._status
 
+    def _record(self, event: int, stream: int) -> int:
+        assert stream == 12
+        self._noted[event] = len(self.copies)
+        return 0
+
+    def _query(self, event: int) -> int:
+        return 0 if self.num_done >= self._noted[event] else 600
+
     def _synchronize(self, stream: int) -> int:
         assert stream == 12
         self.is_held = False
@@ -207,8 +225,11 @@ class Copier:
 
     def do(self) -> None:
         while self.num_done < len(self.copies):
-            ctypes.memmove(*self.copies[self.num_done])
-            self.num_done += 1
+            self.do_next()
+
+    def do_next(self) -> None:
+        ctypes.memmove(*self.copies[self.num_done])
+        self.num_done += 1
 
 
 class Listing:
@@ -287,6 +308,29 @@ def test_what_is_listed_is_copied_behind_the_answer(coordinator: Coordinator) ->
     assert spent.busy_ns > 0
     assert spent.queueing_ns > 0
     coordinator.check()
+
+
+def test_two_pieces_are_under_way_at_a_time(coordinator: Coordinator) -> None:
+    """More would be before what the next layer's step has cross."""
+    stream, layer = Stream(coordinator), Listing(coordinator)
+    copier = Copier(coordinator, has_events=True)
+    product, *_ = add_product(coordinator)
+    copier.is_held = True
+    layer.note((2, 1), (0, 0))
+    assert stream.run(layer.job) == DONE
+    for num_done in range(3):
+        ends = time.monotonic() + 20
+        while len(copier.copies) < num_done + 2:
+            assert time.monotonic() < ends
+            time.sleep(0)
+        assert stream.run(product) == DONE
+        time.sleep(0.01)
+        assert len(copier.copies) == num_done + 2
+        copier.do_next()
+    copier.is_held = False
+    copier.do()
+    coordinator.drain()
+    layer.require((2, 1), (0, 0))
 
 
 def test_a_bell_is_answered_while_copies_are_under_way(coordinator: Coordinator) -> None:

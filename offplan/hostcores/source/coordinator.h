@@ -18,10 +18,16 @@ struct alignas(64) Words {
 // The driver's functions by which experts are copied to a device, each 0 where it succeeds; tests
 // have stand-ins. Nothing is linked with the driver.
 struct Driver {
+  static const int NOT_READY = 600;
   int (*set_context)(void* context);
   int (*copy)(uint64_t target, const void* source, size_t bytes, void* stream);
   int (*synchronize)(void* stream);
   void *context, *stream;
+  // Note that a stream comes to an event, and ask whether it has: NOT_READY if not. Without them
+  // (null) all pieces are queued at once.
+  int (*record)(void* event, void* stream);
+  int (*query)(void* event);
+  void* events[2];
 };
 
 // Experts that a step has listed, of which some are to be copied yet.
@@ -70,9 +76,10 @@ struct Coordinator {
   Driver driver{};
   bool has_context = false;
   Pending pending[MOST_PENDING];  // a ring: the oldest, and how many there are
-  int64_t oldest = 0, num_pending = 0;
+  int64_t oldest = 0, num_pending = 0, num_queued = 0;
   void fail(int64_t reason);
   void list_later(const Later* later);
+  bool may_copy() const;
   void copy_piece();
   void serve();
   void watch();

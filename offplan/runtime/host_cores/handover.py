@@ -37,6 +37,8 @@ _LISTS = 256
 """Lists of experts brought for later that a block of host memory has."""
 _NON_BLOCKING = 1
 """CU_STREAM_NON_BLOCKING: the stream waits for nothing of the default one."""
+_NO_TIMING = 2
+"""CU_EVENT_DISABLE_TIMING."""
 _AT_LEAST = 0
 """CU_STREAM_WAIT_VALUE_GEQ."""
 
@@ -91,12 +93,21 @@ class CurrentStream:
         self._require("cuCtxGetCurrent", ctypes.byref(context))
         self._require("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
         self._require("cuStreamCreateWithPriority", ctypes.byref(stream), _NON_BLOCKING, least)
-        names = "cuCtxSetCurrent", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize"
-        functions = [ctypes.cast(getattr(self._driver, name), ctypes.c_void_p) for name in names]
-        return Driver(*functions, context, stream)
+        events = (ctypes.c_void_p * 2)()
+        for at in range(2):
+            event = ctypes.byref(events, at * ctypes.sizeof(ctypes.c_void_p))
+            self._require("cuEventCreate", event, _NO_TIMING)
+
+        def find(*names: str) -> list[ctypes.c_void_p]:
+            return [ctypes.cast(getattr(self._driver, name), ctypes.c_void_p) for name in names]
+
+        copying = find("cuCtxSetCurrent", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize")
+        return Driver(*copying, context, stream, *find("cuEventRecord", "cuEventQuery"), events)
 
     def destroy(self, copier: Driver) -> None:
         """Give the stream of ``make_copier`` back, on which nothing is under way."""
+        for event in copier.events:
+            self._driver.cuEventDestroy_v2(ctypes.c_void_p(event))
         self._driver.cuStreamDestroy_v2(ctypes.c_void_p(copier.stream))
 
     def _require(self, name: str, *arguments: object) -> None:
