@@ -65,7 +65,7 @@ def _make_raw(name: str, form: Form, num_out: int, num_in: int) -> Components:
 def _make_packed(name: str, form: Form, num_out: int, num_in: int) -> Components:
     values = (torch.randn(num_out, num_in) * 0.02).to(torch.bfloat16)
     values[0, 3], values[1, 5], values[2, 7], values[5] = 0.0, -0.0, 1e-9, 0.0
-    values[num_out - 1, num_in - 1] = 3e5  # a patch of its own
+    values[num_out - 1, num_in - 1] = values[num_out // 2 - 1, 9] = 3e5  # patches
     return pack(values)
 
 

@@ -135,13 +135,15 @@ def test_what_is_no_number_stays_none(team: Team, kernels: int) -> None:
         assert made[1].isnan().all(), name
 
 
-def describe_experts(name: str, gate: Gate, *, with_bias: bool) -> tuple[Experts, Any]:
-    """Describe 5 experts of 192 inner columns, and return with them what computes the same.
+def describe_experts(
+    name: str, gate: Gate, *, with_bias: bool, inner: int = 192
+) -> tuple[Experts, Any]:
+    """Describe 5 experts of so many inner columns, and return with them what computes the same.
 
     A choice of 10 and more is the first 128 inner columns of an expert, 5 and more is none.
     """
-    width = 384 if gate.is_gated else 192
-    up, down = make_weight(name, width, 256, 5), make_weight(name, 256, 192, 5)
+    width = 2 * inner if gate.is_gated else inner
+    up, down = make_weight(name, width, 256, 5), make_weight(name, 256, inner, 5)
     up_bias, down_bias = (torch.randn(5, size).to(torch.bfloat16) for size in (width, 256))
     made = Experts(up=cores.describe(*up), down=cores.describe(*down), num_experts=5)
     made.is_gated, made.activation, made.is_interleaved = (
@@ -160,7 +162,7 @@ def describe_experts(name: str, gate: Gate, *, with_bias: bool) -> tuple[Experts
                     continue
                 hidden = values_of(*up)[expert] @ x[token].double()
                 hidden = gate.apply(hidden + up_bias[expert] * with_bias)
-                hidden[128 if is_part else 192 :] = 0
+                hidden[128 if is_part else inner :] = 0
                 product = values_of(*down)[expert] @ hidden.to(torch.bfloat16).double()
                 product += down_bias[expert] * (with_bias and not is_part)
                 out[token] += factors[token, place] * product
@@ -226,6 +228,16 @@ def test_experts_of_each_form(team: Team, kernels: int, name: str) -> None:
         part = cores.send(team, kernels, experts, x, some, factors)
         check(part.double(), compute(x, some, factors), 2e-2)
         assert not torch.equal(part, made)
+    assert kept
+
+
+@pytest.mark.parametrize("gate", [GATES["silu"], GATES["gpt-oss"]], ids=["silu", "gpt-oss"])
+def test_packed_experts_whose_halves_share_a_block(team: Team, kernels: int, gate: Gate) -> None:
+    """Rows of up then begin within one of the blocks that patches lie together for."""
+    experts, (compute, *kept) = describe_experts("packed", gate, with_bias=False, inner=96)
+    x, chosen, factors = draw_choices(6)
+    made = cores.send(team, kernels, experts, x, chosen, factors)
+    check(made.double(), compute(x, chosen, factors), 2e-2)
     assert kept
 
 

@@ -129,8 +129,7 @@ struct Kernels {
   int64_t (*prepared_bytes)(const Matrix&);
   // Lay a row of inputs out, bfloat16 of [num_in].
   void (*prepare)(const Matrix&, const uint16_t* x, uint8_t* prepared);
-  // Multiply rows `first` to `stop` by so many inputs: y[i][row - first], float32. Of packed weights
-  // both are multiples of BLOCK, or `stop` is the last row.
+  // Multiply rows `first` to `stop` by so many inputs: y[i][row - first], float32.
   void (*rows)(const Matrix&, const uint8_t* const* x, float* const* y, int64_t num_inputs,
                int64_t first, int64_t stop);
   // Told once what codes stand for, from forms' own tables: [16] of FP4 and [256] of FP8.
@@ -164,9 +163,10 @@ INLINE void add_patches(const Matrix& a, int64_t raw_at, const uint8_t* const* x
                         int64_t num, int64_t first, int64_t stop) {
   const int32_t *patches = (const int32_t*)a.part[PATCHES],
                 *blocks = (const int32_t*)a.part[PATCH_BLOCKS];
-  for (int64_t b = first / BLOCK; b < stop / BLOCK; b++)
+  for (int64_t b = first / BLOCK; b * BLOCK < stop; b++)
     for (int64_t p = blocks[2 * b]; p < blocks[2 * b + 1]; p++) {
       const int64_t row = patches[2 * p] / a.num_in, column = patches[2 * p] % a.num_in;
+      if (row < first || row >= stop) continue;
       const float value = from_bf16((uint16_t)patches[2 * p + 1]);
       for (int64_t i = 0; i < num; i++) {
         const uint16_t* raw = (const uint16_t*)(x[i] + raw_at);

@@ -50,15 +50,18 @@ struct Deal {  // deals units out: several at a time while there are many, one a
 
 // How the rows of a matrix are dealt out: so many at a time that a worker reads some 64 KB in a run,
 // few enough that at the end none waits long for another. Source: 16 cores, where blocks of 64 rows
-// by all experts left half of them idle.
+// by all experts left half of them idle. Where `together` rows make one column of the next matrix,
+// a unit has the rows of so many columns.
 struct Grain {
   int64_t rows, units, most;
-  explicit Grain(const Matrix& a) {
+  explicit Grain(const Matrix& a, int64_t together = 1) {
     const int64_t wanted = (UNIT_BYTES / std::max<int64_t>(1, a.row_bytes()) + 15) / 16 * 16;
-    rows = a.kind == PACKED ? BLOCK : std::max<int64_t>(16, std::min(wanted, BLOCK));
-    units = (a.num_out + rows - 1) / rows;
-    most = 4 * BLOCK / rows;
+    const int64_t all = a.kind == PACKED ? BLOCK : std::max<int64_t>(16, std::min(wanted, BLOCK));
+    rows = all / together;
+    units = (a.num_out / together + rows - 1) / rows;
+    most = MOST_ROWS / all;
   }
+  static const int64_t MOST_ROWS = 4 * BLOCK;  // that are taken at a time
  private:
   static const int64_t UNIT_BYTES = 1 << 16;
 };
@@ -143,16 +146,13 @@ static inline float activate(int64_t kind, float x, float alpha) {
   }
 }
 
-// Columns that are gated at a time.
-static const int64_t GATED = 256;
-
 // Gate `num` columns from `first` on. Loops are short and without branches, for the compiler.
 template <int64_t KIND>
 static void gate_values(const Experts& e, const float* made, const uint16_t* bias, int64_t first,
                         int64_t num, uint16_t* to) {
   const float alpha = (float)e.alpha, limit = (float)e.limit, offset = (float)e.offset;
   const int64_t step = e.is_interleaved ? 2 : 1, up = e.is_interleaved ? 1 : e.down.num_in;
-  float gates[GATED], ups[GATED];
+  float gates[Grain::MOST_ROWS], ups[Grain::MOST_ROWS];
   auto gather = [&](int64_t from, float* into) {
     for (int64_t j = 0; j < num; j++) into[j] = made[from + j * step];
     if (bias)
@@ -188,34 +188,27 @@ struct ExpertsJob {
   float* made;            // [pairs, up.num_out]
   uint16_t* gated;        // [pairs, inner]
   float* parts;           // [pairs, hidden]
-  Number *num_up, *is_gated;      // of each used expert, units of up that are done
+  Number *num_up, *is_ready;  // of each used expert: units of up that are done; down's inputs
   std::atomic<int64_t>* num_done;  // experts that are done with each unit of down
   Deal tokens, up_blocks, down_blocks;
   Meeting ready;
 };
 
-// Gate what up has made of an expert, and prepare it for down: one worker does, of all its pairs.
-// Source: an H200's host, 16 threads: a meeting of all of them takes 3.4 us. Experts of many pairs,
-// whose gate may take one worker longer than that, are not timed.
-static void gate(const ExpertsJob& job, int64_t used) {
+// Gate columns `begin` to `end` of what up has made of a used expert, for all of its pairs.
+static void gate(const ExpertsJob& job, int64_t used, int64_t begin, int64_t end) {
   const Experts& e = job.e;
-  const int64_t wide = e.up.num_out, inner = job.pairs[job.starts[used]].inner;
-  const Matrix down = e.down.first_columns(inner);
+  const int64_t wide = e.up.num_out, num = end - begin;
   for (int64_t i = job.starts[used]; i < job.starts[used + 1]; i++) {
     const uint16_t* bias = e.up_bias ? e.up_bias + job.pairs[i].expert * wide : nullptr;
     const float* made = job.made + i * wide;
     uint16_t* to = job.gated + i * e.down.num_in;
-    for (int64_t begin = 0; begin < inner; begin += GATED) {
-      const int64_t num = std::min(GATED, inner - begin);
-      switch (e.activation) {
-        case SILU: gate_values<SILU>(e, made, bias, begin, num, to); break;
-        case GELU: gate_values<GELU>(e, made, bias, begin, num, to); break;
-        case GELU_TANH: gate_values<GELU_TANH>(e, made, bias, begin, num, to); break;
-        case RELU: gate_values<RELU>(e, made, bias, begin, num, to); break;
-        default: gate_values<RELU_SQUARED>(e, made, bias, begin, num, to); break;
-      }
+    switch (e.activation) {
+      case SILU: gate_values<SILU>(e, made, bias, begin, num, to); break;
+      case GELU: gate_values<GELU>(e, made, bias, begin, num, to); break;
+      case GELU_TANH: gate_values<GELU_TANH>(e, made, bias, begin, num, to); break;
+      case RELU: gate_values<RELU>(e, made, bias, begin, num, to); break;
+      default: gate_values<RELU_SQUARED>(e, made, bias, begin, num, to); break;
     }
-    e.kernels->prepare(down, to, job.hidden + i * job.hidden_stride);
   }
 }
 
@@ -238,26 +231,23 @@ static void add_parts(const ExpertsJob& job, int64_t begin, int64_t end) {
   }
 }
 
-// Multiply rows `begin` to `end` of up, or those of them that `inner` columns are made of.
-static void multiply_up(const Experts& e, const Pair& pair, const uint8_t* const* x,
+// Multiply the rows of up that columns `begin` to `end` of inner are made of.
+static void multiply_up(const Experts& e, const Matrix& up, const uint8_t* const* x,
                         float* const* y, int64_t num, int64_t begin, int64_t end) {
-  const Matrix up = e.up.of(pair.expert);
-  const int64_t inner = e.down.num_in, of_column = e.is_gated && e.is_interleaved ? 2 : 1;
-  if (pair.inner == inner) return e.kernels->rows(up, x, y, num, begin, end);
   float* here[MOST_INPUTS];
-  for (int64_t first = 0; first < up.num_out; first += of_column * inner) {
-    const int64_t from = std::max(begin, first);
-    const int64_t to = std::min(end, first + of_column * pair.inner);
-    if (from >= to) continue;
-    for (int64_t i = 0; i < num; i++) here[i] = y[i] + (from - begin);
-    e.kernels->rows(up, x, here, num, from, to);
-  }
+  auto multiply = [&](int64_t first, int64_t stop) {
+    for (int64_t i = 0; i < num; i++) here[i] = y[i] + first;
+    e.kernels->rows(up, x, here, num, first, stop);
+  };
+  if (e.is_gated && e.is_interleaved) return multiply(2 * begin, 2 * end);
+  multiply(begin, end);
+  if (e.is_gated) multiply(e.down.num_in + begin, e.down.num_in + end);
 }
 
 static void experts_body(void* arguments, int worker, int num_workers) {
   ExpertsJob& job = *(ExpertsJob*)arguments;
   const Experts& e = job.e;
-  const int64_t wide = e.up.num_out, hidden = e.down.num_out;
+  const int64_t wide = e.up.num_out, inner = e.down.num_in, hidden = e.down.num_out;
   int64_t first, stop;
   if (e.num_tokens > 1) {
     while (job.tokens.take(e.num_tokens, num_workers, first, stop))
@@ -268,7 +258,7 @@ static void experts_body(void* arguments, int worker, int num_workers) {
 
   const uint8_t* x[MOST_INPUTS];
   float* y[MOST_INPUTS];
-  const Grain up(e.up), down(e.down);
+  const Grain up(e.up, e.is_gated ? 2 : 1), down(e.down);
   while (job.up_blocks.take(job.num_used * up.units, num_workers, first, stop, up.most))
     for (int64_t unit = first, end; unit < stop; unit = end) {
       const int64_t used = unit / up.units, begin = unit % up.units * up.rows;
@@ -277,14 +267,20 @@ static void experts_body(void* arguments, int worker, int num_workers) {
       for (int64_t i = 0; i < num; i++) {
         const int64_t pair = job.pairs[from + i].number;
         x[i] = job.inputs + pair / e.num_chosen * job.input_stride;
-        y[i] = job.made + (from + i) * wide + begin;
+        y[i] = job.made + (from + i) * wide;
       }
-      multiply_up(e, job.pairs[from], x, y, num, begin,
-                  std::min(begin + (end - unit) * up.rows, wide));
+      const Pair& pair = job.pairs[from];
+      const int64_t last = std::min(begin + (end - unit) * up.rows, pair.inner);
+      if (begin < last) {
+        multiply_up(e, e.up.of(pair.expert), x, y, num, begin, last);
+        gate(job, used, begin, last);
+      }
       if (job.num_up[used].value.fetch_add(end - unit, std::memory_order_acq_rel) + end - unit ==
           up.units) {  // whoever is last
-        gate(job, used);
-        job.is_gated[used].value.store(1, std::memory_order_release);
+        const Matrix its = e.down.first_columns(pair.inner);
+        for (int64_t i = from; i < from + num; i++)
+          e.kernels->prepare(its, job.gated + i * inner, job.hidden + i * job.hidden_stride);
+        job.is_ready[used].value.store(1, std::memory_order_release);
       }
     }
 
@@ -292,15 +288,23 @@ static void experts_body(void* arguments, int worker, int num_workers) {
     for (int64_t unit = first, end; unit < stop; unit = end) {
       const int64_t used = unit / down.units, begin = unit % down.units;
       const int64_t from = job.starts[used], num = job.starts[used + 1] - from;
-      // all of up is taken by now, by workers that wait for nobody
-      spin_until([&] { return job.is_gated[used].value.load(std::memory_order_acquire) != 0; });
+      const Pair& pair = job.pairs[from];
+      const Matrix its = e.down.of(pair.expert).first_columns(pair.inner);
+      // all of up is taken by now, by workers that wait for nobody; whoever waits for them reads
+      // its first unit meanwhile
+      const int64_t bytes = down.rows * its.row_bytes();
+      const char *codes = (const char*)its.part[CODES] + begin * bytes, *until = codes + bytes;
+      spin_until([&] {
+        if (job.is_ready[used].value.load(std::memory_order_acquire)) return true;
+        for (int i = 0; i < 16 && codes < until; i++, codes += 64) _mm_prefetch(codes, _MM_HINT_T1);
+        return false;
+      });
       end = std::min(stop, (used + 1) * down.units);
       for (int64_t i = 0; i < num; i++) {
         x[i] = job.hidden + (from + i) * job.hidden_stride;
         y[i] = job.parts + (from + i) * hidden + begin * down.rows;
       }
-      const Pair& pair = job.pairs[from];
-      e.kernels->rows(e.down.of(pair.expert).first_columns(pair.inner), x, y, num, begin * down.rows,
+      e.kernels->rows(its, x, y, num, begin * down.rows,
                       std::min((begin + end - unit) * down.rows, hidden));
       for (int64_t u = begin; u < begin + end - unit; u++)  // whoever is last adds them up
         if (job.num_done[u].fetch_add(1, std::memory_order_acq_rel) == job.num_used - 1)
@@ -355,7 +359,7 @@ static int multiply_some(Team& team, const Experts& e) {
                  room.take<float>(most * e.down.num_out),
                  room.take<Number>(num_used), room.take<Number>(num_used),
                  room.take<std::atomic<int64_t>>(units), {}, {}, {}, {}};
-  for (int64_t i = 0; i < num_used; i++) new (&job.num_up[i]) Number, new (&job.is_gated[i]) Number;
+  for (int64_t i = 0; i < num_used; i++) new (&job.num_up[i]) Number, new (&job.is_ready[i]) Number;
   for (int64_t i = 0; i < units; i++) new (&job.num_done[i]) std::atomic<int64_t>(0);
   if (e.num_tokens == 1) e.kernels->prepare(e.up, e.inputs, job.inputs);
   team.run(experts_body, &job);
