@@ -358,7 +358,6 @@ class CachedExpertsRule(RuleBase):
         few, more = self.cached_experts, bool(self.cached_experts_more)
         number = f"{few}" + f" or {few + 1}" * more
         kept = f"; the {number} of a layer that were used last are on the GPU as well"
-        kept += ", and cores and link divide those missed" if self.divides_missed else ""
         return super().describe_plainly() + kept
 
     def list_unsaid(self) -> Iterator[str]:

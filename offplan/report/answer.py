@@ -101,9 +101,8 @@ def describe_advice(analysis: Analysis, plan: Plan) -> list[str]:
     lines = [*describe_type(analysis), *describe_cache(analysis), *describe_alternatives(analysis)]
     if reads_experts(plan, analysis.stage) and plan.routing is None:
         lines.append(
-            "The prediction assumes that tokens choose all experts equally often, which is the "
-            "slowest case. `offplan run PLAN --record-routing FILE` records what they choose; "
-            "--cached-experts auto --routing FILE plans by the record."
+            "The prediction assumes that tokens choose all experts equally often, the slowest "
+            "case. `run PLAN --record-routing FILE` records them; --routing FILE plans by it."
         )
     return [*lines, *map(name_options, analysis.sample.advise())]
 
@@ -302,10 +301,7 @@ def describe_cores(plan: Plan, question: Question) -> list[str]:
     rate, threads = assumed.cores_rate, assumed.host_threads
     by = "as many threads as suit" if threads is None else f"{threads.value} threads"
     told = f"{rate.basis}: {rate.source}" if rate.basis == "estimated" else rate.basis
-    return [
-        f"The prediction assumes that the host's cores read {format_rate(rate.value)} with {by} "
-        f"({told}); --no-host-cores plans without them."
-    ]
+    return [f"It assumes that the host's cores read {format_rate(rate.value)} with {by} ({told})."]
 
 
 def describe_plainly(plan: Plan, stages: Sequence[Stage]) -> str:
