@@ -94,7 +94,7 @@ class LaterList(Structure):
     )
 
 
-class LaterPart(Structure):
+class LaterTensor(Structure):
     """Addresses of a part of the experts and of its slots; see ``products.h``."""
 
     _fields_ = (("experts", c_void_p), ("slots", c_uint64), ("bytes", c_int64))
@@ -106,8 +106,8 @@ class Later(Structure):
     _fields_ = (
         ("list", c_void_p),
         ("done", c_uint64),
-        ("num_parts", c_int64),
-        ("parts", c_void_p),
+        ("num_tensors", c_int64),
+        ("tensors", c_void_p),
     )
 
 
@@ -196,7 +196,7 @@ class Library:
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(calls, f"offplan_{name}")
             function.restype, function.argtypes = result, arguments
-        known = Matrix, Dense, Experts, Words, LaterList, LaterPart, Later, Driver
+        known = Matrix, Dense, Experts, Words, LaterList, LaterTensor, Later, Driver
         for which, structure in enumerate(known):
             assert calls.offplan_sizes(which) == ctypes.sizeof(structure), structure
         bits = calls.offplan_instruction_sets()

@@ -10,7 +10,7 @@ import torch
 
 from offplan.errors import OffplanError
 from offplan.hostcores.coordinator import Coordinator, choose_cores, parse_cores
-from offplan.hostcores.library import Dense, Driver, Later, LaterList, LaterPart, Words
+from offplan.hostcores.library import Dense, Driver, Later, LaterList, LaterTensor, Words
 from offplan.runtime.host_cores import cores
 from tests.hostcores.cores import make_weight, require_cores, values_of
 
@@ -244,11 +244,11 @@ class Listing:
         self.parts = [torch.randint(0, 255, (num_experts, n), dtype=torch.uint8) for n in sizes]
         self.slots = [torch.zeros_like(part[:3]) for part in self.parts]
         rows = [
-            LaterPart(part.data_ptr(), slot.data_ptr(), part[0].nbytes)
+            LaterTensor(part.data_ptr(), slot.data_ptr(), part[0].nbytes)
             for part, slot in zip(self.parts, self.slots, strict=True)
         ]
         self.list, self.done = LaterList(), ctypes.c_int32()
-        table = (LaterPart * 2)(*rows)
+        table = (LaterTensor * 2)(*rows)
         self.later = Later(
             ctypes.addressof(self.list), ctypes.addressof(self.done), 2, ctypes.addressof(table)
         )

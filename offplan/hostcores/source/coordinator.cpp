@@ -78,7 +78,7 @@ void Coordinator::copy_piece() {
   int status = 0;
   if (!has_context) status = driver.set_context ? driver.set_context(driver.context) : -1;
   has_context = true;
-  const LaterPart& part = later.parts[next.part];
+  const LaterTensor& part = later.tensors[next.part];
   const auto& pair = next.list.pairs[next.nth];
   const int64_t bytes = std::min(part.bytes - next.first, (int64_t)PIECE_BYTES);
   if (!status)
@@ -87,7 +87,7 @@ void Coordinator::copy_piece() {
   queued_bytes.fetch_add(bytes, std::memory_order_relaxed);
   next.first += bytes;
   if (next.first == part.bytes) next.first = 0, next.part++;
-  if (next.part == later.num_parts) next.part = 0, next.nth++;
+  if (next.part == later.num_tensors) next.part = 0, next.nth++;
   if (next.nth == next.list.count) {
     // the list itself has the word: nobody changes it before this copy is done
     if (!status) status = driver.copy(later.done, &later.list->sequence, 4, driver.stream);

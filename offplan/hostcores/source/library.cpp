@@ -142,7 +142,7 @@ EXPORT void offplan_tables(const float* fp4, const float* fp8) {
 
 EXPORT int64_t offplan_sizes(int64_t which) {
   const int64_t sizes[] = {sizeof(Matrix), sizeof(Dense), sizeof(::Experts), sizeof(Words),
-                           sizeof(LaterList), sizeof(LaterPart), sizeof(Later), sizeof(Driver)};
+                           sizeof(LaterList), sizeof(LaterTensor), sizeof(Later), sizeof(Driver)};
   return sizes[which];
 }
 

@@ -24,7 +24,7 @@ struct LaterList {
     int32_t expert, slot;
   } pairs[MOST];
 };
-struct LaterPart {
+struct LaterTensor {
   const uint8_t* experts;  // the first expert's
   uint64_t slots;          // address of the first slot, on the device
   int64_t bytes;           // of one expert
@@ -32,8 +32,8 @@ struct LaterPart {
 struct Later {
   const LaterList* list;
   uint64_t done;  // address of a word on the device: the list's `sequence` once all of it is there
-  int64_t num_parts;
-  const LaterPart* parts;
+  int64_t num_tensors;
+  const LaterTensor* tensors;
 };
 
 struct Experts {

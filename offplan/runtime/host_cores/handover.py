@@ -21,7 +21,7 @@ import torch
 
 from offplan.errors import OffplanError
 from offplan.hostcores.coordinator import Coordinator, Spent, choose_cores, parse_cores
-from offplan.hostcores.library import Dense, Driver, Later, LaterList, LaterPart, Words
+from offplan.hostcores.library import Dense, Driver, Later, LaterList, LaterTensor, Words
 from offplan.hostmem.block import HostBlock
 from offplan.hostmem.limits import core_quota
 from offplan.runtime.forms import tasks
@@ -297,7 +297,7 @@ class Handover:
         block, listed = self._list_blocks[-1], slice(place * size, (place + 1) * size)
         address = block.tensor[listed].data_ptr()
         self._lists.append(LaterList.from_address(address))
-        table = (LaterPart * len(parts))(*(LaterPart(*each) for each in parts))
+        table = (LaterTensor * len(parts))(*(LaterTensor(*each) for each in parts))
         later = Later(address, done, len(parts), ctypes.addressof(table))
         experts.later = ctypes.addressof(later)
         self._keeps += [table, later]
