@@ -48,7 +48,7 @@ def _list_refusals(
                 f"passes, so make a plan with `{one}=True`"
             )
     if on_gpu and any(layer.kv_cache.is_coded for layer in stage.layers):
-        yield from _list_coded_refusals(stage)
+        yield from list_coded_refusals(stage)
     cached = [layer for layer in stage.layers if layer.index in placement.weight_caches]
     for rule in offload.rules if on_gpu else ():
         if (why := rule.why_not_on_gpu(stage.model, stage.dtype, cached)) is not None:
@@ -60,7 +60,7 @@ def _list_refusals(
                 yield f"layer {slab.layer}: `decode: {backend.name}` {why}"
 
 
-def _list_coded_refusals(stage: Stage) -> Iterator[str]:
+def list_coded_refusals(stage: Stage) -> Iterator[str]:
     """Yield why no kernel reads a cache in FP8."""
     latents, key = stage.architecture.latents, f"`kv_cache_dtype={stage.way.kv_cache_dtype}`"
     if stage.dtype not in KERNEL_TYPES:

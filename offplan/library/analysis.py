@@ -9,7 +9,7 @@ from offplan.held.held import hold
 from offplan.held.runner import OWN_RUNTIME
 from offplan.held.stage import Stage
 from offplan.library.alternatives import Alternative, find_alternatives, find_shorter_context
-from offplan.library.cache_advice import CacheAdvice, advise_cache
+from offplan.library.cache_advice import CacheAdvice, advise_cache, find_longest_coded
 from offplan.library.machines import why_unmeasured
 from offplan.library.runnable import suit, why_not_run
 from offplan.library.shares import StageShare, list_shares
@@ -40,6 +40,8 @@ class Analysis:
     """The plan that a KV cache in FP8 would give here; None if it is no better."""
     infeasible: InfeasibleError | None = None
     """Why no plan fits; None where one does."""
+    longest_context_fp8: int | None = None
+    """Tokens of the longest context that fits with a KV cache in FP8; None if that is no longer."""
     unmeasured: str | None = None
     """The figures that could not be measured, so that nothing was planned; None if all were."""
 
@@ -83,6 +85,8 @@ def analyze_question(question: Question) -> Analysis:
         return analyze_result(question, try_plan(question))
     except InfeasibleError as error:
         error.longest_context = find_shorter_context(question)
+        longest = find_longest_coded(question, error.longest_context)
+        fits = longest == question.workload.context
         stage = hold(question.model, way=question.goal.way)
         why_not = why_no_run(question.machine.name) or why_not_run(stage, question.workload.context)
         if question.model.gguf is not None:
@@ -92,8 +96,9 @@ def analyze_question(question: Question) -> Analysis:
         return Analysis(
             *asked,
             alternatives=others,
-            cache_advice=advise_cache(question, None),
+            cache_advice=advise_cache(question, None) if fits else None,
             infeasible=error,
+            longest_context_fp8=longest,
         )
 
 

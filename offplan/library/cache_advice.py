@@ -1,15 +1,16 @@
-"""The same plan with a KV cache in FP8: reported where it would help."""
+"""A KV cache in FP8: a faster plan or a longer context, reported where it gives one."""
 
 from dataclasses import dataclass, replace
 
 from offplan.engines.runner import lower
 from offplan.errors import OffplanError
 from offplan.held.stage import Stage
-from offplan.library.alternatives import tokens_per_s
+from offplan.library.alternatives import find_shorter_context, tokens_per_s
 from offplan.library.runnable import why_not_run
 from offplan.plan import Plan
 from offplan.planner.make import try_plan
 from offplan.planner.question import Question
+from offplan.refusals import list_coded_refusals
 
 WORTH_TELLING = 1.1
 """Times by which tokens come faster, so that a cache in FP8 is reported. Source: chosen."""
@@ -37,20 +38,16 @@ def advise_cache(question: Question, plan: Plan | None) -> CacheAdvice | None:
     goal = question.goal
     if not goal.is_own or goal.targets or goal.objective != "latency" or question.machine.is_cpu:
         return None
-    changed = goal.model_copy(update={"kv_cache_dtype": "fp8"})
-    if changed == goal or any(changed.list_refusals(question.asked)):
-        return None
-    stages = lower(question.model, changed)
-    stages = tuple(replace(each, routing=question.stage.routing) for each in stages)
-    if plan is not None and not _may_help(question, plan, stages[0]):
+    coded = ask_coded(question)
+    if coded is None or (plan is not None and not _may_help(question, plan, coded.stages[0])):
         return None
     try:
-        found = try_plan(replace(question, stages=stages, goal=changed)).plan
+        found = try_plan(coded).plan
     except OffplanError:
         return None
     if plan is not None and tokens_per_s(found) < WORTH_TELLING * tokens_per_s(plan):
         return None
-    if why_not_run(stages[0], question.workload.context, on_gpu=True) is not None:
+    if why_not_run(coded.stages[0], question.workload.context, on_gpu=True) is not None:
         return None
     prediction = found.prediction
     return CacheAdvice(
@@ -59,6 +56,35 @@ def advise_cache(question: Question, plan: Plan | None) -> CacheAdvice | None:
         prediction.prefill.step_s,
         prediction.host_memory_bytes,
     )
+
+
+def find_longest_coded(question: Question, longest: int | None) -> int | None:
+    """Find the longest context that fits with a KV cache in FP8.
+
+    ``longest`` is the longest without; None if that is as long, or the cache cannot be kept so.
+    The disk cache keeps the result.
+    """
+    coded, work = ask_coded(question), question.workload
+    if coded is None or coded.stage.cache_bytes(work) >= question.stage.cache_bytes(work):
+        return None
+    found = find_shorter_context(coded) or 0
+    return found if found > (longest or 0) else None
+
+
+def ask_coded(question: Question) -> Question | None:
+    """Ask the same with a KV cache in FP8; None if it is one, or the cache cannot be kept so."""
+    goal = question.goal.model_copy(update={"kv_cache_dtype": "fp8"})
+    if goal == question.goal:
+        return None
+    try:
+        coded = replace(question, goal=goal)
+        stages = lower(question.model, goal)
+    except OffplanError:
+        return None
+    if goal.is_own and not question.machine.is_cpu and any(list_coded_refusals(stages[0])):
+        return None
+    stages = tuple(replace(each, routing=question.stage.routing) for each in stages)
+    return replace(coded, stages=stages)
 
 
 def _may_help(question: Question, plan: Plan, coded: Stage) -> bool:

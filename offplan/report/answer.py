@@ -77,6 +77,17 @@ def describe_cache(analysis: Analysis) -> list[str]:
     ]
 
 
+def describe_longer(analysis: Analysis) -> list[str]:
+    """Name the longest context of a KV cache in FP8, in a line; nothing if advice names a plan."""
+    longest = analysis.longest_context_fp8
+    if longest is None or analysis.cache_advice is not None:
+        return []
+    return [
+        "With --kv-cache-dtype fp8, which rounds keys and values, the longest context that fits is "
+        f"{longest:,} tokens."
+    ]
+
+
 def _name_bits(alternative: Alternative) -> str:
     return "FP8" if alternative.bits == 8 else f"{alternative.bits} bits"
 
@@ -160,7 +171,7 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
         error = analysis.infeasible
         told = [name_options(each) for each in (error.facts, error.way_out) if each]
         lines = [f"{each[0].upper()}{each[1:]}{'' if each.endswith('.') else '.'}" for each in told]
-        lines += describe_type(analysis)
+        lines += [*describe_longer(analysis), *describe_type(analysis)]
         fitting = [*describe_cache(analysis), *describe_fitting(analysis)]
         return [Group(*map(Text, fitting), *head, *map(Text, lines))]
     if analysis.result is None or analysis.question is None:

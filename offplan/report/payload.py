@@ -49,7 +49,7 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
         **analysis.sample._asdict(),
         "alternatives": [vars(each) for each in analysis.alternatives],
         "why": None if result is None else why_payload(result),
-        "infeasible": None if infeasible is None else _infeasible_payload(infeasible),
+        "infeasible": None if infeasible is None else _infeasible_payload(infeasible, analysis),
         "unmeasured": analysis.unmeasured and name_options(analysis.unmeasured),
     }
 
@@ -115,12 +115,13 @@ def why_payload(result: PlanResult) -> dict[str, Any]:
     }
 
 
-def _infeasible_payload(error: InfeasibleError) -> dict[str, Any]:
-    """Return why nothing fits, how many bytes are missing, and the longest context that fits."""
+def _infeasible_payload(error: InfeasibleError, analysis: Analysis) -> dict[str, Any]:
+    """Return why nothing fits, how many bytes are missing, and the longest contexts that fit."""
     return {
         "message": name_options(str(error)),
         "shortfall_bytes": error.shortfall_bytes,
         "longest_context": error.longest_context,
+        "longest_context_fp8": analysis.longest_context_fp8,
     }
 
 

@@ -9,10 +9,11 @@ import pytest
 from offplan.checkpoint.model import KVCache
 from offplan.checkpoint.open import open_model
 from offplan.engines.export import export_plan
-from offplan.errors import ExportError, InputError, PlanError
+from offplan.errors import ExportError, InfeasibleError, InputError, PlanError
 from offplan.held.held import hold
+from offplan.library.alternatives import find_shorter_context
 from offplan.library.asking import ask
-from offplan.library.cache_advice import advise_cache
+from offplan.library.cache_advice import advise_cache, ask_coded, find_longest_coded
 from offplan.library.machines import load_machine
 from offplan.placement import place
 from offplan.plan import Goal, Offload, Plan, Workload, dump_plan
@@ -20,6 +21,8 @@ from offplan.planner.make import make_plan
 from offplan.planner.question import Question
 from offplan.refusals import require_runnable
 from tests.cli import CLI, ROOT
+from tests.costs.builders import dense_model, make_machine
+from tests.planner import cases
 
 MODELS = ROOT / "tests" / "models"
 WORK = Workload(context=4096, prompt_tokens=512, output_tokens=64)
@@ -107,6 +110,43 @@ def test_it_is_advised_where_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.tokens_per_s * plan.prediction.decode.step_s >= 1.1
     assert advise_cache(pose(workload=LONG, kv_cache_dtype="fp8"), None) is None
     assert advise_cache(pose(engine="vllm"), None) is None
+
+
+def test_its_longest_context_is_found_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = dense_model(8)
+    layers = [replace(each, kv_cache=KVCache(128, num_vectors=4)) for each in model.layers]
+    model = replace(model, layers=tuple(layers))
+    work = Workload(prompt_tokens=16, output_tokens=20, context=5000)
+    asked = cases.ask(model, make_machine(), 0.5, work, Goal(packing=False))
+    asked = asked.with_workload(context=2**17)
+    longest = find_shorter_context(asked)
+    found = find_longest_coded(asked, longest)
+    assert longest is not None
+    assert found is not None
+    assert found > longest
+    coded = ask_coded(asked)
+    assert coded is not None
+    make_plan(coded.with_workload(context=found))
+    with pytest.raises(InfeasibleError):
+        make_plan(coded.with_workload(context=found + 1))
+    monkeypatch.delattr("offplan.library.alternatives.find_longest_context")
+    assert find_shorter_context(asked) == longest
+    assert find_longest_coded(asked, longest) == found
+    assert find_longest_coded(asked, found) is None
+    assert find_longest_coded(coded, longest) is None
+
+
+@pytest.mark.slow
+def test_the_answer_names_its_longest_context(cli: CLI) -> None:
+    config, machine = MODELS / "qwen3-8b" / "config.json", "rtx4090,ram=64GiB"
+    asked = ("analyze", config, "--machine", machine, "--context", "1000000")
+    told = json.loads(cli(*asked, "--json").out)["infeasible"]
+    longest = told["longest_context_fp8"]
+    assert longest > 1.5 * told["longest_context"]
+    said = " ".join(cli(*asked).out.split())
+    assert f"the longest context that fits is {longest:,} tokens." in said
+    told = json.loads(cli(*asked, "--kv-cache-dtype", "fp8", "--json").out)["infeasible"]
+    assert (told["longest_context"], told["longest_context_fp8"]) == (longest, None)
 
 
 @pytest.mark.slow
