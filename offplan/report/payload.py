@@ -39,6 +39,7 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
     adds what it shows of the weights.
     """
     machine, result, infeasible = analysis.machine, analysis.result, analysis.infeasible
+    advice = analysis.cache_advice
     plan = None if result is None else result.plan
     return {
         **model_payload(analysis.model),
@@ -48,6 +49,7 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
         "plan": None if plan is None else plan.model_dump(mode="json"),
         **analysis.sample._asdict(),
         "alternatives": [vars(each) for each in analysis.alternatives],
+        "cache_advice": None if advice is None else vars(advice),
         "why": None if result is None else why_payload(result),
         "infeasible": None if infeasible is None else _infeasible_payload(infeasible, analysis),
         "unmeasured": analysis.unmeasured and name_options(analysis.unmeasured),

@@ -13,7 +13,12 @@ from offplan.errors import ExportError, InfeasibleError, InputError, PlanError
 from offplan.held.held import hold
 from offplan.library.alternatives import find_shorter_context
 from offplan.library.asking import ask
-from offplan.library.cache_advice import advise_cache, ask_coded, find_longest_coded
+from offplan.library.cache_advice import (
+    CacheAdvice,
+    advise_cache,
+    ask_coded,
+    find_longest_coded,
+)
 from offplan.library.machines import load_machine
 from offplan.placement import place
 from offplan.plan import Goal, Offload, Plan, Workload, dump_plan
@@ -147,6 +152,14 @@ def test_the_answer_names_its_longest_context(cli: CLI) -> None:
     assert f"the longest context that fits is {longest:,} tokens." in said
     told = json.loads(cli(*asked, "--kv-cache-dtype", "fp8", "--json").out)["infeasible"]
     assert (told["longest_context"], told["longest_context_fp8"]) == (longest, None)
+
+
+def test_scripts_read_its_advice(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("analyze", "plans/tiny-moe", "--machine", "cpu", "--no-packing", "--json")
+    assert json.loads(cli(*asked).out)["cache_advice"] is None
+    advice = CacheAdvice(2**20, 20.0, 0.5, 2**30)
+    monkeypatch.setattr("offplan.library.analysis.advise_cache", lambda *_: advice)
+    assert CacheAdvice(**json.loads(cli(*asked).out)["cache_advice"]) == advice
 
 
 @pytest.mark.slow
