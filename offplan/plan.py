@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
 from offplan.backends import Backend as Backend
-from offplan.capabilities.rule import Count
+from offplan.capabilities.rule import REPLANNED, Count
 from offplan.capabilities.table import USUAL
 from offplan.capabilities.table import Goal as Goal
 from offplan.capabilities.table import Offload as Offload
@@ -212,7 +212,8 @@ class Plan(Record):
 
     @model_validator(mode="after")
     def _keeps_its_budget(self, info: ValidationInfo) -> "Plan":
-        if info.context is not _IN_ANY_BUDGET and (excess := self.describe_excess()) is not None:
+        in_any_budget = info.context in (_IN_ANY_BUDGET, REPLANNED)
+        if not in_any_budget and (excess := self.describe_excess()) is not None:
             raise ValueError(excess)
         return self
 
@@ -265,9 +266,10 @@ class Plan(Record):
         return None if self._file is None else self._file.with_suffix(".weights.sha256")
 
 
-def load_plan(path: StrPath, *, in_any_budget: bool = False) -> Plan:
+def load_plan(path: StrPath, *, in_any_budget: bool = False, to_replan: bool = False) -> Plan:
     """Read and check a plan file; ``in_any_budget`` also one that exceeds the budget it names.
 
+    ``to_replan`` reads such a plan, too, and one whose rules have keys of before: without these.
     Raises PlanError, naming the file, the key, what was found and what was expected.
     """
     if Path(path).is_dir():
@@ -287,7 +289,7 @@ def load_plan(path: StrPath, *, in_any_budget: bool = False) -> Plan:
     is_plan = isinstance(data, dict) and "offplan" in data
     if not is_plan and (kind := describe_kind(path, "a plan")) is not None:
         raise PlanError(f"{path} is not a plan: {kind}")
-    plan = parse_plan(data, str(path), in_any_budget=in_any_budget)
+    plan = parse_plan(data, str(path), in_any_budget=in_any_budget, to_replan=to_replan)
     plan._file = Path(path).resolve()  # the file itself, also by way of a link
     return plan
 
@@ -297,8 +299,13 @@ def take_plan(plan: Plan | StrPath) -> Plan:
     return plan if isinstance(plan, Plan) else load_plan(plan)
 
 
-def parse_plan(data: Any, name: str, *, in_any_budget: bool = False) -> Plan:
-    """Check a plan's data, as YAML or JSON gives it; ``name`` is used in errors."""
+def parse_plan(
+    data: Any, name: str, *, in_any_budget: bool = False, to_replan: bool = False
+) -> Plan:
+    """Check a plan's data, as YAML or JSON gives it; ``name`` is used in errors.
+
+    Plans that are read ``in_any_budget``, or ``to_replan``, are as ``load_plan`` says.
+    """
     if not isinstance(data, dict) or "offplan" not in data:
         raise PlanError(f"{name} is not a plan: it must be a mapping with the key `offplan: 1`")
     if data["offplan"] != PLAN_VERSION:
@@ -306,7 +313,7 @@ def parse_plan(data: Any, name: str, *, in_any_budget: bool = False) -> Plan:
             f"{name} is a plan of version {reprlib.repr(data['offplan'])}; this offplan reads "
             f"{PLAN_VERSION}"
         )
-    context = _IN_ANY_BUDGET if in_any_budget else None
+    context = REPLANNED if to_replan else _IN_ANY_BUDGET if in_any_budget else None
     return Plan.check(data, name, "plan", PlanError, context)
 
 

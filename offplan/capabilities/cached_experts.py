@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from offplan.capabilities.goal import Asked, GoalBase
-from offplan.capabilities.rule import Count, LayerExperts, RuleBase, WeightCache
+from offplan.capabilities.rule import REPLANNED, Count, LayerExperts, RuleBase, WeightCache
 from offplan.checkpoint.model import Experts, Layer, Model
 from offplan.checkpoint.model_types import EXPERTS_IN_OUT
 from offplan.errors import PlanError
@@ -238,14 +238,19 @@ class CachedExpertsRule(RuleBase):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_no_share(cls, data: Any) -> Any:
-        """Refuse the keys of before cores and link divided by their rates."""
-        if isinstance(data, dict) and (old := [key for key in _OLD_KEYS if key in data]):
-            raise ValueError(
-                f"found {' and '.join(old)}: cores and link divide missed experts by their rates "
-                "now, in no stated share. offplan replan makes the plan again; or take the key out"
-            )
-        return data
+    def _has_no_share(cls, data: Any, info: ValidationInfo) -> Any:
+        """Refuse the keys of before cores and link divided by their rates, unless it is replanned.
+
+        Replanning asks the file's question again, which none of these keys belong to.
+        """
+        if not isinstance(data, dict) or not (old := [key for key in _OLD_KEYS if key in data]):
+            return data
+        if info.context is REPLANNED:
+            return {key: value for key, value in data.items() if key not in old}
+        raise ValueError(
+            f"found {' and '.join(old)}: cores and link divide missed experts by their rates now; "
+            "offplan replan makes the plan again"
+        )
 
     def list_faults(self) -> Iterator[str]:
         """Yield what its cached experts cannot be."""

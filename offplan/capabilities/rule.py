@@ -21,6 +21,8 @@ MOST = 2**24
 """Beyond any workload and any model: sequences, or tokens of one; slots of a ring, or layers."""
 Count = Annotated[int, Field(ge=1, le=MOST)]
 _ALL = "all"
+REPLANNED = object()
+"""Context in which a plan is read to be made again: its rules may have keys of before."""
 
 
 def _read_segments(value: Any) -> Any:

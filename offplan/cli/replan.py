@@ -70,7 +70,7 @@ def replan(
             "`offplan plan` about another one"
         )
     check_writable(output, force=force)
-    old = load_plan(plan, in_any_budget=True)
+    old = load_plan(plan, to_replan=True)
     found = read_planned_model(
         old, model, ProgressBar("reading headers"), trust_remote_code=trust_remote_code
     )

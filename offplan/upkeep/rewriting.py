@@ -28,7 +28,7 @@ def rewrite_plan(text: str, plan: Plan) -> str | None:
     such as a comment between two rules. Returns None if the text is laid out in a way that does not
     let its values be exchanged.
     """
-    before = parse_plan(load_yaml(text), "plan", in_any_budget=True)
+    before = parse_plan(load_yaml(text), "plan", to_replan=True)
     root = yaml.compose(text, yaml.SafeLoader)
     assert root is not None, "a plan was read from it"
     edits = _edits(root, text, before.dump_with_units(), plan.dump_with_units())

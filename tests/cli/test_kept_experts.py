@@ -232,6 +232,12 @@ def test_a_plan_by_hand_divides_what_is_missed(
     code, _, err = cli("show", old)
     assert code == 2
     assert "found host_share: cores and link divide missed experts by their rates" in err
+    assert cli("check", old).code == 2
+    again = tmp_path / "again.yaml"
+    assert cli("replan", path, "-o", again).code == 0
+    code, _, err = cli("replan", old, "-o", old, "--force")
+    assert code == 0, err
+    assert old.read_text("utf-8") == again.read_text("utf-8")
     code, _, err = cli("export", path, "--engine", "vllm")
     assert (code, "(cached_experts), which vLLM does not do" in err) == (2, True)
     code, out, err = cli("run", path, "--prompt", "Weights", "--device", "cpu")
