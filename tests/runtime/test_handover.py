@@ -186,6 +186,17 @@ def test_experts_are_timed_by_the_host(stream: AtOnce) -> None:
     assert keeps
 
 
+def test_what_fails_is_no_time(stream: AtOnce) -> None:
+    """Rates are kept on disk: a failure, which is answered at once, would be one of them."""
+    handover = Handover(CPU, stream)
+    experts, keeps = make_experts()
+    handover.exchange.enqueue(handover._coordinator.add_sleep(0.4, limit_s=0.05))
+    with pytest.raises(OffplanError, match="did not answer in time"):
+        handover.time_experts(experts, [2], 3)
+    handover.close()
+    assert keeps
+
+
 def test_a_failure_is_said(handover: Handover) -> None:
     slow = handover._coordinator.add_sleep(0.4, limit_s=0.05)
     handover.exchange.enqueue(slow)

@@ -312,13 +312,13 @@ class Handover:
     def time_experts(self, experts: cores.Experts, chosen: Sequence[int], room: int) -> float:
         """Time an exchange of one row that chooses experts, ``room`` at most; returns seconds.
 
-        The host rings. No stream may have rung for a job whose answer has not come.
+        The host rings. No stream may have rung for a job whose answer has not come. Raises
+        OffplanError where the cores fail, whose time is none.
         """
         key = ctypes.addressof(experts), 0, room
         if key not in self._jobs:
             alone = cores.Experts.from_buffer_copy(experts)
             alone.later = None
-            self._keeps.append(alone)
             self._jobs[key] = self._make_job(alone, 1, room)
         job = self._jobs[key]
         x, pairs, factors = job.inputs_on_host
@@ -328,7 +328,9 @@ class Handover:
         factors.fill_(1)
         began = time.perf_counter()
         self._coordinator.exchange(job.number)
-        return time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        self._coordinator.check()
+        return seconds
 
     def count(self) -> Spent:
         """Return what the coordinator has spent."""
