@@ -48,8 +48,9 @@ class HostCoresGoal(GoalBase):
     def list_unsaid(self) -> Iterator[tuple[str, str]]:
         """Yield the cores, where they are asked for."""
         yield from super().list_unsaid()
-        if self.host_cores:
-            yield "host_cores", "no engine's flags have the host's cores multiply weights"
+        for key in ("host_cores", "host_threads"):
+            if getattr(self, key):
+                yield key, "no engine's flags have the host's cores multiply weights"
 
     def why_left_out(self, asked: Asked) -> str | None:
         """Say why the cores are left out of plans, though they may be wanted; else None."""

@@ -67,7 +67,7 @@ def load_machine(name: StrPath) -> Machine:
     named = parse_name(os.fspath(name))
     profile = load_profile(named)
     free = max(1, profile.gpu_memory.value - profile.display_bytes)
-    return Machine(profile, free, str(named), no_cores=profile.why_no_cores)
+    return Machine(profile, free, str(named), no_cores=profile.why_no_cores or named.why_no_cores)
 
 
 def measure_here(

@@ -82,6 +82,13 @@ class MachineName(NamedTuple):
         """True if its profile comes with offplan."""
         return self.base in shipped_profiles()
 
+    @property
+    def why_no_cores(self) -> str | None:
+        """Why the host's cores are to multiply nothing by the changes alone; None if they may."""
+        if "os=windows" in map(str.lower, self.changes):
+            return "their kernels are for Linux on x86-64, and this machine's system is Windows"
+        return None
+
     def move(self, moved: Callable[[str], str]) -> "MachineName":
         """Return the name by which it is known elsewhere: a file's path is ``moved``."""
         return self if self.is_shipped else self._replace(base=moved(self.base))

@@ -127,6 +127,8 @@ def test_shared_experts_hide_what_the_cores_read() -> None:
 def test_engines_have_none() -> None:
     with pytest.raises(ValidationError, match="`host_cores` with `engine=vllm`: no engine"):
         Goal(engine="vllm", host_cores=True)
+    with pytest.raises(ValidationError, match="`host_threads=4` with `engine=vllm`: no engine"):
+        Goal(engine="vllm", host_threads=4)
 
 
 def test_threads_are_of_cores_that_multiply() -> None:
@@ -179,6 +181,9 @@ def test_the_default_is_theirs_where_they_can() -> None:
     arm, here, cpu = map(load_machine, ("gh200", "rtx4090", "cpu"))
     assert (here.no_cores, cpu.no_cores) == (None, "the CPU plays GPU")
     assert "Arm" in str(arm.no_cores)
+    windows, linux = (load_machine(f"rtx4090,ram=64GiB,{of}") for of in ("OS=Windows", "os=wsl2"))
+    assert "system is Windows" in str(windows.no_cores)
+    assert linux.no_cores is None
 
 
 def test_an_answer_without_them_says_why() -> None:
