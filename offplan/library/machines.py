@@ -225,6 +225,10 @@ def add_kept_cores(machine: Machine, on_stage: Stages = silent) -> Machine:
 
     from offplan.runtime.measuring.cores_cache import HOST_CORES, cores_key
 
+    try:
+        check_platform()  # first: other systems do not say which cores they have
+    except OffplanError as error:
+        return replace(machine, no_cores=str(error))
     key = cores_key(torch.device("cuda"))
     figures = HOST_CORES.find(key)
     if figures is not None:

@@ -157,6 +157,18 @@ def test_cores_that_cannot_multiply_are_told_of(
     assert "The host's cores multiply nothing: no compiler." in " ".join(out.split())
 
 
+def test_a_system_without_kernels_has_no_cores(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows has not even a list of a process's cores, by which figures are kept."""
+    monkeypatch.setattr("sys.platform", "win32")
+    monkeypatch.setattr("ctypes.CDLL", lambda name: name)
+    monkeypatch.delattr("os.sched_getaffinity")
+    found = find_machine(None, open_model(str(TINY_MOE)), WORKLOAD)
+    assert found is not None
+    assert "found win32 on" in str(found.no_cores)
+
+
 @pytest.mark.parametrize("change", [{"batch": 2}, {"context": 512}, {"prompt_tokens": 16}])
 def test_another_workload_is_timed(machine: Machine, change: dict[str, int]) -> None:
     model = open_model(str(TINY_MOE))
