@@ -58,9 +58,17 @@ _ZIG = (sys.executable, "-m", "ziglang", "c++", "-target", "x86_64-linux-gnu.2.1
 _TIMEOUT_S = 300
 
 
+_OR_WITHOUT = "; or plan without the host's cores: `offplan replan PLAN --no-host-cores`"
+
+
 def refuse(why: str, kind: type[OffplanError] = OffplanError) -> OffplanError:
     """Make the error for a host whose cores cannot compute ``decode: host``."""
-    return kind(f"`decode: host` {why}; or plan without the host's cores: `decode: uva`")
+    return kind(f"`decode: host` {why}{_OR_WITHOUT}")
+
+
+def describe_refusal(error: OffplanError) -> str:
+    """Return what an error says, for a plan that is without the host's cores already."""
+    return str(error).removesuffix(_OR_WITHOUT)
 
 
 def check_platform() -> None:

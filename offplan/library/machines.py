@@ -17,7 +17,7 @@ from offplan.errors import CheckpointError, OffplanError
 from offplan.files import StrPath
 from offplan.held.held import find_recoding, hold, hold_counted
 from offplan.held.stage import Stage
-from offplan.hostcores.build import check_platform
+from offplan.hostcores.build import check_platform, describe_refusal
 from offplan.hostcores.coordinator import choose_cores
 from offplan.hostmem.limits import core_quota
 from offplan.library.runnable import find_way
@@ -205,7 +205,7 @@ def _add_cores(
     except OffplanError as error:
         if host_threads is not None:
             raise
-        figures, skipped = {}, (f"{_SKIPPED}{error}",)  # plans without them need none
+        figures, skipped = {}, (f"{_SKIPPED}{describe_refusal(error)}",)  # plans without them need none
     else:
         missing = [name for name in _OF_CORES if name not in figures]
         if missing:
@@ -228,7 +228,7 @@ def add_kept_cores(machine: Machine, on_stage: Stages = silent) -> Machine:
     try:
         check_platform()  # first: other systems do not say which cores they have
     except OffplanError as error:
-        return replace(machine, no_cores=str(error))
+        return replace(machine, no_cores=describe_refusal(error))
     key = cores_key(torch.device("cuda"))
     figures = HOST_CORES.find(key)
     if figures is not None:

@@ -167,6 +167,7 @@ def test_a_system_without_kernels_has_no_cores(
     found = find_machine(None, open_model(str(TINY_MOE)), WORKLOAD)
     assert found is not None
     assert "found win32 on" in str(found.no_cores)
+    assert "without" not in str(found.no_cores)  # which it is
 
 
 @pytest.mark.parametrize("change", [{"batch": 2}, {"context": 512}, {"prompt_tokens": 16}])
