@@ -205,7 +205,8 @@ def _add_cores(
     except OffplanError as error:
         if host_threads is not None:
             raise
-        figures, skipped = {}, (f"{_SKIPPED}{describe_refusal(error)}",)  # plans without them need none
+        figures = {}  # plans without them need none
+        skipped = (f"{_SKIPPED}{describe_refusal(error)}",)
     else:
         missing = [name for name in _OF_CORES if name not in figures]
         if missing:
