@@ -205,6 +205,15 @@ def test_a_failure_is_said(handover: Handover) -> None:
 
 
 @pytest.mark.slow
+def test_a_thread_that_hangs_keeps_its_memory(stream: AtOnce) -> None:
+    handover = Handover(CPU, stream)
+    handover.exchange.enqueue(handover._coordinator.add_sleep(3, limit_s=0.05))
+    for _ in range(2):
+        handover.close()
+        assert handover._words.tensor.numel()
+
+
+@pytest.mark.slow
 def test_layers_of_one_class_are_compiled_once() -> None:
     server = ByCores(CPU)
     linear: list[Any] = []

@@ -347,9 +347,13 @@ class Handover:
             )
 
     def close(self) -> None:
-        """End the threads; the device is idle."""
-        has_ended = self._coordinator.close()
-        if self._copier is not None and has_ended:
+        """End the threads; the device is idle. A thread that hangs keeps the memory it uses."""
+        if self in _left:
+            return
+        if not self._coordinator.close():
+            _left.append(self)
+            return
+        if self._copier is not None:
             stream, copier = self._copier
             stream.destroy(copier)
         self._copier = None
@@ -446,6 +450,10 @@ class Handover:
             with suppress(RuntimeError):
                 done.synchronize()
         return came
+
+
+_left: list[Handover] = []
+"""Those of hung threads, whose memory is never given back."""
 
 
 class _Job:
