@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -422,6 +422,7 @@ class CachedExperts(CapabilityExecutor):
         }
 
 
+@lru_cache(maxsize=8)  # layers are alike
 def list_shares(slots: ExpertSlots, rates: MissRates) -> torch.Tensor:
     """List what the host's cores multiply of each number of missed experts, int32 of [experts + 1].
 
