@@ -136,13 +136,9 @@ class ExpertSlots:
     def brings_later(self, used: float, recent: float) -> bool:
         """Return True if the link is to bring experts for later, by what the last steps chose.
 
-        Of ``used`` experts ``recent`` were among the ``num_kept`` used last. By chance so would
-        ``num_kept`` of ``num_experts`` be: that share has to be beaten by an eighth, of hits or of
-        misses. What is not chosen again is not worth the link.
+        Of ``used`` experts ``recent`` were among the ``num_kept`` used last.
         """
-        kept, others = self.num_kept, self.num_experts - self.num_kept
-        beyond = recent * self.num_experts - kept * used
-        return 8 * beyond > used * min(kept, others)
+        return brings_later(self.num_kept, self.num_experts, used, recent)
 
     @cached_property
     def expert_bytes(self) -> int:
@@ -176,6 +172,16 @@ class ExpertSlots:
         if self.by_cores:
             told += ", those missed by cores and link"
         return told
+
+
+def brings_later(num_kept: int, num_experts: int, used: float, recent: float) -> bool:
+    """Return True if experts are to be brought for later, ``recent`` of ``used`` having been kept.
+
+    By chance ``num_kept`` of ``num_experts`` would: that share has to be beaten by an eighth, of
+    hits or of misses. What is not chosen again is not worth the link. Whole numbers stay exact.
+    """
+    beyond = recent * num_experts - num_kept * used
+    return 8 * beyond > used * min(num_kept, num_experts - num_kept)
 
 
 @dataclass(frozen=True)

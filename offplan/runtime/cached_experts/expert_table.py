@@ -8,7 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from offplan.capabilities.cached_experts import LATER_PARTS, LATER_STEPS, MOST_LATER
+from offplan.capabilities.cached_experts import (
+    LATER_PARTS,
+    LATER_STEPS,
+    MOST_LATER,
+    brings_later,
+)
 from offplan.forms.host_kernels import CHUNK_COLUMNS
 from offplan.kernel_sizes import TABLE_COUNTERS, TABLE_LISTS
 
@@ -207,11 +212,9 @@ def _count_later(table: Table, most: int, num_used: int, num_recent: int) -> int
     num_later = 0 if is_idle else min(most, credit // LATER_PARTS)
     credit -= num_later * LATER_PARTS
     steps, used, recent = steps + 1, used + num_used, recent + num_recent
-    if steps == LATER_STEPS:  # as ``ExpertSlots.brings_later`` decides
-        kept, others = table.num_slots, table.num_experts - table.num_slots
-        beyond = recent * table.num_experts - kept * used
-        steps, is_idle = 0, int(8 * beyond <= used * min(kept, others))
-        used = recent = 0
+    if steps == LATER_STEPS:
+        is_idle = int(not brings_later(table.num_slots, table.num_experts, used, recent))
+        steps = used = recent = 0
     numbers = torch.tensor([credit, steps, used, recent, is_idle], dtype=torch.int32)
     table.memory[CREDIT : IS_IDLE + 1] = numbers
     return num_later
