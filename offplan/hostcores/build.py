@@ -90,11 +90,11 @@ def load_code() -> ctypes.CDLL:
     alone.
     """
     check_platform()
-    prebuilt = _find_whole(PREBUILT, _digest())
+    prebuilt = _find_whole(PREBUILT, name_source())
     if prebuilt is not None and not os.environ.get("CXX"):
         return _load(prebuilt)  # who can write there can write offplan's own code, too
     compiler = find_compiler()
-    source = _digest(compiler)
+    source = name_source(compiler)
     folder = _cache_folder()
     try:
         _make_own(folder)
@@ -253,12 +253,12 @@ def prebuild() -> Path:
     with _room_to_compile() as made:
         built = made / "hostcores.so"
         _compile([*_ZIG], made, built)
-        path = _keep(built, PREBUILT, _digest())
+        path = _keep(built, PREBUILT, name_source())
     path.chmod(0o755)
     return path
 
 
-def _digest(compiler: Sequence[str] = ()) -> str:
+def name_source(compiler: Sequence[str] = ()) -> str:
     """Name what the library is made of: source, flags and the compiler, if it is said."""
     digest = hashlib.sha256()
     for path in sorted(SOURCE.iterdir()):

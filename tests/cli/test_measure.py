@@ -18,6 +18,7 @@ from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, OffplanError
 from offplan.held.held import hold
 from offplan.held.packing import pack_everything
+from offplan.hostmem import hardware
 from offplan.library.machines import find_machine, measure_here
 from offplan.machine import measure_cpu
 from offplan.machine.profile import (
@@ -28,7 +29,7 @@ from offplan.machine.profile import (
     parse_profile,
 )
 from offplan.plan import Goal, Workload, load_plan
-from offplan.runtime.measuring import cores, cores_cache, layer_cache, layer_times
+from offplan.runtime.measuring import cores, layer_cache, layer_times
 from tests.cli import CLI, TINY_MOE
 from tests.held import is_packed
 
@@ -132,7 +133,7 @@ def test_the_cores_are_measured_once_where_plans_may_have_them(
     assert timed == [None]  # of no model's weights, and kept
     machine.gpu.name = "another GPU"
     find_machine(None, model, WORKLOAD)
-    monkeypatch.setattr(cores_cache, "core_quota", lambda: 2.0)
+    monkeypatch.setattr(hardware, "core_quota", lambda: 2.0)
     find_machine(None, model, WORKLOAD)
     assert timed == [None] * 3
 

@@ -274,8 +274,8 @@ class CachedExperts(CapabilityExecutor):
             return self.given_rates
         if first.addresses is None:
             return assume(first.of)
-        threads = first.task.server.num_threads
-        question = name_question(first.of, _name_stored(first), threads, self._place.device)
+        by = first.task.server.key
+        question = name_question(first.of, _name_stored(first), by, self._place.device)
         rates = RATES.find(question)
         if rates is None:
             rates = measure(partial(self._time, layers), self._num_chosen)

@@ -1,16 +1,15 @@
 """Rates by which cores and link divide missed experts: measured where a session runs, and kept."""
 
 import json
-import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from offplan.capabilities.cached_experts import ExpertSlots, MissRates
 from offplan.disk_cache import KeptAnswers
+from offplan.hostmem.hardware import name_hardware
 from offplan.kernel_sizes import ROWS_AT_RATE
 
 ASSUMED_BYTES_PER_S = 60e9, 25e9
@@ -90,23 +89,18 @@ RATES = KeptAnswers("miss-rates", _MOST_BYTES, _encode, _decode)
 
 
 def name_question(
-    slots: ExpertSlots, stored: Sequence[tuple[Any, ...]], num_threads: int, device: torch.device
+    slots: ExpertSlots,
+    stored: Sequence[tuple[Any, ...]],
+    by: Mapping[str, Any],
+    device: torch.device,
 ) -> Mapping[str, Any]:
-    """Name all that measured rates depend on: the machine, the experts as stored, the threads."""
-    gpu = torch.cuda.get_device_properties(device)
-    return {
-        "gpu": [gpu.name, str(getattr(gpu, "uuid", "")), gpu.total_memory],
-        "host": [platform.node(), platform.machine(), _name_processor()],
+    """Name all that measured rates depend on: the machine, the experts as stored.
+
+    ``by`` names what multiplies them.
+    """
+    return name_hardware(device) | {
         "torch": torch.__version__,
-        "threads": num_threads,
+        "by": dict(by),
         "experts": [slots.num_experts, slots.expert_bytes],
         "stored": [[str(part) for part in each] for each in stored],
     }
-
-
-def _name_processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith("model name")), "")

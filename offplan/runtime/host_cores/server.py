@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from offplan.hostcores.build import name_source
 from offplan.hostcores.coordinator import Spent
 from offplan.runtime.forms import tasks
 from offplan.runtime.host_cores import cores
@@ -30,6 +31,11 @@ class ByCores(Server):
     def num_threads(self) -> int:
         """Threads that compute."""
         return self._team.num_threads if self._handover is None else self._handover.num_threads
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """Name what times of its products depend on, as plain JSON."""
+        return {"threads": self.num_threads, "library": name_source()}
 
     def multiply(self, weight: cores.Matrix, x: torch.Tensor) -> torch.Tensor:
         """Multiply rows, bfloat16 of [rows, in], by a weight: bfloat16 of [rows, out]."""
