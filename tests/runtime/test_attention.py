@@ -1,11 +1,13 @@
-"""Attention in blocks: compiled for lengths and caches of any kind, and never left uncompiled."""
+"""Attention of prompts: in compiled blocks, and by torch's kernels that return softmax sums."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from offplan.runtime.model import attention
+from offplan.runtime.model.probe import Asked
 
 LENGTHS = [(64, 64, None), (64, 96, 16), (1, 50, None), (128, 128, 16), (128, 256, 16)]
 LENGTHS += [(5, 5, None), (7, 133, 16), (200, 300, 16), (130, 260, None)]
@@ -36,3 +38,66 @@ def test_attention_is_compiled_for_rings_and_for_whole_caches(
                     expected = attention.weigh(query, key, value, seen, *asked)
                     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     attention._compile_for.cache_clear()
+
+
+def weigh_with_sums(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int | None,
+    scaling: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend as torch's kernels on a GPU do, by whole products."""
+    num_new, num_kept = query.shape[2], key.shape[2]
+    seen = attention._window_mask(num_new, num_kept, window or num_kept, query.device)
+    heads = query.shape[1] // key.shape[1]
+    scores = query.float() @ key.float().repeat_interleave(heads, 1).mT
+    scores = (scores * query.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+    return attention.weigh(query, key, value, seen, scaling, None, None), scores.logsumexp(-1)
+
+
+def attend_and_weigh(
+    sizes: tuple[int, int, int | None], sinks: torch.Tensor | None, make: partial[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a chunk of a prompt attends to, and the same by whole products in float32."""
+    num_new, num_kept, window = sizes
+    query, kept = make(2, 4, num_new, 64), make(2, 2, 2, num_kept + 8, 64)
+    module = SimpleNamespace(asked=Asked(window=window))
+    start = num_kept - num_new
+    got = attention._attend_up_to(module, query, kept[0], kept[1], start, num_kept, None, sinks)
+    seen = attention._window_mask(num_new, num_kept, window or num_kept, query.device)
+    query, (key, value) = query.float(), kept[:, :, :, :num_kept].float()
+    return got, attention.weigh(query, key, value, seen, None, None, sinks)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("sizes", LENGTHS)
+def test_what_torch_makes_without_sinks_leaves_them_their_share(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int, int | None], has_sinks: bool
+) -> None:
+    monkeypatch.setattr(attention, "_attend_by_library", weigh_with_sums)
+    make = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    got, expected = attend_and_weigh(sizes, make(4) if has_sinks else None, make)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("cudnn", [False, True])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("sizes", [*LENGTHS, (768, 2048, None), (1000, 1500, 128)])
+def test_torchs_kernels_attend_as_whole_products_do(
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: tuple[int, int, int | None],
+    has_sinks: bool,
+    cudnn: bool,
+) -> None:
+    monkeypatch.setattr(attention, "attend_in_blocks", None)  # is not asked
+    make = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+    allowed = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    try:
+        got, expected = attend_and_weigh(sizes, make(4) if has_sinks else None, make)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(allowed)
+    torch.testing.assert_close(got.float(), expected, rtol=0.02, atol=0.02)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import silu
 from transformers import AutoModelForCausalLM, DeepseekV2Config
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -145,20 +145,6 @@ def test_latents_beyond_each_position_do_not_count(
     latents[beyond] = torch.nan
     got = latent_kernel.attend_filled(query, query_rotary, latents, rotaries, where, 0.1)
     torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_a_chunk_attends_as_its_part_of_the_whole() -> None:
-    from offplan.runtime.model.attention import _attend_in_two, _gives_softmax_sums
-
-    query, key, value = random(2, 8, 768, 64), random(2, 2, 768, 64), random(2, 2, 768, 64)
-    chunk = query[:, :, 512:]
-    if not _gives_softmax_sums(chunk, key, value):
-        pytest.skip("cuDNN's attention does not serve this device")
-    whole = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    got = _attend_in_two(chunk, key, value, 512, None)
-    torch.testing.assert_close(got, whole[:, :, 512:], rtol=0.02, atol=0.02)
 
 
 @pytest.mark.gpu

@@ -71,7 +71,7 @@ def attend_in_blocks(
 
     ``query`` is [batch, heads, new, dim], ``key`` and ``value`` [batch, kv_heads, kept, dim], of
     which each token sees the last ``window``; ``sinks`` is [heads]. A sink takes its share of the
-    softmax and gives nothing. The share left of the others is a sigmoid of how far they exceed it.
+    softmax and gives nothing.
     """
     kind = (*query.shape[1::2], *key.shape[1::2], value.shape[3], query.dtype)
     attend = _compile_for(*kind, soft_cap is None, key.is_contiguous())
@@ -81,11 +81,8 @@ def attend_in_blocks(
     stance = torch.compiler.set_stance("default")
     with stance, torch._dynamo.config.patch(recompile_limit=MAX_LENGTHS):
         out, found = attend(query, key, value, cap, seen, scaling)
-    if sinks is not None:
-        share = torch.sigmoid(found.lse - sinks.float().view(-1, 1)).unsqueeze(-1)
-        out = out * share.to(out.dtype)
     made: torch.Tensor = out
-    return made
+    return made if sinks is None else _leave_to_sinks(made, found.lse, sinks)
 
 
 @cache
@@ -267,17 +264,21 @@ def _attend_up_to(
     if keeps_latents(module):
         key, value = module.expansion.extend(key, value, start, num_tokens)
     num_kept = key.shape[2]
+    is_windowed = window is not None and num_kept > window
+    if soft_cap is None and (is_windowed or sinks is not None or num_kept > num_new):
+        reach = window if is_windowed else None
+        if (found := _attend_by_library(query, key, value, reach, scaling)) is not None:
+            out, sums = found
+            return out if sinks is None else _leave_to_sinks(out, sums, sinks)
     if sinks is not None or soft_cap is not None:
         if query.is_cuda:
             return attend_in_blocks(query, key, value, window, scaling, soft_cap, sinks)
         seen = _window_mask(num_new, num_kept, window or num_kept, query.device)
         return weigh(query, key, value, seen, scaling, soft_cap, sinks)
     mask = None
-    if window is not None and num_kept > window:
+    if is_windowed:
         mask = _window_mask(num_new, num_kept, window, query.device)
-    elif start and _gives_softmax_sums(query, key, value):
-        return _attend_in_two(query, key, value, start, scaling)
-    elif start:
+    elif num_kept > num_new:
         mask = causal_lower_right(num_new, num_kept)
     causal = mask is None and num_new > 1
     return scaled_dot_product_attention(
@@ -285,33 +286,74 @@ def _attend_up_to(
     )
 
 
-def _gives_softmax_sums(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return True if cuDNN's attention serves, the fastest here; it returns its softmax sums."""
-    if not query.is_cuda or query.shape[2] == 1:
-        return False
-    wanted = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, True, True)
-    return torch.backends.cuda.can_use_cudnn_attention(wanted)
+def _attend_by_library(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int | None,
+    scaling: float | None,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Attend from the last tokens to all up to each one's own, by kernels that return softmax sums.
+
+    ``window`` is None where it hides nothing. Returns what is made and the logarithms of the sums,
+    float32 of [batch, heads, new]; or None where torch has no such kernel, as on the CPU.
+    """
+    if not query.is_cuda:
+        return None
+    wanted = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, True)
+    if (
+        window is None
+        and query.shape[2] > 1
+        and torch.backends.cuda.can_use_cudnn_attention(wanted)
+    ):
+        return _attend_in_two(query, key, value, scaling)
+    if query.shape[3] % 8 or not torch.backends.cuda.can_use_flash_attention(wanted):
+        return None
+    behind = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    lengths = query.shape[2], key.shape[2]
+    parts = (part.transpose(1, 2) for part in (query, key, value))
+    # causal from the last key, unlike torch's public call of the same kernel
+    out, sums, *_ = torch.ops.aten._flash_attention_forward(
+        *parts, None, None, *lengths, 0.0, True, False, scale=scaling, **behind
+    )
+    return out.transpose(1, 2), sums
+
+
+def _leave_to_sinks(out: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Take the sinks' share of the softmax from what was made without them.
+
+    ``out`` is [batch, heads, new, dim], ``sums`` the logarithms of its softmax sums, ``sinks``
+    [heads]. The share left of the others is a sigmoid of how far they exceed the sink.
+    """
+    share = torch.sigmoid(sums.reshape(*out.shape[:-1]) - sinks.float().view(-1, 1))
+    return out * share.unsqueeze(-1).to(out.dtype)
 
 
 def _attend_in_two(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, scaling: float | None
-) -> torch.Tensor:
-    """Attend to the tokens before a chunk, then to its own, and weigh the two.
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to the tokens before a chunk, then to its own, by cuDNN, and weigh the two.
 
     No kernel of torch with a causal mask aligned to the last key is as fast as one aligned to the
-    first. A chunk of 2,048 takes 0.65 ms instead of 0.25 on an H200. Source: the online softmax
-    (Milakov and Gimelshein, 2018).
+    first. A chunk of 2,048 takes 0.65 ms instead of 0.25 on an H200. Returns the logarithms of the
+    softmax sums besides, [batch, heads, new]. Source: the online softmax (Milakov and Gimelshein,
+    2018).
     """
 
     def attend_to(key: torch.Tensor, value: torch.Tensor, *, causal: bool) -> Any:
-        return torch.ops.aten._scaled_dot_product_cudnn_attention(
+        out, sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             query, key, value, None, True, 0.0, causal, False, scale=scaling
-        )[:2]
+        )
+        return out, sums.reshape(*out.shape[:-1])
 
-    past, past_sums = attend_to(key[:, :, :start], value[:, :, :start], causal=False)
+    start = key.shape[2] - query.shape[2]
     own, own_sums = attend_to(key[:, :, start:], value[:, :, start:], causal=True)
-    share = torch.sigmoid(past_sums - own_sums).view(*own.shape[:-1], 1)
-    return torch.lerp(own, past, share.to(own.dtype))
+    if not start:
+        return own, own_sums
+    past, past_sums = attend_to(key[:, :, :start], value[:, :, :start], causal=False)
+    share = torch.sigmoid(past_sums - own_sums).unsqueeze(-1)
+    sums = torch.logaddexp(past_sums, own_sums)
+    return torch.lerp(own, past, share.to(own.dtype)), sums
 
 
 def _attend_one(
