@@ -4,11 +4,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
+from offplan.checkpoint.architecture import Attention
 from offplan.checkpoint.layers import output_width
 from offplan.checkpoint.model import Layer
 from offplan.checkpoint.parameter import Parameter, Role, role_of
 from offplan.checkpoint.windows import Mixer
 from offplan.costs.work import (
+    AttentionDims,
     PassShape,
     attention_dims,
     expands,
@@ -68,10 +70,10 @@ Source: transformers' ``project_per_layer_inputs``, read.
 """
 
 JOINED_PARTS = 2
-"""Outputs of attention alive beside the joined one in a later chunk: over the tokens before the
-chunk, and over its own.
+"""Outputs of attention alive beside the joined one, in a later chunk or with sinks: over the tokens
+before the chunk and over its own, or before sinks take their share.
 
-Source: ``runtime.model.attention._attend_in_two``.
+Source: ``runtime.model.attention._attend_by_library``.
 """
 
 MASK_BYTES = 5
@@ -79,12 +81,13 @@ MASK_BYTES = 5
 their conjunction, and a bias of two bytes.
 
 Source: ``runtime.model.attention._window_mask``; kernels want the mask in the type of the query.
+Torch's flash attention, which heads of 16 bits mostly get, needs none.
 """
 
 SCORE_BYTES = 10
 """Bytes of one attention score that no kernel keeps to itself: in float32, as its softmax in
-float32, and in bfloat16. They are those over latents without our kernel, and those of a decode step
-with sinks or soft caps.
+float32, and in bfloat16. They are those of a decode step over latents, or with sinks or soft caps,
+without our kernels.
 
 Source: ``runtime.model.latent.attend_latent``, ``runtime.model.scored.weigh``.
 """
@@ -370,9 +373,10 @@ def attention_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
     """Bytes of attention's temporaries.
 
     They are ATTENTION_COPIES x new tokens x the width of its products. In prefill a window adds its
-    mask. Another chunk that is not the first, or that meets several chunks of the text, adds
-    JOINED_PARTS of what attention returns. In decode attention with sinks or soft caps adds its
-    scores. Latent attention adds ``latent_bytes``. Linear attention has none of these.
+    mask where no kernel knows windows. Sinks, a chunk that is not the first, or one that meets
+    several chunks of the text, add JOINED_PARTS of what attention returns. In decode splits add
+    ``split_bytes``; sinks or soft caps without a kernel add their scores. Latent attention adds
+    ``latent_bytes``. Linear attention has none of these.
     """
     if layer.kv_cache.state_bytes:
         return linear_bytes(stage, layer, shape)
@@ -381,29 +385,41 @@ def attention_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
     dims, window = attention_dims(stage.architecture, shape.phase), layer.kv_cache.window
     if window is not None and window >= shape.context:
         window = None
+    heads, has_kernels = stage.architecture.attention, stage.is_own and stage.dtype in KERNEL_TYPES
     is_chunked = stage.architecture.mixers[layer.index] is Mixer.CHUNKED
-    if shape.phase is Phase.PREFILL and window is not None and not is_chunked:
-        total += MASK_BYTES * shape.tokens * min(shape.context, shape.tokens + window - 1)
-    elif shape.phase is Phase.PREFILL and (window is not None or shape.tokens < shape.context):
-        made = shape.num_tokens * dims.num_heads * dims.value_dim
-        total += JOINED_PARTS * made * stage.element_bytes
-    heads = stage.architecture.attention
-    is_coded = stage.is_own and layer.kv_cache.is_coded and stage.dtype in KERNEL_TYPES
-    if is_coded and shape.phase is Phase.DECODE:
-        total += 0 if stage.architecture.latents else coded_bytes(stage, shape)
-    elif shape.phase is Phase.DECODE and (heads.sinks or heads.soft_cap is not None):
-        kept = stage.row_cache(shape.context).window(layer.index) if stage.is_own else None
-        total += SCORE_BYTES * shape.batch * (kept or shape.context) * heads.num_heads
+    if shape.phase is Phase.PREFILL:
+        is_served = is_chunked or (has_kernels and _serves_windows(dims, heads))
+        if window is not None and not is_served:
+            total += MASK_BYTES * shape.tokens * min(shape.context, shape.tokens + window - 1)
+        elif window is not None or heads.sinks or shape.tokens < shape.context:
+            made = shape.num_tokens * dims.num_heads * dims.value_dim
+            total += JOINED_PARTS * made * stage.element_bytes
+    elif stage.architecture.latents is None:
+        is_plain = window is None and not heads.sinks and heads.soft_cap is None
+        if has_kernels and (layer.kv_cache.is_coded or not is_plain):
+            total += split_bytes(stage, shape)
+        elif heads.sinks or heads.soft_cap is not None:
+            kept = stage.row_cache(shape.context).window(layer.index) if stage.is_own else None
+            total += SCORE_BYTES * shape.batch * (kept or shape.context) * heads.num_heads
     if stage.architecture.latents is not None:
         total += latent_bytes(stage, layer, shape)
     encoded = layer.kv_cache.value_bytes // stage.element_bytes
     return total + ENCODING_BYTES * shape.num_tokens * encoded * stage.is_own
 
 
-def coded_bytes(stage: Stage, shape: PassShape) -> int:
-    """Bytes of what each split of a coded cache mixes in a step, with one softmax sum.
+def _serves_windows(dims: AttentionDims, heads: Attention) -> bool:
+    """Return True if torch's own kernel reads prompts of such heads through a window.
 
-    Source: ``runtime.model.coded_kernel.attend_codes``.
+    Source: ``runtime.model.attention._attend_by_library``.
+    """
+    is_even = dims.query_dim == dims.value_dim and dims.query_dim % 8 == 0
+    return is_even and 0 < dims.query_dim <= 256 and heads.soft_cap is None
+
+
+def split_bytes(stage: Stage, shape: PassShape) -> int:
+    """Bytes of what each split of a cache mixes in a step, with one softmax sum.
+
+    Source: ``runtime.model.coded_kernel.attend_one``.
     """
     heads, dims = stage.architecture.attention, attention_dims(stage.architecture, shape.phase)
     group = -(-dims.num_heads // max(1, heads.num_kv_heads))

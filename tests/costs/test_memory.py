@@ -34,6 +34,7 @@ from offplan.costs.activations import (
     mlp_bytes,
     per_layer_bytes,
     phase_bytes,
+    split_bytes,
     waiting_bytes,
 )
 from offplan.costs.memory import MARGIN, list_gpu_memory, overhead_bytes
@@ -171,11 +172,16 @@ def test_latents_in_decode(rope: int, dtype: str, window: int | None, num_bytes:
     assert latent_bytes(stage, layer, PassShape(Phase.DECODE, 2, 1, 30)) == num_bytes
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("more", [{"model_type": "gpt_oss"}, {"attn_logit_softcapping": 5.0}])
-def test_scores_that_no_kernel_keeps_to_itself(more: dict[str, object]) -> None:
-    stage, plain = hold(make_model([DENSE], **more)), hold(make_model([DENSE]))
+def test_scores_that_no_kernel_keeps_to_itself(more: dict[str, object], dtype: str) -> None:
+    stage, plain = (
+        hold(replace(make_model([DENSE], **of), dtype=dtype)) for of in (more, dict[str, object]())
+    )
     step, prompt = PassShape(Phase.DECODE, 2, 1, 30), PassShape(Phase.PREFILL, 2, 30, 30)
-    for shape, num_bytes in ((step, 2 * 30 * 4 * SCORE_BYTES), (prompt, 0)):
+    scores = 2 * 30 * 4 * SCORE_BYTES if dtype == "float32" else split_bytes(stage, step)
+    shares = JOINED_PARTS * 2 * 30 * 4 * 16 * stage.element_bytes if "model_type" in more else 0
+    for shape, num_bytes in ((step, scores), (prompt, shares)):
         found = [attention_bytes(each, each.layers[0], shape) for each in (stage, plain)]
         assert found[0] - found[1] == num_bytes
 
@@ -207,16 +213,19 @@ def test_many_sequences_have_a_split_each() -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "num_bytes"),
+    ("window", "dtype", "num_bytes"),
     [
-        (None, JOINED_PARTS * TOKENS * 4 * 16 * 2),
-        (30, JOINED_PARTS * TOKENS * 4 * 16 * 2),
-        (25, MASK_BYTES * 10 * 30),
-        (8, MASK_BYTES * 10 * 17),
+        (None, "float32", JOINED_PARTS * TOKENS * 4 * 16 * 4),
+        (30, "bfloat16", JOINED_PARTS * TOKENS * 4 * 16 * 2),
+        (25, "float32", MASK_BYTES * 10 * 30),
+        (8, "float32", MASK_BYTES * 10 * 17),
+        (8, "bfloat16", JOINED_PARTS * TOKENS * 4 * 16 * 2),
     ],
 )
-def test_a_later_chunk_joins_two_parts_or_has_a_mask(window: int | None, num_bytes: int) -> None:
-    stage = hold(dense_model(1))
+def test_a_later_chunk_joins_two_parts_or_has_a_mask(
+    window: int | None, dtype: str, num_bytes: int
+) -> None:
+    stage = hold(replace(dense_model(1), dtype=dtype))
     layer = make_layer(0, DENSE, KVCache(128, window=window))
     first = attention_bytes(stage, stage.layers[0], replace(SHAPE, context=SHAPE.tokens))
     assert attention_bytes(stage, layer, SHAPE) - first == num_bytes

@@ -224,7 +224,7 @@ def test_steps_in_place_see_what_steps_by_mask_see(
     need_triton()
     from offplan.runtime.model import coded_kernel
 
-    monkeypatch.setattr(coded_kernel, "attend_codes", weigh_codes)
+    monkeypatch.setattr(coded_kernel, "attend_one", weigh_codes)
     monkeypatch.setattr(coded_kernel, "attend_latent_codes", weigh_latents)
     folder = save_tiny(name, tmp_path)
     recorded = record_codes(monkeypatch)

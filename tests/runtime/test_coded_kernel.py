@@ -80,7 +80,9 @@ def test_values_are_those_of_torch_bit_for_bit(dim: int, dtype: torch.dtype) -> 
 @runs_kernels
 @pytest.mark.parametrize(("sees", "sizes", "has_sinks", "soft_cap"), CASES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_codes_weigh_as_their_values(
+@pytest.mark.parametrize("is_coded", [True, False])
+def test_a_kept_token_weighs_as_its_values(
+    is_coded: bool,
     sees: str,
     sizes: tuple[int, int, int, int],
     has_sinks: bool,
@@ -100,16 +102,21 @@ def test_codes_weigh_as_their_values(
     spread = torch.logspace(-1.5, 1.5, kept)[torch.randperm(kept), None]
     query = torch.randn(3, heads, key_dim).to(DEVICE, dtype)
     keys, values = (
-        encode((torch.randn(3, num_kv, kept, dim) * spread).to(DEVICE, dtype))
+        (torch.randn(3, num_kv, kept, dim) * spread).to(DEVICE, dtype)
         for dim in (key_dim, value_dim)
     )
+    if is_coded:
+        keys, values = encode(keys), encode(values)
     sinks = torch.randn(heads).to(DEVICE, dtype) if has_sinks else None
     expected = torch.empty(3, heads, value_dim)
-    of_keys, of_values = (values_of(each, dtype).float() for each in (keys, values))
+    of_keys, of_values = (
+        (values_of(each, dtype) if is_coded else each.clone()).float() for each in (keys, values)
+    )
+    unread = 0xFF if is_coded else torch.nan  # 0xFF has a scale that is NaN
     for row, position in enumerate(positions):
         seen = [*range(*find_seen(sees, position, REACH))]
         unseen = [place for place in range(kept) if place not in seen]
-        keys[row, :, unseen], values[row, :, unseen] = 0xFF, 0xFF  # of a scale that is NaN
+        keys[row, :, unseen], values[row, :, unseen] = unread, unread
         repeated = heads // num_kv
         key, value = (
             of[row, :, seen].repeat_interleave(repeated, 0) for of in (of_keys, of_values)
@@ -123,7 +130,7 @@ def test_codes_weigh_as_their_values(
         expected[row] = (weights @ value)[:, 0].cpu()
     kind = getattr(coded_kernel, sees.upper())
     where = torch.tensor(positions, device=DEVICE)
-    got = coded_kernel.attend_codes(
+    got = coded_kernel.attend_one(
         query, keys, values, where, 0.1, soft_cap, sinks, kind, REACH
     ).cpu()
     # weights are rounded to the query's type, each by half a unit at most
@@ -189,19 +196,24 @@ def test_kernels_compile_for_every_gpu(target: int, kind: str, name: str) -> Non
     of_type = coded_kernel.choose_constants(dtype)
     shared = {80: 166912, 90: 232448}.get(target, 101376)
 
-    def compile_one(kernel: Any, constants: dict[str, Any]) -> str:
+    def compile_one(kernel: Any, constants: dict[str, Any], **others: str) -> str:
+        pointers = POINTERS | others
         kinds = {
-            each: text.format(kind) for each, text in POINTERS.items() if each in kernel.arg_names
+            each: text.format(kind) for each, text in pointers.items() if each in kernel.arg_names
         }
         return compile_ptx(kernel, target, kinds, constants, {"num_warps": 4})
 
-    for dim in (64, 128, 256):
-        widths = {"KEY": dim, "VALUE": dim, "BLOCK_K": dim, "BLOCK_V": dim}
-        block = coded_kernel.choose_block(2 * dim, shared)
+    for dim, is_coded in product((64, 128, 256), (True, False)):
+        of_type = coded_kernel.choose_constants(dtype) if is_coded else coded_kernel.VALUES
+        kept = dict.fromkeys(("keys", "values"), "*u8" if is_coded else "*{0}")
+        widths = {"KEY": dim, "VALUE": dim, "BLOCK_K": dim, "BLOCK_V": dim, "IS_CODED": is_coded}
+        block = coded_kernel.choose_block(2 * dim, shared, 1 if is_coded else 2)
         more = {"SCALE": 0.1, "SOFT_CAP": 30.0, "REACH": 4096, "SEES": 1, "NUM_KV": 8}
         sizes = {"BLOCK_H": 16, "BLOCK_S": block}
-        ptx = compile_one(coded_kernel._attend_split, {**widths, **more, **sizes, **of_type})
+        constants = {**widths, **more, **sizes, **of_type}
+        ptx = compile_one(coded_kernel._attend_split, constants, **kept)
         assert "mma" in ptx
+    of_type = coded_kernel.choose_constants(dtype)
     block = coded_kernel.choose_block(512 + 64, shared)
     more = {"SCALE": 0.1, "LATENT": 512, "ROPE": 64, "BLOCK_H": 16, "BLOCK_S": block}
     assert "mma" in compile_one(coded_kernel._attend_latent_split, {**more, **of_type})

@@ -171,7 +171,11 @@ def test_counts_of_captured_steps_are_those_of_uncaptured_ones(folder: Path) -> 
     checkpoint, counts, runs = saved(folder, "qwen3_moe", "values"), [], []
     for capture in (False, True):
         decision = decide(dividing(3, later=2.5))
-        with open_session(checkpoint, decision, "cuda", capture=capture) as session:
+        # one session's own rates would divide other experts than another's
+        with (
+            sharing(0.5),
+            open_session(checkpoint, decision, "cuda", capture=capture) as session,
+        ):
             session.warm_up(1, 10)
             runs.append(run_history(session))
             counts.append(count_experts(session))

@@ -199,7 +199,7 @@ def _register(way: Way) -> None:
             assert scaling is not None
             return attend_latent(module, query, key, value, attention_mask, scaling, way), None
         elif way is Way.POSITION:
-            out = _attend_codes(module, query, key, value, attention_mask, scaling, s_aux)
+            out = _attend_in_place(module, query, key, value, attention_mask, scaling, s_aux)
         else:
             out = _attend_one(module, query, key, value, attention_mask, scaling, s_aux)
         return out.transpose(1, 2).contiguous(), None
@@ -380,7 +380,7 @@ def _attend_one(
     return out.reshape(batch, heads, 1, value.shape[-1])
 
 
-def _attend_codes(
+def _attend_in_place(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -389,7 +389,7 @@ def _attend_codes(
     scaling: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend from one new token to codes in place, by a kernel that knows the token's position."""
+    """Attend from one new token to the cache, by a kernel that knows the token's position."""
     from offplan.runtime.model import coded_kernel  # needs triton, so a GPU
 
     asked = module.asked
@@ -402,7 +402,7 @@ def _attend_codes(
         sees = coded_kernel.RING if asked.chunk is None else coded_kernel.RING_OF_CHUNK
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     one = query[:, :, 0].contiguous()
-    out = coded_kernel.attend_codes(
+    out = coded_kernel.attend_one(
         one, key, value, position, scale, asked.soft_cap, sinks, sees, reach
     )
     return out.unsqueeze(2)

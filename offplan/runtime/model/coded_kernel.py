@@ -1,8 +1,9 @@
-"""Attention of one new token to cached codes, reading what the token sees and nothing else.
+"""Attention of one new token to a cache, reading what the token sees and nothing else.
 
-Programs split what a row sees, as in ``latent_kernel``. Products are of codes: a token's scale
-multiplies its score, or its weight. The bits of a code, moved, are those of a float of the query's
-type which lacks a power of two, so that every GPU decodes in three operations of whole numbers.
+Programs split what a row sees, as in ``latent_kernel``. The cache has values, or codes. Products
+are then of codes: a token's scale multiplies its score, or its weight. The bits of a code, moved,
+are those of a float of the query's type which lacks a power of two, so that every GPU decodes in
+three operations of whole numbers.
 """
 
 from typing import NamedTuple
@@ -14,7 +15,7 @@ import triton.language as tl
 from offplan.kernel_sizes import CODED_PROGRAMS, LATENT_HEADS
 from offplan.row_cache import SCALE_BYTES
 from offplan.runtime.gpu_limits import gpu_limits
-from offplan.runtime.model.cache_codes import BITS
+from offplan.runtime.model.cache_codes import BITS, is_coded
 from offplan.runtime.model.codes_kernel import SCALE_WIDTH, decode, load_scales
 from offplan.runtime.model.latent_kernel import join_splits
 
@@ -43,8 +44,12 @@ class Powers(NamedTuple):
 POWERS = {torch.bfloat16: Powers(60, 60), torch.float16: Powers(0, 2)}
 
 
+VALUES = {"SHIFT": 0, "MASK": 0, "QUERY_POWER": 0, "WEIGHT_POWER": 0, "POWER": 0}
+"""The constants of a cache of values."""
+
+
 def choose_constants(dtype: torch.dtype) -> dict[str, int]:
-    """Return the constants of both kernels that depend on the query's type."""
+    """Return the constants of both kernels that depend on the query's type, for codes."""
     kind, powers = BITS[dtype], POWERS[dtype]
     return {
         "SHIFT": kind.shift,
@@ -102,6 +107,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
     QUERY_POWER: tl.constexpr,
     WEIGHT_POWER: tl.constexpr,
     POWER: tl.constexpr,
+    IS_CODED: tl.constexpr,
     NUM_KV: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -119,8 +125,10 @@ def _attend_split(  # type: ignore[no-untyped-def]
     is_query = is_head[:, None] & (dim < KEY)[None, :]
     q = tl.load(query + at[:, None] * KEY + dim[None, :], mask=is_query, other=0.0)
     q = (q.to(tl.float32) * 2.0**QUERY_POWER).to(q.dtype)
-    keys += pair.to(tl.int64) * context * (KEY + SCALE_WIDTH)
-    values += pair.to(tl.int64) * context * (VALUE + SCALE_WIDTH)
+    key_row: tl.constexpr = KEY + SCALE_WIDTH if IS_CODED else KEY
+    value_row: tl.constexpr = VALUE + SCALE_WIDTH if IS_CODED else VALUE
+    keys += pair.to(tl.int64) * context * key_row
+    values += pair.to(tl.int64) * context * value_row
     top = tl.full([BLOCK_H], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_H], dtype=tl.float32)
     mixed = tl.zeros([BLOCK_H, BLOCK_V], dtype=tl.float32)
@@ -129,14 +137,16 @@ def _attend_split(  # type: ignore[no-untyped-def]
         is_token = token < stop
         is_key = is_token[:, None] & (dim < KEY)[None, :]
         is_value = is_token[:, None] & (value_dim < VALUE)[None, :]
-        places = token[:, None] * (KEY + SCALE_WIDTH) + dim[None, :]
-        key = decode(tl.load(keys + places, mask=is_key, other=0), SHIFT, MASK, q.dtype)
-        places = token[:, None] * (VALUE + SCALE_WIDTH) + value_dim[None, :]
-        value = decode(tl.load(values + places, mask=is_value, other=0), SHIFT, MASK, q.dtype)
-        of_key = load_scales(keys, token, is_token, KEY + SCALE_WIDTH)
-        of_value = load_scales(values, token, is_token, VALUE + SCALE_WIDTH)
-        factor: tl.constexpr = SCALE * 2.0 ** (POWER - QUERY_POWER)
-        score = tl.dot(q, tl.trans(key)) * (of_key * factor)[None, :]
+        key = tl.load(keys + token[:, None] * key_row + dim[None, :], mask=is_key, other=0)
+        places = token[:, None] * value_row + value_dim[None, :]
+        value = tl.load(values + places, mask=is_value, other=0)
+        if IS_CODED:
+            key = decode(key, SHIFT, MASK, q.dtype)
+            value = decode(value, SHIFT, MASK, q.dtype)
+        score, factor = tl.dot(q, tl.trans(key)), SCALE * 2.0 ** (POWER - QUERY_POWER)
+        if IS_CODED:
+            factor *= load_scales(keys, token, is_token, key_row)[None, :]
+        score *= factor
         if SOFT_CAP > 0:
             score = SOFT_CAP * (2 * tl.sigmoid(2 * score / SOFT_CAP) - 1)
         score = tl.where(is_token[None, :], score, float("-inf"))
@@ -144,8 +154,10 @@ def _attend_split(  # type: ignore[no-untyped-def]
         weight = tl.exp(score - higher[:, None])
         fade = tl.exp(top - higher)
         total = total * fade + tl.sum(weight, 1)
-        weight = (weight * (of_value * 2.0**WEIGHT_POWER)[None, :]).to(q.dtype)
-        mixed = tl.dot(weight, value, mixed * fade[:, None])
+        if IS_CODED:
+            of_value = load_scales(values, token, is_token, value_row)
+            weight *= (of_value * 2.0**WEIGHT_POWER)[None, :]
+        mixed = tl.dot(weight.to(q.dtype), value, mixed * fade[:, None])
         top = higher
     at = at * num_splits + tl.program_id(2)
     if first < stop:
@@ -231,24 +243,24 @@ def _attend_latent_split(  # type: ignore[no-untyped-def]
         tl.store(log_sums + at, top, mask=is_head)
 
 
-def shared_size(width: int, block: int) -> int:
+def shared_size(width: int, block: int, itemsize: int = 1) -> int:
     """Bytes of shared memory that a program takes at most for ``block`` tokens of a width."""
-    return 2 * (block + LATENT_HEADS) * width + 16 * block
+    return 2 * (itemsize * block + LATENT_HEADS) * width + 16 * block
 
 
-def choose_block(width: int, shared_bytes: int) -> int:
+def choose_block(width: int, shared_bytes: int, itemsize: int = 1) -> int:
     """Choose the cached tokens of a program; ``width`` is that of all it reads of a token.
 
     Source: triton 3.9's kernels for compute capabilities 8.0 to 12.0 and widths of 128 to 576. They
-    take two buffers of codes and one of queries in 16 bits, and 16 bytes a token.
+    take two buffers of what is cached and one of queries in 16 bits, and 16 bytes a token.
     """
     block = MAX_BLOCK_TOKENS
-    while block > 16 and shared_size(width, block) > shared_bytes:
+    while block > 16 and shared_size(width, block, itemsize) > shared_bytes:
         block //= 2
     return block
 
 
-def attend_codes(
+def attend_one(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -259,32 +271,35 @@ def attend_codes(
     sees: int,
     reach: int,
 ) -> torch.Tensor:
-    """Mix the values of cached codes by softmax of their keys' products with the query.
+    """Mix cached values by softmax of their keys' products with the query.
 
-    ``query`` is [batch, heads, dim], ``keys`` and ``values`` uint8 of [batch, kv_heads, kept, dim +
-    SCALE_BYTES]. All are contiguous. ``position``, int64 of ``batch`` elements on the device, is
-    the last filled token of each sequence. ``sees`` says what of the cache a token sees, ``reach``
-    how many tokens of a window, a chunk or a ring; ``sinks`` is [heads]. Returns [batch, heads,
-    value_dim]. Runs on the current stream, synchronises nothing.
+    ``query`` is [batch, heads, dim], ``keys`` and ``values`` [batch, kv_heads, kept, dim] of its
+    type, or codes in uint8, each row with SCALE_BYTES more. All are contiguous. ``position``, int64
+    of ``batch`` elements on the device, is the last filled token of each sequence. ``sees`` says
+    what of the cache a token sees, ``reach`` how many tokens of a window, a chunk or a ring;
+    ``sinks`` is [heads]. Returns [batch, heads, value_dim]. Runs on the current stream,
+    synchronises nothing.
     """
     batch, heads, key_dim = query.shape
     num_kv, context = keys.shape[1:3]
-    value_dim = values.shape[-1] - SCALE_BYTES
+    coded = is_coded(keys)
+    value_dim = values.shape[-1] - SCALE_BYTES * coded
     block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
     group = heads // num_kv
     blocks = triton.cdiv(group, LATENT_HEADS)
     shared_bytes, num_processors = gpu_limits(query.device.index)
-    block = choose_block(block_k + block_v, shared_bytes)
+    block = choose_block(block_k + block_v, shared_bytes, keys.itemsize)
     most = min(reach, context) if sees != ALL else context
     num_programs = batch * num_kv * blocks
     splits = max(1, min(CODED_PROGRAMS * num_processors // num_programs, triton.cdiv(most, block)))
     partial = query.new_empty(batch, heads, splits, block_v, dtype=torch.float32)
     log_sums = query.new_empty(batch, heads, splits, dtype=torch.float32)
+    constants = choose_constants(query.dtype) if coded else VALUES
     _attend_split[(batch * num_kv, blocks, splits)](
         query, keys, values, position, partial, log_sums, context, group,
         SCALE=scaling, SOFT_CAP=soft_cap or 0.0, KEY=key_dim, VALUE=value_dim, BLOCK_K=block_k,
-        BLOCK_V=block_v, REACH=reach, SEES=sees, NUM_KV=num_kv, BLOCK_H=LATENT_HEADS, BLOCK_S=block,
-        num_warps=4, **choose_constants(query.dtype),
+        BLOCK_V=block_v, REACH=reach, SEES=sees, IS_CODED=coded, NUM_KV=num_kv,
+        BLOCK_H=LATENT_HEADS, BLOCK_S=block, num_warps=4, **constants,
     )  # fmt: skip
     out = query.new_empty(batch, heads, value_dim)
     join_splits[(batch * heads,)](

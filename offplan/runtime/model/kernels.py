@@ -120,17 +120,18 @@ def find_filled(
 ) -> FindFilled:
     """Find how a captured decode step of this model tells attention where its cache ends.
 
-    Compiled block attention needs heads of a power of two from 16 on, layers that ask for nothing,
-    and KERNEL_TYPES. The kernel for latents needs latents of a power of two likewise, and
-    KERNEL_TYPES. The kernels for ``codes`` know all that layers ask for.
+    Compiled block attention needs heads of a power of two from 16 on, and layers that ask for
+    nothing. What layers ask for, and ``codes``, our kernel knows, but for latents. It needs
+    KERNEL_TYPES, and the kernel for latents latents of a power of two besides.
     """
     if codes:
         return filled_up_to
     asked = [vars(part)["asked"] for part in module.modules() if "asked" in vars(part)]
-    if not all(each.is_plain_within(context) for each in asked):
-        return filled_mask
     config = module.config.get_text_config()
-    if latent_dim := getattr(config, "kv_lora_rank", None):
+    latent_dim = getattr(config, "kv_lora_rank", None)
+    if not all(each.is_plain_within(context) for each in asked):
+        return filled_up_to if model.dtype in KERNEL_TYPES and not latent_dim else filled_mask
+    if latent_dim:
         powers = is_power(latent_dim) and is_power(config.qk_rope_head_dim)
         return filled_up_to if powers and model.dtype in KERNEL_TYPES else filled_mask
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
