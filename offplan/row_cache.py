@@ -13,12 +13,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from offplan.checkpoint.model import KVCache
+from offplan.checkpoint.model import KVCache, Vectors
 
 SCALE_BYTES = 4
 """Bytes of the scale of a vector that is kept as codes, behind these."""
 CHECKPOINTS = 1
 """Copies of a row's rings and states, beside those that passes work on."""
+
+
+def why_not_coded(vectors: Sequence[Vectors]) -> str | None:
+    """Say why what a layer caches of a token cannot be kept as codes; None if it can."""
+    if not vectors:
+        return "caches what is not known to be vectors, each of which has a scale"
+    odd = next((each.dim for each in vectors if each.dim % SCALE_BYTES), None)
+    if odd is not None:
+        return f"caches vectors of {odd} elements, and scales need a multiple of {SCALE_BYTES}"
+    return None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pydantic import Field
 from offplan.capabilities.goal import Asked, GoalBase
 from offplan.capabilities.way import Way
 from offplan.choices import KVCacheDtype
+from offplan.row_cache import why_not_coded
 
 
 class KVCacheGoal(GoalBase):
@@ -34,12 +35,11 @@ class KVCacheGoal(GoalBase):
         caches = [layer.kv_cache for layer in model.layers]
         if not any(each.bytes_per_token for each in caches):
             yield f"no layer of {model.source} caches keys and values: leave it out"
+        if model.architecture.attention.changes_cached:
+            yield f"attention of {model.source} changes what is cached: leave it out"
         for index, each in enumerate(caches):
-            if each.bytes_per_token and not each.num_vectors:
-                yield (
-                    f"how many heads layer {index} of {model.source} caches is not known, and each "
-                    "has a scale: leave it out"
-                )
+            if each.bytes_per_token and (why := why_not_coded(each.vectors)) is not None:
+                yield f"layer {index} of {model.source} {why}: leave it out"
                 break
 
     def describe(self) -> Iterator[str]:

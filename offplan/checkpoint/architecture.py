@@ -48,8 +48,17 @@ class Attention:
     """Elements of a query, key or value head; 0 where the config does not say."""
     sinks: bool
     """True if the softmax has a learned sink for each head."""
+    changes_cached: bool
+    """True if it changes cached keys or values in each pass, before it multiplies them."""
     soft_cap: float | None
     """Value that scores are softly capped at; None where they are not."""
+
+
+class HeadSizes(NamedTuple):
+    """Elements of a layer's heads; 0 where the config does not say."""
+
+    key: int
+    value: int
 
 
 @dataclass(frozen=True)
@@ -142,6 +151,8 @@ class Architecture:
     windows: tuple[int | None, ...]
     """Tokens that each decoder layer's attention sees at most; None where it sees all."""
     attention: Attention
+    head_sizes: tuple[HeadSizes, ...]
+    """The size of each decoder layer's heads of keys and values."""
     latents: LatentAttention | None
     """Latent attention, in the models that have it."""
     index_topk: int | None
@@ -241,7 +252,7 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
         text = _without_mlps(text)
     stated_layers = _read_num_layers(text)
     mixers, windows, notes = read_windows(text, model_type, stated_layers or num_layers)
-    tie = _read_tie(config, text)
+    tie, attention = _read_tie(config, text), _read_attention(text, model_type)
     quantisation = read_quantisation(config, model_type, read_dtype(config))
     quantisation = quantisation or read_quantisation(text, model_type, read_dtype(config))
     return Architecture(
@@ -264,7 +275,8 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
         * (stated_layers or num_layers),
         mixers=mixers,
         windows=windows,
-        attention=_read_attention(text, model_type),
+        attention=attention,
+        head_sizes=_read_head_sizes(text, model_type, attention.head_dim, mixers),
         latents=_read_latents(text),
         index_topk=_read_index_topk(text, model_type),
         linear=_read_linear(text),
@@ -368,8 +380,32 @@ def _read_attention(text: Mapping[str, Any], model_type: str) -> Attention:
         num_kv_heads=num_kv_heads or num_heads,
         head_dim=head_dim or (_read_hidden_size(text) // num_heads if num_heads else 0),
         sinks=model_type in model_types.SINK_TYPES,
+        changes_cached=model_type in model_types.CHANGES_CACHED,
         soft_cap=_read_soft_cap(text, model_type),
     )
+
+
+def _read_head_sizes(
+    text: Mapping[str, Any], model_type: str, head_dim: int, mixers: Iterable[Mixer]
+) -> tuple[HeadSizes, ...]:
+    """Read the size of each layer's heads; ``head_dim`` is what the config says of all of them.
+
+    Source: transformers 5.23, ``Gemma4TextConfig`` and ``MiMoV2FlashConfig``. What the former is
+    made with, it saves as ``per_layer_config``.
+    """
+    usual = model_types.HEAD_SIZES.get(model_type, {})
+    sizes = {key: read_count(text, key) or default for key, default in usual.items()}
+    key = sizes.get("head_dim", head_dim)
+    layers = text.get("per_layer_config")
+    if not isinstance(layers, Mapping):
+        of_full = {"head_dim": sizes.get("global_head_dim", key)}
+        layers = {str(n): of_full for n, each in enumerate(mixers) if each is Mixer.FULL}
+    found = []
+    for index, _ in enumerate(mixers):
+        own = layers.get(str(index))
+        size = (read_count(own, "head_dim") if isinstance(own, Mapping) else None) or key
+        found.append(HeadSizes(size, sizes.get("v_head_dim", size)))
+    return tuple(found)
 
 
 def _read_soft_cap(text: Mapping[str, Any], model_type: str) -> float | None:

@@ -7,7 +7,7 @@ Source: the cache classes and the attention modules of transformers 5.23 (``cach
 from collections.abc import Sequence
 
 from offplan.checkpoint.architecture import Architecture, LinearAttention
-from offplan.checkpoint.model import KVCache
+from offplan.checkpoint.model import KVCache, Vectors
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.windows import Mixer
 from offplan.forms.form import Kind
@@ -57,8 +57,9 @@ def _layer_cache(
     window = architecture.windows[index]
     if elements is None:
         return None
-    vectors = _vectors_per_token(architecture, elements)
-    return KVCache(elements * element_bytes, window, num_vectors=vectors)
+    vectors = _vectors_per_token(architecture, index, parameters)
+    is_whole = sum(each.number * each.dim for each in vectors) == elements
+    return KVCache(elements * element_bytes, window, vectors=vectors if is_whole else ())
 
 
 def _elements_per_token(architecture: Architecture, parameters: Sequence[Parameter]) -> int | None:
@@ -66,8 +67,8 @@ def _elements_per_token(architecture: Architecture, parameters: Sequence[Paramet
     latents = architecture.latents
     if latents is None:
         heads = architecture.attention
-        configured = 2 * heads.num_kv_heads * heads.head_dim
-        return _stored_heads(parameters) or configured or None
+        stored = _stored_heads(parameters)
+        return sum(stored) if stored else 2 * heads.num_kv_heads * heads.head_dim or None
     # LongCat has two attentions a layer; Kimi-Linear has layers without the latent.
     # Segments, not names: a projection may have a bias.
     segments = {parameter.segment for parameter in parameters}
@@ -81,20 +82,26 @@ def _elements_per_token(architecture: Architecture, parameters: Sequence[Paramet
     return elements
 
 
-def _vectors_per_token(architecture: Architecture, elements: int) -> int:
-    """Return how many vectors a layer caches a token; 0 if that is not known."""
+def _vectors_per_token(
+    architecture: Architecture, index: int, parameters: Sequence[Parameter]
+) -> tuple[Vectors, ...]:
+    """Return the vectors that a layer caches a token, if it caches nothing else."""
     latents = architecture.latents
     if latents is not None:
-        return 2 if elements == latents.dim + latents.rope_dim else 0
-    dim = architecture.attention.head_dim
-    return elements // dim if dim and not elements % dim else 0
+        return Vectors(1, latents.dim), Vectors(1, latents.rope_dim)
+    size = architecture.head_sizes[index]
+    stored, num_heads = _stored_heads(parameters), architecture.attention.num_kv_heads
+    if not size.key or not size.value:
+        return ()
+    heads = [num_heads] * 2 if stored is None else [stored[0] // size.key, stored[1] // size.value]
+    return Vectors(heads[0], size.key), Vectors(heads[1], size.value)
 
 
-def _stored_heads(parameters: Sequence[Parameter]) -> int | None:
+def _stored_heads(parameters: Sequence[Parameter]) -> tuple[int, int] | None:
     """Return the rows of the key and value projections, where they are stored apart and whole."""
     keys, values = (_rows(parameters, f"attn.{part}.weight") for part in ("k_proj", "v_proj"))
     # Without a value projection the keys serve as values, and are cached twice.
-    return keys + (values or keys) if keys else None
+    return (keys, values or keys) if keys else None
 
 
 def _rows(parameters: Sequence[Parameter], end: str) -> int | None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from offplan.checkpoint.architecture import Architecture, read_architecture
 from offplan.checkpoint.gguf.origin import GGUF
@@ -20,6 +20,14 @@ FLOAT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 """Bytes of an element of each type that models compute in, as torch names them."""
 
 
+class Vectors(NamedTuple):
+    """Vectors of one size that a layer caches for each token."""
+
+    number: int
+    dim: int
+    """Elements of each."""
+
+
 @dataclass(frozen=True)
 class KVCache:
     """The memory that one layer keeps for each sequence while it generates."""
@@ -30,9 +38,9 @@ class KVCache:
     """Tokens kept at most (sliding window); None keeps the whole context."""
     state_bytes: int = 0
     """Bytes of a sequence's fixed state (linear attention's recurrent and convolution state)."""
-    num_vectors: int = field(default=0, compare=False)
-    """Vectors that one token's bytes are: a key and a value of each head, or a latent and its
-    rotary part; 0 if that is not known."""
+    vectors: tuple[Vectors, ...] = field(default=(), compare=False)
+    """Vectors that one token's bytes are: keys and values of the heads, or a latent and its rotary
+    part; empty if that is not known."""
     value_bytes: int = 0
     """Bytes of one token as the model computes them, if they are kept as codes; else 0."""
 
@@ -50,7 +58,8 @@ class KVCache:
 
     def as_codes(self, element_bytes: int, scale_bytes: int) -> "KVCache":
         """Return the same with a byte for each element and ``scale_bytes`` for each vector."""
-        of_token = self.bytes_per_token // element_bytes + scale_bytes * self.num_vectors
+        num_vectors = sum(each.number for each in self.vectors)
+        of_token = self.bytes_per_token // element_bytes + scale_bytes * num_vectors
         return replace(self, bytes_per_token=of_token, value_bytes=self.bytes_per_token)
 
     def nbytes(self, batch: int, context: int) -> int:

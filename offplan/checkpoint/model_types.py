@@ -24,8 +24,14 @@ FUSED_GATES = frozenset(_FACTS["fused_gates"])
 """Model types whose dense MLPs store gate and up apart, and multiply both as one matrix."""
 SINK_TYPES = frozenset(_FACTS["sinks"])
 """Model types whose softmax has a learned sink for each head."""
+CHANGES_CACHED = frozenset(_FACTS["changes_cached"])
+"""Model types whose attention changes cached keys or values in each pass."""
 SOFT_CAPS: dict[str, float] = _FACTS["soft_caps"]
 """Caps of attention scores where the config names none."""
+
+HEAD_SIZES: dict[str, dict[str, int]] = _FACTS["head_sizes"]
+"""Elements of heads where the config names none, by its keys, if those of a layer's keys and values
+or of two layers may differ."""
 
 
 def _float32_parts(table: str) -> dict[str, tuple[str, ...]]:

@@ -6,7 +6,7 @@ from functools import partial
 
 from offplan.checkpoint.architecture import Attention
 from offplan.checkpoint.layers import output_width
-from offplan.checkpoint.model import Layer
+from offplan.checkpoint.model import Layer, Vectors
 from offplan.checkpoint.parameter import Parameter, Role, role_of
 from offplan.checkpoint.windows import Mixer
 from offplan.costs.work import (
@@ -397,7 +397,7 @@ def attention_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
     elif stage.architecture.latents is None:
         is_plain = window is None and not heads.sinks and heads.soft_cap is None
         if has_kernels and (layer.kv_cache.is_coded or not is_plain):
-            total += split_bytes(stage, shape)
+            total += split_bytes(stage, layer, shape)
         elif heads.sinks or heads.soft_cap is not None:
             kept = stage.row_cache(shape.context).window(layer.index) if stage.is_own else None
             total += SCORE_BYTES * shape.batch * (kept or shape.context) * heads.num_heads
@@ -416,15 +416,17 @@ def _serves_windows(dims: AttentionDims, heads: Attention) -> bool:
     return is_even and 0 < dims.query_dim <= 256 and heads.soft_cap is None
 
 
-def split_bytes(stage: Stage, shape: PassShape) -> int:
+def split_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
     """Bytes of what each split of a cache mixes in a step, with one softmax sum.
 
     Source: ``runtime.model.coded_kernel.attend_one``.
     """
-    heads, dims = stage.architecture.attention, attention_dims(stage.architecture, shape.phase)
-    group = -(-dims.num_heads // max(1, heads.num_kv_heads))
-    programs = shape.batch * heads.num_kv_heads * -(-group // LATENT_HEADS)
-    width = 1 << (max(16, dims.value_dim) - 1).bit_length()
+    heads = stage.architecture.attention
+    by_config = Vectors(max(1, heads.num_kv_heads), heads.head_dim)
+    values = (layer.kv_cache.vectors or [by_config])[-1]
+    group = -(-heads.num_heads // values.number)
+    programs = shape.batch * values.number * -(-group // LATENT_HEADS)
+    width = 1 << (max(16, values.dim) - 1).bit_length()
     return 4 * (width + 1) * LATENT_HEADS * max(CODED_PROGRAMS * SPLITS, programs)
 
 
@@ -561,7 +563,11 @@ def _output_width(stage: Stage, layer: Layer, roles: Collection[Role]) -> int:
 def _distinct_layers(stage: Stage) -> list[Layer]:
     """One layer of each kind of structure: same names, first shapes and forms."""
     distinct = {
-        (layer.kv_cache, tuple((p.name, p.shape, p.form) for p in layer.parameters)): layer
+        (
+            layer.kv_cache,
+            layer.kv_cache.vectors,
+            tuple((p.name, p.shape, p.form) for p in layer.parameters),
+        ): layer
         for layer in stage.layers
     }
     return list(distinct.values())

@@ -47,7 +47,7 @@ def advise_cache(question: Question, plan: Plan | None) -> CacheAdvice | None:
         return None
     if plan is not None and tokens_per_s(found) < WORTH_TELLING * tokens_per_s(plan):
         return None
-    if why_not_run(coded.stages[0], question.workload.context, on_gpu=True) is not None:
+    if not _runs(coded):
         return None
     prediction = found.prediction
     return CacheAdvice(
@@ -68,7 +68,7 @@ def find_longest_coded(question: Question, longest: int | None) -> int | None:
     if coded is None or coded.stage.cache_bytes(work) >= question.stage.cache_bytes(work):
         return None
     found = find_shorter_context(coded) or 0
-    return found if found > (longest or 0) else None
+    return found if found > (longest or 0) and _runs(coded) else None
 
 
 def ask_coded(question: Question) -> Question | None:
@@ -85,6 +85,14 @@ def ask_coded(question: Question) -> Question | None:
         return None
     stages = tuple(replace(each, routing=question.stage.routing) for each in stages)
     return replace(coded, stages=stages)
+
+
+def _runs(coded: Question) -> bool:
+    """Return True if ``run`` can execute what is advised, which transformers' class decides.
+
+    Texts are no longer than those of the question without codes.
+    """
+    return why_not_run(coded.stages[0], on_gpu=not coded.machine.is_cpu) is None
 
 
 def _may_help(question: Question, plan: Plan, coded: Stage) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from offplan.checkpoint.model import KVCache
+from offplan.checkpoint.model import KVCache, Vectors
 from offplan.checkpoint.open import open_model
 from offplan.engines.export import export_plan
 from offplan.errors import ExportError, InfeasibleError, InputError, PlanError
@@ -81,7 +81,7 @@ def test_other_passes_and_unknown_heads_are_refused() -> None:
         pose(kv_cache_dtype="fp8", stock=True)
     model = open_model(MODELS / "qwen3-8b" / "config.json")
     layers = [replace(each, kv_cache=KVCache(4096)) for each in model.layers]
-    with pytest.raises(InputError, match="how many heads layer 0 of "):
+    with pytest.raises(InputError, match=r"layer 0 of .* caches what is not known"):
         ask(
             replace(model, layers=tuple(layers)),
             load_machine("rtx4090"),
@@ -118,8 +118,12 @@ def test_it_is_advised_where_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_its_longest_context_is_found_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    why_not: list[str | None] = [None]
+    monkeypatch.setattr("offplan.library.cache_advice.why_not_run", lambda *_, **__: why_not[0])
     model = dense_model(8)
-    layers = [replace(each, kv_cache=KVCache(128, num_vectors=4)) for each in model.layers]
+    layers = [
+        replace(each, kv_cache=KVCache(128, vectors=(Vectors(2, 16),) * 2)) for each in model.layers
+    ]
     model = replace(model, layers=tuple(layers))
     work = Workload(prompt_tokens=16, output_tokens=20, context=5000)
     asked = cases.ask(model, make_machine(), 0.5, work, Goal(packing=False))
@@ -139,6 +143,8 @@ def test_its_longest_context_is_found_and_kept(monkeypatch: pytest.MonkeyPatch) 
     assert find_longest_coded(asked, longest) == found
     assert find_longest_coded(asked, found) is None
     assert find_longest_coded(coded, longest) is None
+    why_not[0] = "its class changes what is cached"
+    assert find_longest_coded(asked, longest) is None
 
 
 @pytest.mark.slow

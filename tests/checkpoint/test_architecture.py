@@ -12,7 +12,7 @@ from offplan.checkpoint.windows import Mixer
 from offplan.errors import CheckpointError
 from tests.checkpoint.files import DENSE_CONFIG, dense_shapes
 
-PLAIN: dict[str, Any] = {"sinks": False, "soft_cap": None}
+PLAIN: dict[str, Any] = {"sinks": False, "changes_cached": False, "soft_cap": None}
 
 
 @pytest.mark.parametrize(

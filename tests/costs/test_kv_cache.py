@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from offplan.capabilities.way import OWN
-from offplan.checkpoint.model import Model
+from offplan.checkpoint.model import Model, Vectors
 from offplan.costs.activations import (
     ENCODING_BYTES,
     SPLITS,
@@ -35,7 +35,7 @@ def make_dense() -> Model:
     """A model of one layer that caches a key and a value of two heads."""
     model = make_model([DENSE])
     (layer,) = model.layers
-    cache = replace(layer.kv_cache, num_vectors=4)
+    cache = replace(layer.kv_cache, vectors=(Vectors(2, 16),) * 2)
     return replace(model, layers=(replace(layer, kv_cache=cache),))
 
 

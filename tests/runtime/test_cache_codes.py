@@ -1,20 +1,27 @@
 """A cache in FP8: codes of E3M4, and logits as of a cache whose values are rounded so."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
+from transformers import PreTrainedConfig
 
+from offplan.capabilities.goal import Asked
 from offplan.capabilities.way import OWN
-from offplan.checkpoint.model import Model
+from offplan.checkpoint.model import Model, Vectors
 from offplan.checkpoint.open import open_model
 from offplan.costs.activations import activation_parts
 from offplan.errors import CheckpointError
 from offplan.held.held import hold
-from offplan.plan import Workload
+from offplan.library.runnable import find_obstacle
+from offplan.plan import Goal, Workload
 from offplan.row_cache import SCALE_BYTES
 from offplan.runtime.loading.skeleton import build_skeleton, decoder_layers
 from offplan.runtime.model import cache_codes, caches
@@ -32,17 +39,23 @@ from offplan.runtime.model.probe import check_codes
 from offplan.runtime.rows import Rows
 from offplan.runtime.session import Session
 from tests.runtime.coded_cache import FP8, PROMPT
-from tests.runtime.conftest import save_tiny
+from tests.runtime.conftest import CONFIGS, OTHERS, save_tiny
+from tests.runtime.families import VARIANTS, make_config
 from tests.runtime.greedy import TOLERANCE
 from tests.runtime.interpreted import need_triton
 from tests.runtime.plans import CONTEXT, group, offload
 from tests.runtime.seen import find_seen
-from tests.tiers import first_quick
+from tests.tiers import first_quick, others_in_sweep
 
 FAMILIES = ["qwen3", "sinks", "deepseek_v3", "mistral_windowed", "chunked", "soft_caps", "linear"]
-FAMILIES += ["shared_streams"]
-"""Grouped heads, sinks, latents, rings of windows and of chunks, soft caps, states beside keys, and
-caches that later layers read."""
+FAMILIES += ["shared_streams", "global_heads", "narrow_values"]
+"""Grouped heads, sinks, latents, rings of windows and of chunks, soft caps, states beside keys,
+caches that later layers read, heads of another size in some layers, and of values."""
+DOCS = Path(__file__).parents[2] / "docs"
+OWN_FAMILIES = yaml.safe_load((DOCS / "families.yaml").read_text("utf-8"))["own"]["exact"]
+REFUSED = {"axk2", "deepseek_v32", "diffllama", "glm_moe_dsa"}
+"""Families whose indexers keep further keys, and one that has attention take half of what is cached
+twice."""
 RELATIVE = 2.0**-5
 """Part by which E3M4 changes a value at most: half of a step of four bits of mantissa."""
 
@@ -312,6 +325,70 @@ def test_what_reaches_attention_otherwise_than_cached_is_refused(
     check_codes("tiny", layers, caches)
     vars(layers[layer])["reads"] = [[]]
     with pytest.raises(CheckpointError, match=f"layer {layer} changes what is cached"):
+        check_codes("tiny", layers, caches)
+
+
+def state_own(config: PreTrainedConfig) -> dict[str, Any]:
+    """State the keys that a config's class knows: tests set keys of other families, too."""
+    known = {
+        name for each in type(config).__mro__ for name in vars(each).get("__annotations__", ())
+    }
+    known |= {"model_type", "per_layer_config"}
+    stated = json.loads(config.to_json_string(use_diff=False))
+    own = {key: stated[key] for key in known & stated.keys()}
+    text = config.get_text_config()
+    return own if text is config else {**own, "text_config": state_own(text)}
+
+
+def list_refusals(config: PreTrainedConfig, folder: Path) -> tuple[list[str], list[str]]:
+    """Why a planner refuses codes for a model of a config, and why a run does."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(state_own(config)), "utf-8")
+    model, goal = open_model(str(path)), Goal(kv_cache_dtype="fp8")
+    by_run = find_obstacle(hold(model, way=goal.way))
+    return [*goal.list_refusals(Asked(model, 1, "host"))], [] if by_run is None else [by_run]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", others_in_sweep(OWN_FAMILIES, ["gemma4_text", "diffllama"]))
+@pytest.mark.parametrize("variant", ["plain", "windows"])
+def test_a_planner_refuses_what_a_run_does(tmp_path: Path, family: str, variant: str) -> None:
+    by_planner, by_run = list_refusals(make_config(family, VARIANTS[variant]), tmp_path)
+    assert bool(by_planner) == bool(by_run) == (family in REFUSED)
+
+
+WIDER = {n: {"head_dim": 18, "num_key_value_heads": 1} for n in (1, 3, 4)}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "why"),
+    first_quick(
+        [
+            ("global_heads", {}, None),
+            ("global_heads", {"per_layer_config": WIDER}, "vectors of 18 elements"),
+            ("narrow_values", {"v_head_dim": 6}, "vectors of 6 elements"),
+            ("qwen3", {"head_dim": 10}, "vectors of 10 elements"),
+            ("deepseek_v3", {"qk_rope_head_dim": 6}, "vectors of 6 elements"),
+            ("deepseek_v32", {}, "caches what is not known to be vectors"),
+        ]
+    ),
+)
+def test_sizes_of_heads_are_refused_alike(
+    tmp_path: Path, name: str, changes: dict[str, Any], why: str | None
+) -> None:
+    config = (CONFIGS | OTHERS)[name]
+    refusals = list_refusals(type(config)(**{**config.to_dict(), **changes}), tmp_path)
+    assert [bool(each) for each in refusals] == [why is not None] * 2
+    assert all(why in each for each in chain(*refusals)) if why else True
+
+
+def test_a_class_that_caches_other_heads_is_refused(tmp_path: Path) -> None:
+    model = open_model(str(save_tiny("global_heads", tmp_path)))
+    layers, stage = decoder_layers(build_skeleton(model)), hold(model, way=FP8)
+    caches = [each.kv_cache for each in stage.layers]
+    check_codes("tiny", layers, caches)
+    caches[1] = replace(caches[1], vectors=(Vectors(2, 16),) * 2)
+    with pytest.raises(CheckpointError, match=r"layer 1 caches 2 of 16 .* class 1 of 32"):
         check_codes("tiny", layers, caches)
 
 

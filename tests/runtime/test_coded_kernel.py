@@ -203,7 +203,7 @@ def test_kernels_compile_for_every_gpu(target: int, kind: str, name: str) -> Non
         }
         return compile_ptx(kernel, target, kinds, constants, {"num_warps": 4})
 
-    for dim, is_coded in product((64, 128, 256), (True, False)):
+    for dim, is_coded in product((64, 128, 256, 512), (True, False)):
         of_type = coded_kernel.choose_constants(dtype) if is_coded else coded_kernel.VALUES
         kept = dict.fromkeys(("keys", "values"), "*u8" if is_coded else "*{0}")
         widths = {"KEY": dim, "VALUE": dim, "BLOCK_K": dim, "BLOCK_V": dim, "IS_CODED": is_coded}

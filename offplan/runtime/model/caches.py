@@ -380,7 +380,7 @@ class LayerCaches(Cache):
         self._checkpoint = _Blocks(), _Blocks()
         """Keys and values as in the rings, laid out alike."""
         kinds = [
-            (each.bytes_per_token, row.window(n), each.is_coded)
+            (each.bytes_per_token, row.window(n), each.is_coded, each.vectors)
             for n, each in enumerate(row.layers)
         ]
         num_alike = Counter(kinds)
@@ -392,7 +392,7 @@ class LayerCaches(Cache):
                 return state
             if (owner := row.owner(index)) is not None:
                 return self.by_layer[owner]
-            _, num_tokens, codes = kinds[index]
+            _, num_tokens, codes, _ = kinds[index]
             given, alike = (position, row.context), num_alike[kinds[index]]
             if num_tokens is None:
                 return _Layer(*given, self._blocks, alike, codes=codes)

@@ -21,9 +21,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from offplan.checkpoint.jsontext import describe
-from offplan.checkpoint.model import KVCache
+from offplan.checkpoint.model import KVCache, Vectors
 from offplan.errors import CheckpointError
-from offplan.row_cache import SCALE_BYTES, RowCache
+from offplan.row_cache import RowCache, why_not_coded
 from offplan.runtime.model.latent import expands_latents
 from offplan.runtime.model.rewrites import find_linear
 from offplan.runtime.refusal import refuse, refuse_config
@@ -136,14 +136,16 @@ def check_codes(name: str, layers: nn.ModuleList, caches: Sequence[KVCache]) -> 
             )
         if not cache.is_coded:
             continue
-        keys, of_key, values, of_value = vars(layer)["cached"]
-        size, count = keys * of_key + values * of_value, keys + values
-        expected = size + SCALE_BYTES * count == cache.bytes_per_token
-        if not expected or of_key % SCALE_BYTES or of_value % SCALE_BYTES:
+        if (why := why_not_coded(cache.vectors)) is not None:
+            raise refuse(f"{name}: layer {index} {why}: leave kv_cache_dtype out")
+        if (cached := vars(layer)["cached"]) != cache.vectors:
+            by_class, by_config = (
+                " and ".join(f"{count} of {dim} elements" for count, dim in each)
+                for each in (cached, cache.vectors)
+            )
             raise refuse(
-                f"{name}: layer {index} caches {keys} keys of {of_key} elements and {values} "
-                f"values of {of_value}, which a cache in FP8 does not expect: leave kv_cache_dtype "
-                "out"
+                f"{name}: by its config layer {index} caches {by_config}, by transformers' class "
+                f"{by_class}: leave kv_cache_dtype out"
             )
 
 
@@ -271,7 +273,7 @@ def _make_checked(
             return hidden
         finally:
             if isinstance(kept, _Kept) and kept.made is not None:
-                vars(layer)["cached"] = [n for each in kept.made for n in each.shape[1::2]]
+                vars(layer)["cached"] = tuple(Vectors(*each.shape[1::2]) for each in kept.made)
             vars(layer)["reads"] = [each.reads for each in found[before:]]
         if attends and len(found) == before:
             raise refuse(f"layer {index} has no attention that transformers lets be chosen")
