@@ -50,6 +50,12 @@ SPAN_TOKENS = 2048
 
 The rule computes in float32, and holds for each token more than ten times what a head has.
 """
+STORES_CODES = False
+"""Whether one kernel encodes a step's keys and values, and writes both into the cache, in place of
+what torch makes of encoding them.
+
+False until a GPU has measured by how much that is faster.
+"""
 EAGER_COPIES = 6
 """Times a pair's hidden state lives while experts run uncompiled: gathered, returned, weighted and
 put back in order. The latter two are in float32 if routing weights are.

@@ -248,6 +248,30 @@ def test_steps_in_place_see_what_steps_by_mask_see(
     assert float((found - expected).abs().max()) < TOLERANCE * float(expected.abs().max())
 
 
+@pytest.mark.parametrize("name", first_quick(["qwen3", "mistral_windowed", "deepseek_v3"]))
+def test_codes_stored_by_one_kernel_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As on a GPU, with torch in the kernel's place: in caches, and of steps in rings."""
+    need_triton()
+    from offplan.runtime.model import codes_kernel
+
+    stored = []
+
+    def store(keys: Any, values: Any, kept_keys: Any, kept_values: Any, new: Any) -> None:
+        stored.append(keys.shape[2])
+        for states, kept in ((keys, kept_keys), (values, kept_values)):
+            caches._write(kept, new % kept.shape[2], encode(states))
+
+    folder = save_tiny(name, tmp_path)
+    expected = follow(open_coded(folder, 5))
+    monkeypatch.setattr(codes_kernel, "store", store)
+    monkeypatch.setattr(caches, "_stores_codes", lambda states: True)
+    assert torch.equal(follow(open_coded(folder, 5)), expected)
+    assert stored.count(1) >= 20 * 5
+    assert (max(stored) > 1) == (name != "mistral_windowed")  # whose chunks rings keep
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_attention_changes_within_what_rounding_can_do(seed: int) -> None:
     """Scores differ by d = 1/16 of the sum of their products' sizes at most, so weights by a factor

@@ -76,6 +76,60 @@ def test_values_are_those_of_torch_bit_for_bit(dim: int, dtype: torch.dtype) -> 
     assert torch.equal(*bits)
 
 
+def make_states(num_new: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """States of three rows and two heads, [3, 2, new, dim]: of all sizes, some of them no numbers.
+
+    As projections give them: the heads of a token lie behind one another.
+    """
+    largest, least = torch.finfo(dtype).max, torch.finfo(dtype).tiny
+    sizes = torch.logspace(-4, 4, 3 * num_new).view(3, num_new, 1, 1)
+    states = (torch.randn(3, num_new, 2, dim) * sizes).to(dtype)
+    flat = states.view(-1, dim)
+    flat[0], flat[1], flat[2], flat[3] = 0.0, -0.0, largest, least
+    flat[4, ::3], flat[4, 1::3] = torch.inf, -torch.inf
+    flat[5, 2] = torch.nan
+    if dtype is not torch.bfloat16:  # of which the interpreter knows no smaller ones
+        flat[1, 1:] = least / 4
+    return states.transpose(1, 2).to(DEVICE)
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("sizes", [(64, 64), (24, 40), (512, 16)])
+@pytest.mark.parametrize("step", [True, False])
+def test_codes_are_stored_as_torch_makes_them(
+    dtype: torch.dtype, sizes: tuple[int, int], step: bool
+) -> None:
+    """Of a step, each row at a position of its own, in rings; of a chunk of a prompt."""
+    from offplan.runtime.model.codes_kernel import store_codes
+
+    torch.manual_seed(0)
+    states = [make_states(1 if step else 5, dim, dtype) for dim in sizes]
+    rows = slice(1, 4)  # of a cache that has others as well
+    found, expected = (
+        [torch.full((5, 2, 9, dim + SCALE_BYTES), 7, dtype=torch.uint8) for dim in sizes]
+        for _ in range(2)
+    )
+    positions = torch.tensor([[8], [9], [24]]) if step else torch.arange(3, 8)
+    for kept, new in zip(expected, states, strict=True):
+        # torch's own rounding is that of the device
+        codes = encode(new).cpu()
+        if step:
+            kept[torch.arange(1, 4), :, positions[:, 0] % 9] = codes[:, :, 0]
+        else:
+            kept[rows].index_copy_(2, positions, codes)
+    found = [each.to(DEVICE) for each in found]
+    store_codes(*states, *(each[rows] for each in found), positions.to(DEVICE))
+    for kept, wanted in zip(found, expected, strict=True):
+        made, has_nan = kept.cpu(), scales_of(wanted).isnan()
+        assert torch.equal(scales_of(made).view(torch.int32), scales_of(wanted).view(torch.int32))
+        # codes behind a NaN depend on which of its bits a device chooses, and stand for NaN
+        pairs = (each[..., :-SCALE_BYTES].masked_fill(has_nan, 0) for each in (made, wanted))
+        assert torch.equal(*pairs)
+        assert int(has_nan.sum()) >= 2
+
+
 @pytest.mark.gpu
 @runs_kernels
 @pytest.mark.parametrize(("sees", "sizes", "has_sinks", "soft_cap"), CASES)
@@ -222,3 +276,8 @@ def test_kernels_compile_for_every_gpu(target: int, kind: str, name: str) -> Non
     moved = BITS[torch.float32]
     numbers = {"SHIFT": moved.shift, "MASK": moved.mask, "POWER": moved.power}
     compile_one(codes_kernel._expand, {**numbers, "DIM": 96, "BLOCK_D": 128, "BLOCK_T": 32})
+    widths = {"KEY": 512, "VALUE": 96, "BLOCK_K": 512, "BLOCK_V": 128, "BLOCK": 2}
+    kinds = {"keys": f"*{kind}", "values": f"*{kind}", "kept_keys": "*u8", "kept_values": "*u8"}
+    kinds |= {"positions": "*i64", **dict.fromkeys(("from_keys", "from_values"), ("i32",) * 3)}
+    kinds |= dict.fromkeys(("to_keys", "to_values"), ("i32",) * 2)
+    compile_ptx(codes_kernel._store, target, kinds, widths, {"num_warps": 4})

@@ -13,14 +13,14 @@ import torch
 
 from offplan.row_cache import SCALE_BYTES
 
-_EXPONENT_BITS = 23
+EXPONENT_BITS = 23
 """Bits behind the exponent of a float32."""
-_BELOW_NEXT = 0x7FFFF
+BELOW_NEXT = 0x7FFFF
 """Added to the bits of a float32, carries into the exponent beyond 31/16 of a power of two."""
-_SHIFTED = 4
+SHIFTED = 4
 """Exponent of the power of two below 31."""
-_NAN_BITS = 0x7FC00000
-_LEAST_NORMAL_BITS = 0x3400
+NAN_BITS = 0x7FC00000
+LEAST_NORMAL_BITS = 0x3400
 """Bits of a float16 of 2**-2, below which E3M4 has steps of 2**-6."""
 
 
@@ -59,11 +59,11 @@ def encode(states: torch.Tensor) -> torch.Tensor:
     """
     largest = states.abs().amax(-1, keepdim=True).float()
     bits = largest.view(torch.int32)
-    exponent = ((bits + _BELOW_NEXT) >> _EXPONENT_BITS) - _SHIFTED
+    exponent = ((bits + BELOW_NEXT) >> EXPONENT_BITS) - SHIFTED
     exponent = exponent.clamp(min=1)
-    inverse = ((254 - exponent) << _EXPONENT_BITS).view(torch.float32)
+    inverse = ((254 - exponent) << EXPONENT_BITS).view(torch.float32)
     codes = encode_by_bits((states.float() * inverse).half())
-    scale = torch.where(largest.isfinite(), exponent << _EXPONENT_BITS, _NAN_BITS)
+    scale = torch.where(largest.isfinite(), exponent << EXPONENT_BITS, NAN_BITS)
     places = torch.arange(0, 8 * SCALE_BYTES, 8, dtype=torch.int32, device=states.device)
     return torch.cat([codes, ((scale >> places) & 0xFF).to(torch.uint8)], -1)
 
@@ -77,7 +77,7 @@ def encode_by_bits(scaled: torch.Tensor) -> torch.Tensor:
     magnitude = bits & 0x7FFF
     rounded = (magnitude + 0x1F + ((magnitude >> 6) & 1)) >> 6
     small = torch.round(scaled.abs() * 2.0**6).to(torch.int16)
-    codes = torch.where(magnitude < _LEAST_NORMAL_BITS, small, rounded - (12 << 4))
+    codes = torch.where(magnitude < LEAST_NORMAL_BITS, small, rounded - (12 << 4))
     return (codes | ((bits >> 8) & 0x80)).to(torch.uint8)
 
 

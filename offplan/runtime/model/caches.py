@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
+from offplan import kernel_sizes
 from offplan.placement import align
 from offplan.row_cache import RowCache
 from offplan.runtime.model.cache_codes import Scratch, encode, is_coded, scales_of
@@ -143,6 +144,8 @@ class _Layer(CacheLayerMixin):
 
         Attention is to know where the filled part ends: one compilation serves every position.
         """
+        if self._store(key_states, value_states):
+            return self.keys, self.values
         if self._codes:
             key_states, value_states = encode(key_states), encode(value_states)
         if not self.is_initialized:
@@ -150,6 +153,16 @@ class _Layer(CacheLayerMixin):
         _write(self.keys, self._position.new, key_states)
         _write(self.values, self._position.new, value_states)
         return self.keys, self.values
+
+    def _store(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
+        """Store codes of [batch, heads, new, dim] by one kernel; return False if none does."""
+        if not (self._codes and self.is_initialized and _stores_codes(key_states)):
+            return False
+        from offplan.runtime.model import codes_kernel  # needs triton, so a GPU
+
+        kept = self.keys, self.values
+        codes_kernel.store(key_states, value_states, *kept, self._position.new)
+        return True
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return length and offset of the cache, for transformers' interface."""
@@ -206,6 +219,8 @@ class Ring(_Layer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store a step's tokens and return the ring, or return a chunk's tokens alone."""
+        if not self._position.is_chunk and self._store(key_states, value_states):
+            return self.keys, self.values
         if self._codes:
             key_states, value_states = encode(key_states), encode(value_states)
         if not self.is_initialized:
@@ -253,6 +268,11 @@ def _cut(ring: torch.Tensor, start: int, num_tokens: int) -> list[torch.Tensor]:
 def _floats(kept: torch.Tensor) -> torch.Tensor:
     """Return what has a NaN where kept states have one: these themselves, or scales of codes."""
     return scales_of(kept) if is_coded(kept) else kept
+
+
+def _stores_codes(states: torch.Tensor) -> bool:
+    """Return True if one kernel encodes states and writes them into the cache."""
+    return kernel_sizes.STORES_CODES and states.is_cuda
 
 
 def _write(kept: torch.Tensor, new: torch.Tensor, states: torch.Tensor) -> None:
