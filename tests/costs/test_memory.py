@@ -179,7 +179,8 @@ def test_scores_that_no_kernel_keeps_to_itself(more: dict[str, object], dtype: s
         hold(replace(make_model([DENSE], **of), dtype=dtype)) for of in (more, dict[str, object]())
     )
     step, prompt = PassShape(Phase.DECODE, 2, 1, 30), PassShape(Phase.PREFILL, 2, 30, 30)
-    scores = 2 * 30 * 4 * SCORE_BYTES if dtype == "float32" else split_bytes(stage, stage.layers[0], step)
+    splits = split_bytes(stage, stage.layers[0], step)
+    scores = 2 * 30 * 4 * SCORE_BYTES if dtype == "float32" else splits
     shares = JOINED_PARTS * 2 * 30 * 4 * 16 * stage.element_bytes if "model_type" in more else 0
     for shape, num_bytes in ((step, scores), (prompt, shares)):
         found = [attention_bytes(each, each.layers[0], shape) for each in (stage, plain)]

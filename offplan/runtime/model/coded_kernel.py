@@ -17,7 +17,7 @@ from offplan.row_cache import SCALE_BYTES
 from offplan.runtime.gpu_limits import gpu_limits
 from offplan.runtime.model.cache_codes import BITS, is_coded
 from offplan.runtime.model.codes_kernel import SCALE_WIDTH, decode, load_scales
-from offplan.runtime.model.latent_kernel import join_splits
+from offplan.runtime.model.latent_kernel import begin_softmax, join_splits, take_tokens, write_split
 
 MAX_BLOCK_TOKENS = 64
 """Cached tokens that a program takes at a time, where its shared memory has room for them.
@@ -129,9 +129,8 @@ def _attend_split(  # type: ignore[no-untyped-def]
     value_row: tl.constexpr = VALUE + SCALE_WIDTH if IS_CODED else VALUE
     keys += pair.to(tl.int64) * context * key_row
     values += pair.to(tl.int64) * context * value_row
-    top = tl.full([BLOCK_H], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([BLOCK_H], dtype=tl.float32)
-    mixed = tl.zeros([BLOCK_H, BLOCK_V], dtype=tl.float32)
+    top, total, mixed = begin_softmax(BLOCK_H, BLOCK_V)
+    factor: tl.constexpr = SCALE * 2.0 ** (POWER - QUERY_POWER)
     for begin in range(first, stop, BLOCK_S):
         token = begin + tl.arange(0, BLOCK_S)
         is_token = token < stop
@@ -143,30 +142,17 @@ def _attend_split(  # type: ignore[no-untyped-def]
         if IS_CODED:
             key = decode(key, SHIFT, MASK, q.dtype)
             value = decode(value, SHIFT, MASK, q.dtype)
-        score, factor = tl.dot(q, tl.trans(key)), SCALE * 2.0 ** (POWER - QUERY_POWER)
-        if IS_CODED:
-            factor *= load_scales(keys, token, is_token, key_row)[None, :]
-        score *= factor
+            of_key = load_scales(keys, token, is_token, key_row)
+            weighing = load_scales(values, token, is_token, value_row) * 2.0**WEIGHT_POWER
+            score = tl.dot(q, tl.trans(key)) * (of_key * factor)[None, :]
+        else:
+            score, weighing = tl.dot(q, tl.trans(key)) * factor, None
         if SOFT_CAP > 0:
             score = SOFT_CAP * (2 * tl.sigmoid(2 * score / SOFT_CAP) - 1)
-        score = tl.where(is_token[None, :], score, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, 1))
-        weight = tl.exp(score - higher[:, None])
-        fade = tl.exp(top - higher)
-        total = total * fade + tl.sum(weight, 1)
-        if IS_CODED:
-            of_value = load_scales(values, token, is_token, value_row)
-            weight *= (of_value * 2.0**WEIGHT_POWER)[None, :]
-        mixed = tl.dot(weight.to(q.dtype), value, mixed * fade[:, None])
-        top = higher
+        top, total, mixed = take_tokens(top, total, mixed, score, is_token, value, weighing)
     at = at * num_splits + tl.program_id(2)
-    if first < stop:
-        tl.store(log_sums + at, top + tl.log(total), mask=is_head)
-        where = partial + at.to(tl.int64)[:, None] * BLOCK_V + value_dim[None, :]
-        made = mixed * (2.0 ** (POWER - WEIGHT_POWER)) / total[:, None]
-        tl.store(where, made, mask=is_head[:, None])
-    else:
-        tl.store(log_sums + at, top, mask=is_head)
+    back: tl.constexpr = 2.0 ** (POWER - WEIGHT_POWER)
+    write_split(top, total, mixed, first < stop, at, is_head, partial, log_sums, back)
 
 
 @triton.jit
@@ -208,9 +194,8 @@ def _attend_latent_split(  # type: ignore[no-untyped-def]
     q_rope = (q_rope.to(tl.float32) * 2.0**QUERY_POWER).to(q.dtype)
     latents += row.to(tl.int64) * context * (LATENT + SCALE_WIDTH)
     rotaries += row.to(tl.int64) * context * (ROPE + SCALE_WIDTH)
-    top = tl.full([BLOCK_H], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([BLOCK_H], dtype=tl.float32)
-    mixed = tl.zeros([BLOCK_H, LATENT], dtype=tl.float32)
+    top, total, mixed = begin_softmax(BLOCK_H, LATENT)
+    factor: tl.constexpr = SCALE * 2.0 ** (POWER - QUERY_POWER)
     for begin in range(first, stop, BLOCK_S):
         token = begin + tl.arange(0, BLOCK_S)
         is_token = token < stop
@@ -222,25 +207,13 @@ def _attend_latent_split(  # type: ignore[no-untyped-def]
         angle = decode(codes, SHIFT, MASK, q.dtype)
         of_latent = load_scales(latents, token, is_token, LATENT + SCALE_WIDTH)
         of_angle = load_scales(rotaries, token, is_token, ROPE + SCALE_WIDTH)
-        factor: tl.constexpr = SCALE * 2.0 ** (POWER - QUERY_POWER)
         score = tl.dot(q, tl.trans(latent)) * (of_latent * factor)[None, :]
         score += tl.dot(q_rope, tl.trans(angle)) * (of_angle * factor)[None, :]
-        score = tl.where(is_token[None, :], score, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, 1))
-        weight = tl.exp(score - higher[:, None])
-        fade = tl.exp(top - higher)
-        total = total * fade + tl.sum(weight, 1)
-        weight = (weight * (of_latent * 2.0**WEIGHT_POWER)[None, :]).to(q.dtype)
-        mixed = tl.dot(weight, latent, mixed * fade[:, None])
-        top = higher
+        weighing = of_latent * 2.0**WEIGHT_POWER
+        top, total, mixed = take_tokens(top, total, mixed, score, is_token, latent, weighing)
     at = at * num_splits + tl.program_id(2)
-    if first < stop:
-        tl.store(log_sums + at, top + tl.log(total), mask=is_head)
-        where = partial + at.to(tl.int64)[:, None] * LATENT + dim[None, :]
-        made = mixed * (2.0 ** (POWER - WEIGHT_POWER)) / total[:, None]
-        tl.store(where, made, mask=is_head[:, None])
-    else:
-        tl.store(log_sums + at, top, mask=is_head)
+    back: tl.constexpr = 2.0 ** (POWER - WEIGHT_POWER)
+    write_split(top, total, mixed, first < stop, at, is_head, partial, log_sums, back)
 
 
 def shared_size(width: int, block: int, itemsize: int = 1) -> int:
