@@ -26,3 +26,32 @@ def bounded_by(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         _bound.pop()
+
+
+_skips = [False]
+
+
+@contextmanager
+def skipping_repeats() -> Iterator[None]:
+    """Have ``list_blocks`` leave out blocks that take the memory of the one before them.
+
+    For passes without values, of which only the most memory counts.
+    """
+    _skips.append(True)
+    try:
+        yield
+    finally:
+        _skips.pop()
+
+
+def list_blocks(length: int, size: int) -> Iterator[slice]:
+    """Yield blocks of ``size`` elements, the last one with what remains.
+
+    Where repeats are skipped it yields the first two, the second of which runs beside what is left
+    of the first, and the last.
+    """
+    starts = [*range(0, length, size)]
+    if _skips[-1] and len(starts) > 3:
+        starts = [*starts[:2], starts[-1]]
+    for start in starts:
+        yield slice(start, min(start + size, length))

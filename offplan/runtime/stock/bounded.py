@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from offplan.runtime.stock.bound import FLOAT32_BYTES, bound_bytes
+from offplan.runtime.stock.bound import FLOAT32_BYTES, bound_bytes, list_blocks
 from offplan.runtime.stock.sparse import SPARSE_TYPES, bound_sparse
 from offplan.transformers_private import choose_attention
 
@@ -69,8 +69,7 @@ def _attend(
         own = sys.modules[type(module).__module__].eager_attention_forward
         return own(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0], None
     rows, made = max(1, bound_bytes() // row_bytes), query.new_empty(batch, num_new, heads, dim)
-    for start in range(0, num_new, rows):
-        block = slice(start, start + rows)
+    for block in list_blocks(num_new, rows):
         mask = None if attention_mask is None else attention_mask[:, :, block]
         out = _weigh(query[:, :, block], key, value, mask, module.sinks, scaling)
         made[:, block] = out.transpose(1, 2)
@@ -116,7 +115,6 @@ def _score(
     made = query.new_empty(batch, num_new, keys.shape[1], dtype=torch.float32)
     for number in range(batch):
         one = slice(number, number + 1)
-        for start in range(0, num_new, rows):
-            block = slice(start, start + rows)
+        for block in list_blocks(num_new, rows):
             made[one, block] = own(query[one, block], keys[one], hidden[one, block])
     return made

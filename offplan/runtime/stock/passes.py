@@ -38,6 +38,7 @@ from offplan.runtime.loading.places import assign, find_places, materialise_buff
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.model.calls import LayerCalls
 from offplan.runtime.refusal import refuse
+from offplan.runtime.stock.bound import skipping_repeats
 from offplan.runtime.stock.chunks import (
     BLOCK_TOKENS,
     can_lengthen,
@@ -48,6 +49,8 @@ from offplan.runtime.stock.chunks import (
 )
 from offplan.runtime.stock.generation import StockGeneration, tensors_within
 from offplan.runtime.stock.shaped import (
+    CPU,
+    DEVICE,
     ShapedTensor,
     drop_values,
     list_tensors,
@@ -87,8 +90,9 @@ BLOCK_BYTES = 512
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of storages that operators make, while they live, and the operators."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts_operators: bool = True) -> None:
         super().__init__()
+        self._counts_operators = counts_operators
         self.now = self.peak = 0
         """Bytes that live, and the most since ``begin``."""
         self.operators = Counter[int | None]()
@@ -97,6 +101,11 @@ class LiveBytes(TorchDispatchMode):
         """Bytes that these read and write, weights left out, by the layer that runs."""
         self.layer: int | None = None
         self._seen = weakref.WeakKeyDictionary[Any, None]()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Have torch call what follows as it is: nothing that runs meanwhile is compiled."""
+        return False
 
     def begin(self) -> None:
         """Begin a pass; tensors in cycles of what ran before it live no longer."""
@@ -109,6 +118,15 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operator, and count what it makes."""
+        if func is DEVICE:  # half of all that torch asks: there is nothing to work out
+            (value,) = args
+            storage = storage_of(value)
+            self._seen.setdefault(storage, None)
+            if self._counts_operators:
+                self.operators[self.layer] += 1
+                if not isinstance(value, nn.Parameter):
+                    self.moved[self.layer] += min(value.nbytes, storage.nbytes())
+            return CPU
         kwargs = kwargs or {}
         given = list_tensors((args, *kwargs.values()))
         for value in given:  # a weight's was there before
@@ -118,7 +136,7 @@ class LiveBytes(TorchDispatchMode):
         else:
             made = run_operator(func, args, kwargs)
         returned = list_tensors((made,))
-        if not func.is_view:
+        if self._counts_operators and not func.is_view:
             self.operators[self.layer] += 1
             # what is expanded is there once
             self.moved[self.layer] += sum(
@@ -262,7 +280,7 @@ def _count_chunks(
     A window's cache keeps views of a whole chunk, which the next chunk replaces: so each is read
     twice. What lies between is not read: the cache is made as long as if it were.
     """
-    live, done = LiveBytes(), 0
+    live, done = LiveBytes(counts_operators=False), 0
     of_chunks, of_steps = dict[tuple[int, int], int](), list[int]()
     text = StockGeneration(skeleton, torch.zeros(1, contexts[-1] + 1, dtype=torch.int64), 2**30)
     is_alike = text.has_layers(len(layers))
@@ -281,7 +299,7 @@ def _count_chunks(
         ran = sum(beside[index] for index in first.values())
         return taken + sum(beside[first[kind]] for kind in kinds) - ran
 
-    with torch.no_grad(), _running_once(layers, kinds, is_alike), live:
+    with torch.no_grad(), _running_once(layers, kinds, is_alike), skipping_repeats(), live:
         for context in contexts:
             stop = context - 1 - 2 * sum(CHUNKS)  # the step fills a block of any size
             take((stop - done) % BLOCK_TOKENS)

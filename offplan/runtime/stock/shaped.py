@@ -44,7 +44,7 @@ class ShapedTensor(torch.Tensor):
             layout.shape,
             strides=layout.strides,
             dtype=layout.dtype,
-            device=_CPU,
+            device=CPU,
             dispatch_device=True,  # as FakeTensor asks for it
         )
         made.lies, made.kept_in = layout, storage
@@ -53,7 +53,7 @@ class ShapedTensor(torch.Tensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """The device that models see."""
-        return _CPU
+        return CPU
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -93,8 +93,8 @@ def work_out(
 
     Raises what torch raises, as where values decide.
     """
-    if func is _DEVICE:
-        return _CPU
+    if func is DEVICE:
+        return CPU
     if func in _EQUIVALENTS:
         args = _EQUIVALENTS[func](*args)
     key = (func, *map(_key, args), *[(name, _key(value)) for name, value in kwargs.items()])
@@ -117,8 +117,8 @@ class _Made:
     """True if it is that tensor, written in place."""
 
 
-_DEVICE = torch.ops.prim.device.default
-_CPU, _META = torch.device("cpu"), torch.device("meta")
+DEVICE = torch.ops.prim.device.default
+CPU, _META = torch.device("cpu"), torch.device("meta")
 _MODE = FakeTensorMode()
 _LAYOUTS: dict[tuple[Any, ...], Layout] = {}
 _ANSWERS: dict[tuple[Any, ...], Any] = {}
@@ -203,7 +203,7 @@ def _ask(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         except Exception:  # whatever an operator without a kernel raises
             pass
     with _MODE:
-        return _run_empty(func, args, kwargs, _CPU)
+        return _run_empty(func, args, kwargs, CPU)
 
 
 def run_operator(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

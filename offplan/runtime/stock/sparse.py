@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from offplan.runtime.stock.bound import FLOAT32_BYTES, bound_bytes
+from offplan.runtime.stock.bound import FLOAT32_BYTES, bound_bytes, list_blocks
 from offplan.transformers_private import choose_attention
 
 SPARSE_TYPES = frozenset({"axk2", "deepseek_v32", "glm_moe_dsa"})
@@ -74,11 +74,9 @@ def _attend(
     width = max(1, bound_bytes() // of_token)
     rows = max(1, bound_bytes() // (of_pair * width))
     sums = _Sums(query, module.v_head_dim)
-    for start in range(0, num_kept, width):
-        tokens = slice(start, start + width)
+    for tokens in list_blocks(num_kept, width):
         key, value = expand(latents[:, :, tokens], rotated[:, :, tokens])
-        for first in range(0, num_new, rows):
-            block = slice(first, first + rows)
+        for block in list_blocks(num_new, rows):
             scores = torch.matmul(query[:, :, block], key.mT).float().mul_(scaling)
             sums.add(block, scores.masked_fill_(~seen[:, :, block, tokens], _LEAST), value)
     return sums.finish(query.dtype).transpose(1, 2), None
