@@ -190,6 +190,23 @@ _NOT_AS_ON_META = {aten.view.default, aten.native_layer_norm.default}
 """Operators that make other strides or types on the meta device than on the CPU."""
 
 
+def _is_unlike_on_meta(func: Any, args: Sequence[Any]) -> bool:
+    """Return True if the meta device may make something else; views of what is dense are alike."""
+    if func is not aten.view.default:
+        return func in _NOT_AS_ON_META
+    lies: Layout = _key(args[0])
+    return lies.strides != _dense_strides(lies.shape)
+
+
+def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a tensor whose elements lie behind one another, in order."""
+    strides, size = [], 1
+    for length in reversed(shape):
+        strides.append(size)
+        size *= max(1, length)
+    return tuple(reversed(strides))
+
+
 def _ask(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Ask torch's kernels of the meta device, or ``FakeTensorMode`` where these do not know.
 
@@ -197,7 +214,7 @@ def _ask(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """
     if torch.Tag.inplace_view in func.tags:
         raise NotImplementedError(f"{func} changes how a tensor lies")
-    if func not in _NOT_AS_ON_META and not _VALUES_DECIDE & {*func.tags}:
+    if not _is_unlike_on_meta(func, args) and not _VALUES_DECIDE & {*func.tags}:
         try:
             return _run_empty(func, args, kwargs, _META)
         except Exception:  # whatever an operator without a kernel raises
