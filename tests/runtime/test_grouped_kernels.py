@@ -12,6 +12,7 @@ from offplan import kernel_sizes
 from offplan.forms.form import Kind
 from offplan.kernel_sizes import are_grouped, experts_at_once
 from offplan.runtime.forms.experts import ReadElsewhere, forward_groups, multiply_sorted
+from offplan.runtime.forms.gates import Gate, compute_gate, find_gate
 from offplan.runtime.forms.stored import StoredWeight, component_name
 from tests.runtime import coded
 from tests.runtime.columns import expand, hold
@@ -39,6 +40,7 @@ def limits_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for launcher in (grouped, products):
         monkeypatch.setattr(launcher, "gpu_limits", lambda index: (99 << 10, 2))
+    monkeypatch.setattr(grouped, "compute_capability", lambda index: (8, 9))
 
 
 @pytest.mark.slow
@@ -78,7 +80,7 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor) -> None:
 @runs_kernels
 @pytest.mark.parametrize("name", others_in_sweep(FORMS, FEW))
 def test_codes_are_multiplied_by_groups(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two experts at a time, or all: bit for bit the same, in the order of rows or of places."""
+    """Two experts at a time, or all: bit for bit the same."""
     from offplan.runtime.forms.grouped import multiply_codes
 
     num_out = coded.few_out(name)
@@ -92,12 +94,11 @@ def test_codes_are_multiplied_by_groups(name: str, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as little:
         little.setattr(kernel_sizes, "EXPERT_SCRATCH_BYTES", 5 * num_out * num_in)
         assert experts_at_once(len(rows), num_out * num_in) == 2
-        got = multiply_codes(form, parts, [x, starts], bias)
+        got = multiply_codes(form, parts, x, starts, bias)
     assert_near(got, expected)
     scratch = torch.empty(len(rows) * num_out * num_in + 8, dtype=DTYPE, device=DEVICE)
-    places = torch.randperm(len(x), device=DEVICE).to(torch.int32)
-    again = multiply_codes(form, parts, [x, starts, places], bias, scratch)
-    assert torch.equal(again[places.long()], got)
+    again = multiply_codes(form, parts, x, starts, bias, scratch)
+    assert torch.equal(again, got)
 
 
 @pytest.mark.gpu
@@ -116,14 +117,16 @@ def test_values_are_multiplied(
     """Tiles reach past the last output, input, row of an expert and row of all."""
     from offplan.runtime.forms import grouped
 
-    monkeypatch.setattr(grouped, "TILE", grouped.TILE._replace(is_described=is_described))
+    capability = (9, 0) if is_described else (8, 9)
+    monkeypatch.setattr(grouped, "compute_capability", lambda index: capability)
     rows, (num_out, num_in) = ROUTINGS[routing], sizes
     starts, x, bias = starts_of(rows), random(sum(rows), num_in), random(len(rows), num_out)
     values = random(len(rows), num_out, num_in)
     if is_transposed:
         values = values.mT.contiguous().mT
-    assert_near(grouped.multiply_values(values, [x, starts], bias), expect(values, x, starts, bias))
-    no_bias = grouped.multiply_values(values, [x, starts])
+    assert grouped.can_describe(values, x) == (is_described and not is_transposed)
+    assert_near(grouped.multiply_values(values, x, starts, bias), expect(values, x, starts, bias))
+    no_bias = grouped.multiply_values(values, x, starts)
     assert_near(no_bias, expect(values, x, starts, torch.zeros_like(bias)))
 
 
@@ -142,7 +145,7 @@ def test_products_do_not_depend_on_the_rows_of_a_tile() -> None:
     for num_rows, programs in ((64, 1), (64 if INTERPRETED else 128, 1), (64, 10**6)):
         out = x.new_zeros(len(x), 72)
         tile = grouped.TILE._replace(rows=num_rows, programs=programs)
-        grouped.launch(values, [x, starts], None, out, tile)
+        grouped.launch(values, x, starts, None, out, tile=tile)
         made.append(out)
     assert torch.equal(made[0], made[1])
     assert torch.equal(made[0], made[2])
@@ -159,6 +162,31 @@ def test_products_of_a_token_are_summed_up(num_chosen: int, width: int) -> None:
     got = sum_pairs(made, weights)
     assert got.dtype == made.dtype
     assert_near(got, expected)
+    order = torch.randperm(5 * num_chosen, device=DEVICE)
+    assert torch.equal(sum_pairs(made[order], weights, order.argsort().to(torch.int32)), got)
+
+
+GATES = [
+    Gate(),
+    Gate("gelu"),
+    Gate("gelu_tanh", is_interleaved=True),
+    Gate("relu", limited="before", limit=0.7),
+    Gate("silu", True, "before", 0.7, 1.702, 1.0),
+    Gate("silu", limited="after", limit=0.7),
+]
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("width", [72, 1100])
+def test_gates_are_computed_at_once(gate: Gate, width: int) -> None:
+    from offplan.runtime.forms.grouped import gate_rows
+
+    made = random(3, 2 * width)
+    made[0, 0] = torch.nan
+    got, expected = gate_rows(made, gate), compute_gate(gate, made.double())
+    torch.testing.assert_close(got, expected.to(DTYPE), equal_nan=True)
 
 
 class Experts(SimpleNamespace):
@@ -183,6 +211,7 @@ class Experts(SimpleNamespace):
             vars(self).setdefault("stored_experts", {})[name] = stored
             for part, value in parts.items():
                 setattr(self, component_name(name, part), value)
+        self.known_gate = None if interleaved else find_gate(self)
 
     def _apply_gate(self, made: torch.Tensor) -> torch.Tensor:
         if self.interleaved:
@@ -264,15 +293,14 @@ def test_operators_tell_what_they_return() -> None:
     x, starts, bias = random(3, coded.NUM_IN), starts_of([1, 2]), random(2, coded.NUM_OUT)
     scratch = torch.empty(2 * coded.NUM_OUT * coded.NUM_IN, dtype=DTYPE, device=DEVICE)
     weight, checks = operators._split(form, parts), "test_faketensor"
-    places = torch.tensor([2, 0, 1], dtype=torch.int32, device=DEVICE)
-    for pairs, room in (([x, starts], None), ([x, starts, places], scratch)):
-        arguments = (*weight, pairs, bias, room)
+    for room in (None, scratch):
+        arguments = (*weight, x, starts, bias, room)
         torch.library.opcheck(operators._groups_operator, arguments, test_utils=checks)
     values = random(2, 40, coded.NUM_IN)
-    torch.library.opcheck(
-        operators._values_operator, (values, [x, starts], None), test_utils=checks
-    )
-    torch.library.opcheck(operators._sum_operator, (random(6, 40), random(3, 2)), test_utils=checks)
+    torch.library.opcheck(operators._values_operator, (values, x, starts, None), test_utils=checks)
+    torch.library.opcheck(operators._gate_operator, (random(3, 80), *Gate()), test_utils=checks)
+    summed = random(6, 40), random(3, 2), None
+    torch.library.opcheck(operators._sum_operator, summed, test_utils=checks)
 
 
 @pytest.mark.slow
@@ -284,19 +312,25 @@ def test_kernels_compile(target: int) -> None:
     from offplan.runtime.forms import grouped_kernels
 
     kinds = dict.fromkeys(("x", "weight", "out", "bias"), "*bf16")
-    kinds |= dict.fromkeys(("starts", "places"), "*i32")
+    kinds["starts"] = "*i32"
     tile = {"EXPERTS": 32, "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "WHOLE": True}
     options = {"num_warps": 8, "num_stages": 3}
     described = dict.fromkeys(("x", "weight"), "tensordesc<bf16[128, 64]>")
-    for is_described, last in ((False, {}), (True, {"places": None, "bias": None})):
+    for is_described, last in ((False, {}), (True, {"bias": None})):
         constants = tile | {"DESCRIBED": is_described, "stride_in": 1} | last
         types = kinds | (described if is_described else {})
         kernel: Any = grouped_kernels.multiply_groups
         made = compile_ptx(kernel, target, types, constants, options)
         assert ("wgmma" if target == 90 else "mma") in made
     summed: Any = grouped_kernels.sum_pairs
-    types = {"made": "*bf16", "weights": "*fp32", "out": "*bf16"}
+    types = {"made": "*bf16", "rows": "*i32", "weights": "*fp32", "out": "*bf16"}
     assert "entry" in compile_ptx(summed, target, types, {"CHOSEN": 4, "BLOCK": 1024})
+    gated: Any = grouped_kernels.gate_rows
+    types = {"made": "*bf16", "out": "*bf16"} | dict.fromkeys(("limit", "factor", "added"), "fp32")
+    for gate in GATES:
+        constants = {"ACT": gate.activation, "LIMITED": gate.limited, "BLOCK": 1024}
+        constants["INTERLEAVED"] = gate.is_interleaved
+        assert "entry" in compile_ptx(gated, target, types, constants)
 
 
 def test_shapes_choose_and_nothing_is_grouped_yet(monkeypatch: pytest.MonkeyPatch) -> None:

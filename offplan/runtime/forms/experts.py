@@ -24,6 +24,8 @@ PLAIN_WAY = "plain_way"
 layers' experts are stored as codes: transformers asks for one implementation for all of them."""
 MULTIPLIED_BY = "multiplied_by"
 """Attribute that names the implementation that experts need which lie in several places."""
+KNOWN_GATE = "known_gate"
+"""Attribute that has the Gate that experts compute, or None."""
 SHARE = "share"
 """Attribute of experts that lie in several places. It has the host's cores, given their description
 of the experts, multiply a share of them; it returns False if a plan gives the cores none."""
@@ -102,34 +104,33 @@ def forward_groups(
     """Send many tokens through their experts as ``forward_stored`` does, on a GPU, by values.
 
     Each pair's row is copied once, sorted by its expert. Values are made of codes, which are read
-    once, also over the link, whatever the number of rows. Products of the last weight are written
-    where the sum over a token's experts reads them. Every pair must have an expert.
+    once, also over the link, whatever the number of rows. The sum over a token's experts reads
+    products where they are. Every pair must have an expert.
     """
     from offplan.runtime.forms import operators  # needs triton
     from offplan.runtime.forms.gather import sort_pairs
 
     _, order, starts = sort_pairs(top_k_index.reshape(-1), experts.num_experts)
     rows = hidden_states.index_select(0, order // top_k_index.shape[-1])
-    made = _pass(experts, rows, _by_groups(experts, starts, order))
-    return operators.sum_pairs(made, top_k_weights).to(hidden_states.dtype)
+    made = _pass(experts, rows, _by_groups(experts, starts), gates_at_once=True)
+    row_of_pair = torch.empty_like(order)
+    row_of_pair[order] = torch.arange(len(order), dtype=order.dtype, device=order.device)
+    return operators.sum_pairs(made, top_k_weights, row_of_pair).to(hidden_states.dtype)
 
 
-def _by_groups(
-    experts: Any, starts: torch.Tensor, *places: torch.Tensor
-) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """Return what multiplies sorted rows by values, and writes the last products to places."""
+def _by_groups(experts: Any, starts: torch.Tensor) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """Return what multiplies sorted rows by values."""
     from offplan.runtime.forms import operators  # needs triton
 
     def multiply(name: str, x: torch.Tensor) -> torch.Tensor:
         bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
-        pairs = [x, starts, *(places if name == "down_proj" else ())]
         if not holds_codes(experts):
             values = getattr(experts, name)
             values = values.mT if experts.is_transposed else values
-            return operators.multiply_values(values, pairs, bias)
+            return operators.multiply_values(values, x, starts, bias)
         stored: StoredWeight = experts.stored_experts[name]
         scratch = getattr(experts, "scratch", None)
-        return operators.multiply_groups(stored.form, stored.of(experts), pairs, bias, scratch)
+        return operators.multiply_groups(stored.form, stored.of(experts), x, starts, bias, scratch)
 
     return multiply
 
@@ -172,7 +173,7 @@ def multiply_sorted(
             made = operators.multiply(stored.form, stored.of(experts), x, order, starts)
             return _add_bias(experts, name, made, chosen)
 
-    return _pass(experts, rows, multiply)
+    return _pass(experts, rows, multiply, gates_at_once=by_groups)
 
 
 def _add_bias(
@@ -211,11 +212,24 @@ def send(
 
 
 def _pass(
-    experts: Any, rows: torch.Tensor, multiply: Callable[[str, torch.Tensor], torch.Tensor]
+    experts: Any,
+    rows: torch.Tensor,
+    multiply: Callable[[str, torch.Tensor], torch.Tensor],
+    *,
+    gates_at_once: bool = False,
 ) -> torch.Tensor:
-    """Take rows through experts by ``multiply``, as ``send`` has it; all but the weighing."""
+    """Take rows through experts by ``multiply``, as ``send`` has it; all but the weighing.
+
+    ``gates_at_once`` has one kernel compute the gate, if it knows it.
+    """
     made = multiply(name_first(experts), rows)
-    made = apply_gate(experts, made) if experts.has_gate else experts.act_fn(made)
+    gate = getattr(experts, KNOWN_GATE, None) if gates_at_once else None
+    if gate is not None:
+        from offplan.runtime.forms import operators  # needs triton
+
+        made = operators.gate_rows(made, gate)
+    else:
+        made = apply_gate(experts, made) if experts.has_gate else experts.act_fn(made)
     made = multiply("down_proj", made)
     if getattr(experts, "has_post_expert_norm", False):
         made = experts.post_expert_norm(made)

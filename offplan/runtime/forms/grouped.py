@@ -4,7 +4,6 @@ The values of a group's codes are made in a scratch, and multiplied there. The n
 in the same memory: all of it is on the current stream.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +12,10 @@ import triton
 from offplan.forms.form import Form
 from offplan.kernel_sizes import experts_at_once
 from offplan.runtime.forms import grouped_kernels, products
+from offplan.runtime.forms.gates import Gate
 from offplan.runtime.forms.operands import operands_of
 from offplan.runtime.forms.reference import Components
-from offplan.runtime.gpu_limits import gpu_limits
+from offplan.runtime.gpu_limits import compute_capability, gpu_limits
 
 
 class Tile(NamedTuple):
@@ -37,68 +37,102 @@ class Tile(NamedTuple):
 
 
 TILE = Tile()
-"""Source: estimated; not yet measured."""
+"""The tile of inputs that are read by pointers."""
+DESCRIBED_TILE = Tile(num_warps=4, num_stages=3, programs=2, is_described=True)
+"""The tile of inputs that are read by descriptors.
+
+Source: 8,192 pairs of gpt-oss-20b on an H200 took 0.81 ms so, 0.89 with 8 warps, and 1.02 to 1.57
+by pointers. All gave the same bits.
+"""
+LIBRARY = True
+"""Whether torch's grouped product multiplies values where it is fast and nothing else is asked."""
 LEAST_ROWS = 64
 """Rows of a tile at least: with fewer the matrix units of compute capability 9.0 lie idle."""
 LEAST_EXPERTS = 32
 """Experts that a kernel is compiled for at least: groups of fewer need no kernel of their own."""
 ADDED = 1024
 """Elements of a token that a program sums up."""
+GATED = 1024
+"""Gates of a row that a program computes."""
 
 
 def multiply_codes(
     form: Form,
     parts: Components,
-    pairs: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    starts: torch.Tensor,
     bias: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply rows, [rows, in], each by its expert's weight, and add its bias: [rows, out].
 
-    ``pairs`` are the rows, sorted by their experts; int32 [experts + 1], where each one's begin;
-    and, if products are to be in another order, the row that each row's is written to, int32
-    [rows]. ``bias`` is [experts, out]. ``scratch`` is flat, of the type of the rows, and holds the
+    The rows are sorted by their experts; ``starts``, int32 [experts + 1], has where each one's
+    begin. ``bias`` is [experts, out]. ``scratch`` is flat, of the type of the rows, and holds the
     values of ``experts_at_once`` or more.
     """
-    x = pairs[0]
     weight = operands_of(form, parts)
     num_values = weight.num_out * weight.length * weight.pack
     at_once = experts_at_once(weight.num_experts, num_values)
     if scratch is None:
         scratch = x.new_empty(at_once * num_values)
-    out, tile = x.new_empty(len(x), weight.num_out), choose_tile(len(x), weight.num_experts)
+    out = x.new_empty(len(x), weight.num_out)
     for first in range(0, weight.num_experts, at_once):
         some = {part: value[first : first + at_once] for part, value in parts.items()}
         values = products.expand_on_gpu(form, some, x.dtype, scratch)
-        launch(values, pairs, bias, out, tile, first)
+        launch(values, x, starts, bias, out, first=first)
     return out
 
 
 def multiply_values(
-    values: torch.Tensor, pairs: Sequence[torch.Tensor], bias: torch.Tensor | None = None
+    values: torch.Tensor, x: torch.Tensor, starts: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Multiply rows as ``multiply_codes`` does, by values, [experts, out, in], of any strides."""
-    x, num_experts = pairs[0], len(values)
+    if LIBRARY and bias is None and is_for_library(values, x):
+        made: torch.Tensor = torch.nn.functional.grouped_mm(x, values.mT, offs=starts[1:])
+        return made
     out = x.new_empty(len(x), values.shape[1])
-    launch(values, pairs, bias, out, choose_tile(len(x), num_experts))
+    launch(values, x, starts, bias, out)
     return out
 
 
-def choose_tile(num_rows: int, num_experts: int) -> Tile:
-    """Choose a tile of fewer rows where experts have fewer on average.
+def is_for_library(values: torch.Tensor, x: torch.Tensor) -> bool:
+    """Return True if torch's grouped product is fast, and waits for nothing.
+
+    Its kernels are for bfloat16 on compute capability 9.x and 10.x, and for rows that begin at
+    multiples of 16 bytes.
+    """
+    aligned = all(each.data_ptr() % 16 == 0 for each in (x, values))
+    aligned &= all(size % 8 == 0 for size in (*values.shape[1:], *values.stride()[:-1]))
+    is_known = x.is_cuda and x.dtype == torch.bfloat16 and aligned and x.is_contiguous()
+    return is_known and compute_capability(x.device.index)[0] in (9, 10)
+
+
+def can_describe(values: torch.Tensor, x: torch.Tensor) -> bool:
+    """Return True if descriptors read these inputs: on such a GPU, of rows at 16 bytes' multiples.
+    """
+    aligned = all(each.data_ptr() % 16 == 0 and each.is_contiguous() for each in (x, values))
+    is_known = aligned and x.shape[1] * x.itemsize % 16 == 0
+    return is_known and compute_capability(x.device.index) >= (9, 0)
+
+
+def choose_tile(values: torch.Tensor, x: torch.Tensor, num_experts: int) -> Tile:
+    """Choose a tile of fewer rows where the experts of ``x`` have fewer on average.
 
     Products do not depend on it: each adds up its inputs in the same order.
     """
-    mean = triton.next_power_of_2(max(1, num_rows // num_experts))
-    return TILE._replace(rows=min(TILE.rows, max(LEAST_ROWS, mean)))
+    tile = DESCRIBED_TILE if can_describe(values, x) else TILE
+    mean = triton.next_power_of_2(max(1, len(x) // num_experts))
+    return tile._replace(rows=min(tile.rows, max(LEAST_ROWS, mean)))
 
 
 def launch(
     values: torch.Tensor,
-    pairs: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    starts: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    tile: Tile,
+    *,
+    tile: Tile | None = None,
     first: int = 0,
 ) -> None:
     """Multiply the rows of some experts, from expert ``first`` on, and write them to ``out``.
@@ -106,15 +140,13 @@ def launch(
     ``values`` are those of these experts, [some, out, in]. A multiprocessor's programs take tiles
     in turn: the host does not know how many rows these experts have.
     """
-    x, starts, *places = pairs
     num_experts, num_out, num_in = values.shape
     x = x.contiguous()
+    tile = tile or choose_tile(values, x, len(starts) - 1)
     shared_bytes, num_processors = gpu_limits(x.device.index)
     stage_bytes = (tile.rows + tile.outs) * tile.ins * x.itemsize
     inputs: tuple[Any, Any] = x, values
-    # rows that descriptors read begin at multiples of 16 bytes
-    is_described = tile.is_described and values.is_contiguous() and num_in * x.itemsize % 16 == 0
-    if is_described:
+    if tile.is_described:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         inputs = (
@@ -124,11 +156,10 @@ def launch(
     most = triton.cdiv(len(x), tile.rows) + min(num_experts, len(x))
     grid = min(most * triton.cdiv(num_out, tile.outs), num_processors * tile.programs)
     grouped_kernels.multiply_groups[(grid,)](
-        *inputs, out, places[0] if places else None, starts, bias, first, num_experts,
-        num_out, num_in, *values.stride(),
+        *inputs, out, starts, bias, first, num_experts, num_out, num_in, *values.stride(),
         EXPERTS=max(LEAST_EXPERTS, triton.next_power_of_2(num_experts)),
         WHOLE=num_in % tile.ins == 0,
-        DESCRIBED=is_described,
+        DESCRIBED=tile.is_described,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.outs,
         BLOCK_K=tile.ins,
@@ -137,15 +168,29 @@ def launch(
     )  # fmt: skip
 
 
-def sum_pairs(made: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Sum up each token's products, [tokens x choices, width], by weights, [tokens, choices].
+def gate_rows(made: torch.Tensor, gate: Gate) -> torch.Tensor:
+    """Return the gated activation, [rows, width], of [rows, 2 x width]."""
+    num_rows, width = made.shape[0], made.shape[1] // 2
+    out = made.new_empty(num_rows, width)
+    grouped_kernels.gate_rows[(num_rows, triton.cdiv(width, GATED))](
+        made.contiguous(), out, width, gate.limit, gate.factor, gate.added,
+        ACT=gate.activation, INTERLEAVED=gate.is_interleaved, LIMITED=gate.limited, BLOCK=GATED,
+    )  # fmt: skip
+    return out
 
-    Returns [tokens, width]. Sums are float32 and rounded once.
+
+def sum_pairs(
+    made: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Sum up each token's products, rows of [tokens x choices, width], by [tokens, choices].
+
+    ``rows``, int32 [tokens x choices], has the row of each pair, if they are in another order than
+    the pairs. Returns [tokens, width]. Sums are float32 and rounded once.
     """
     num_tokens, num_chosen = weights.shape
     width = made.shape[-1]
     out = made.new_empty(num_tokens, width)
     grouped_kernels.sum_pairs[(num_tokens, triton.cdiv(width, ADDED))](
-        made.contiguous(), weights.contiguous(), out, width, CHOSEN=num_chosen, BLOCK=ADDED
+        made.contiguous(), rows, weights.contiguous(), out, width, CHOSEN=num_chosen, BLOCK=ADDED
     )
     return out

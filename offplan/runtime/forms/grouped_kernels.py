@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["first_expert", "num_experts"])
 def multiply_groups(  # type: ignore[no-untyped-def]
-    x, weight, out, places, starts, bias, first_expert, num_experts, num_out, num_in,
+    x, weight, out, starts, bias, first_expert, num_experts, num_out, num_in,
     stride_expert, stride_out, stride_in,
     EXPERTS: tl.constexpr, WHOLE: tl.constexpr, DESCRIBED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -18,8 +18,7 @@ def multiply_groups(  # type: ignore[no-untyped-def]
     """Each program takes tiles of the products of a group of experts, in turn with the others.
 
     ``weight`` has the values of the group alone; ``starts`` and ``bias`` are those of all experts.
-    Row m is written to row ``places[m]``, if there are places. ``x`` and ``weight`` are descriptors
-    of [rows, in] and [experts x out, in] if DESCRIBED.
+    ``x`` and ``weight`` are descriptors of [rows, in] and [experts x out, in] if DESCRIBED.
     """
     e = tl.arange(0, EXPERTS)
     is_expert = e < num_experts
@@ -69,19 +68,59 @@ def multiply_groups(  # type: ignore[no-untyped-def]
         if bias is not None:
             own_bias = bias + tl.cast(first_expert + expert, tl.int64) * num_out
             sums += tl.load(own_bias + n, mask=n < num_out, other=0.0).to(tl.float32)[None, :]
-        place = m
-        if places is not None:
-            place = tl.load(places + m, mask=m < stop, other=0)
-        where = out + place.to(tl.int64)[:, None] * num_out + n[None, :]
+        where = out + m.to(tl.int64)[:, None] * num_out + n[None, :]
         inside = (m < stop)[:, None] & (n < num_out)[None, :]
         tl.store(where, sums.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def sum_pairs(made, weights, out, width, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def gate_rows(  # type: ignore[no-untyped-def]
+    made, out, width, limit, factor, added,
+    ACT: tl.constexpr, INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program for BLOCK elements of a row, [width], of gates and what they let through.
+
+    A row of ``made`` has them in turn if INTERLEAVED, else all gates first. LIMITED is "before" the
+    activation, "after" it or "". All is computed in float32 and rounded once.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    if INTERLEAVED:
+        both = tl.program_id(1) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
+        values = tl.load(made + row * (2 * width) + both, mask=both < 2 * width, other=0.0)
+        gate, up = tl.split(tl.reshape(values, [BLOCK, 2]))
+    else:
+        gate = tl.load(made + row * (2 * width) + at, mask=inside, other=0.0)
+        up = tl.load(made + row * (2 * width) + width + at, mask=inside, other=0.0)
+    gate, up = gate.to(tl.float32), up.to(tl.float32)
+    # comparisons let what is no number pass, as torch does
+    if LIMITED == "before":
+        gate = tl.where(gate > limit, limit, gate)
+    if ACT == "gelu":
+        gate = 0.5 * gate * (1 + tl.math.erf(gate * 0.7071067811865476))
+    elif ACT == "gelu_tanh":
+        inner = 1.5957691216057308 * gate * (1 + 0.044715 * gate * gate)
+        gate = gate / (1 + tl.exp(-inner))
+    elif ACT == "relu":
+        gate = tl.where(gate < 0, 0.0, gate)
+    else:
+        tl.static_assert(ACT == "silu")
+        gate = gate / (1 + tl.exp(-factor * gate))
+    if LIMITED == "after":
+        gate = tl.where(gate > limit, limit, gate)
+    if LIMITED != "":
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    gated = gate * (up + added)
+    tl.store(out + row * width + at, gated.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def sum_pairs(made, rows, weights, out, width, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program for BLOCK elements of a token: adds its experts' products, weighted, in float32.
 
-    ``made`` is [tokens x CHOSEN, width].
+    The product of a pair is the row of ``made``, [tokens x CHOSEN, width], that ``rows`` names, or
+    that of the pair's own number. They are added in the order of the token's choices.
     """
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -89,6 +128,9 @@ def sum_pairs(made, weights, out, width, CHOSEN: tl.constexpr, BLOCK: tl.constex
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for choice in tl.static_range(CHOSEN):
         pair = token * CHOSEN + choice
+        row = pair
+        if rows is not None:
+            row = tl.load(rows + pair).to(tl.int64)
         w = tl.load(weights + pair).to(tl.float32)
-        total += w * tl.load(made + pair * width + at, mask=inside, other=0.0).to(tl.float32)
+        total += w * tl.load(made + row * width + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * width + at, total.to(out.dtype.element_ty), mask=inside)

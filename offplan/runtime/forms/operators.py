@@ -13,6 +13,7 @@ from torch.nn import functional
 from offplan.forms.form import Component, Form, Kind, WordOrder
 from offplan.kernel_sizes import PACKED_ROWS
 from offplan.runtime.forms import grouped, products
+from offplan.runtime.forms.gates import Gate
 from offplan.runtime.forms.operands import operands_of
 from offplan.runtime.forms.reference import Components
 
@@ -40,32 +41,40 @@ def multiply_slots(
 def multiply_groups(
     form: Form,
     parts: Components,
-    pairs: list[torch.Tensor],
+    x: torch.Tensor,
+    starts: torch.Tensor,
     bias: torch.Tensor | None,
     scratch: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Multiply sorted rows by the values of experts' codes, as ``grouped.multiply_codes`` does.
-
-    ``pairs`` are the rows, where each expert's begin, and the places of their products, if any.
-    """
-    return _multiply_groups(form, parts, pairs, bias, scratch)
+    """Multiply sorted rows by the values of experts' codes, as ``grouped.multiply_codes`` does."""
+    return _multiply_groups(form, parts, x, starts, bias, scratch)
 
 
 def multiply_values(
-    values: torch.Tensor, pairs: list[torch.Tensor], bias: torch.Tensor | None
+    values: torch.Tensor, x: torch.Tensor, starts: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Multiply sorted rows by experts' values, as ``grouped.multiply_values`` does."""
     if not torch.compiler.is_compiling():
-        return grouped.multiply_values(values, pairs, bias)
-    made: torch.Tensor = _values_operator(values, pairs, bias)
+        return grouped.multiply_values(values, x, starts, bias)
+    made: torch.Tensor = _values_operator(values, x, starts, bias)
     return made
 
 
-def sum_pairs(made: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def gate_rows(made: torch.Tensor, gate: Gate) -> torch.Tensor:
+    """Return the gated activation of rows, as ``grouped.gate_rows`` does."""
+    if not torch.compiler.is_compiling():
+        return grouped.gate_rows(made, gate)
+    gated: torch.Tensor = _gate_operator(made, *gate)
+    return gated
+
+
+def sum_pairs(
+    made: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor | None = None
+) -> torch.Tensor:
     """Sum up each token's products by weights, as ``grouped.sum_pairs`` does."""
     if not torch.compiler.is_compiling():
-        return grouped.sum_pairs(made, weights)
-    summed: torch.Tensor = _sum_operator(made, weights)
+        return grouped.sum_pairs(made, weights, rows)
+    summed: torch.Tensor = _sum_operator(made, weights, rows)
     return summed
 
 
@@ -183,27 +192,34 @@ _slots_operator, _multiply_slots = _operator(
 
 _groups_operator, _multiply_groups = _operator(
     "multiply_groups",
-    "Tensor[] pairs, Tensor? bias, Tensor? scratch",
+    "Tensor x, Tensor starts, Tensor? bias, Tensor? scratch",
     grouped.multiply_codes,
-    lambda form, parts, pairs, *_: pairs[0].new_empty(
-        len(pairs[0]), operands_of(form, parts).num_out
-    ),
+    lambda form, parts, x, *_: x.new_empty(len(x), operands_of(form, parts).num_out),
 )
 
 _values_operator = torch.library.custom_op(
     "offplan::multiply_values",
     grouped.multiply_values,
     mutates_args=(),
-    schema="(Tensor values, Tensor[] pairs, Tensor? bias) -> Tensor",
+    schema="(Tensor values, Tensor x, Tensor starts, Tensor? bias) -> Tensor",
 )
-_values_operator.register_fake(
-    lambda values, pairs, _: pairs[0].new_empty(len(pairs[0]), values.shape[1])
+_values_operator.register_fake(lambda values, x, *_: x.new_empty(len(x), values.shape[1]))
+
+_gate_operator = torch.library.custom_op(
+    "offplan::gate_rows",
+    lambda made, *gate: grouped.gate_rows(made, Gate(*gate)),
+    mutates_args=(),
+    schema="(Tensor made, str activation, bool is_interleaved, str limited, float limit,"
+    " float factor, float added) -> Tensor",
 )
+_gate_operator.register_fake(lambda made, *_: made.new_empty(made.shape[0], made.shape[1] // 2))
 
 _sum_operator = torch.library.custom_op(
     "offplan::sum_pairs",
     grouped.sum_pairs,
     mutates_args=(),
-    schema="(Tensor made, Tensor weights) -> Tensor",
+    schema="(Tensor made, Tensor weights, Tensor? rows) -> Tensor",
 )
-_sum_operator.register_fake(lambda made, weights: made.new_empty(weights.shape[0], made.shape[-1]))
+_sum_operator.register_fake(
+    lambda made, weights, _: made.new_empty(weights.shape[0], made.shape[-1])
+)

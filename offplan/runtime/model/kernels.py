@@ -10,11 +10,13 @@ from offplan.kernel_sizes import KERNEL_TYPES, MAX_PAIRS, are_grouped, is_power
 from offplan.placement import Phase
 from offplan.runtime.forms.experts import (
     GROUPS_NAME,
+    KNOWN_GATE,
     MULTIPLIED_BY,
     PLAIN_WAY,
     STORED_EXPERTS_NAME,
     holds_codes,
 )
+from offplan.runtime.forms.gates import find_gate
 from offplan.runtime.model.cache_mask import FindFilled, filled_blocks, filled_mask, filled_up_to
 from offplan.transformers_private import ExpertsInterface, list_experts
 
@@ -30,6 +32,8 @@ class ExpertKernels:
         self._num_chosen = model.experts.num_experts_per_token if model.experts else 0
         self._own, self._few_pairs = find_own_experts(model, module, with_kernels=with_own)
         experts = list_experts(module)
+        for part in experts:
+            vars(part)[KNOWN_GATE] = find_gate(part)
         plain = [part for part in experts if not holds_codes(part)]
         shared = STORED_EXPERTS_NAME if len(plain) < len(experts) else ""
         asked = (vars(part).get(MULTIPLIED_BY) for part in experts)
