@@ -1,6 +1,6 @@
 """Gated activations that a kernel knows, found out by what a module of experts computes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -17,8 +17,10 @@ ACTIVATIONS = {
 }
 QUICK = 1.702
 """The factor of "quick" gelu."""
-MOST = 1000
+MOST = 100
 """Attributes of experts that may be a limit or a factor are no larger."""
+PLAIN = (bool, int, float, str)
+"""Types of attributes by which layers' experts may differ in their gate."""
 
 
 class Gate(NamedTuple):
@@ -57,6 +59,20 @@ def compute_gate(gate: Gate, made: torch.Tensor) -> torch.Tensor:
     return gates * (up + gate.added)
 
 
+def find_gates(layers: Iterable[Any]) -> list[Gate | None]:
+    """Find what ``find_gate`` does of each layer's experts, once for layers that are alike."""
+    found: dict[Any, Gate | None] = {}
+
+    def find(experts: Any) -> Gate | None:
+        plain = {name: value for name, value in vars(experts).items() if type(value) in PLAIN}
+        key = type(experts), tuple(plain.items()), repr(getattr(experts, "act_fn", None))
+        if key not in found:
+            found[key] = find_gate(experts)
+        return found[key]
+
+    return [find(experts) for experts in layers]
+
+
 def find_gate(experts: Any) -> Gate | None:
     """Find the gate that computes what a module of experts does; None if the kernel knows none.
 
@@ -65,16 +81,12 @@ def find_gate(experts: Any) -> Gate | None:
     """
     if not experts.has_gate:
         return None
-    numbers = sorted(
-        {
-            float(value)
-            for value in vars(experts).values()
-            if type(value) in (int, float) and 0 < value <= MOST
-        }
-    )
+    attributes = [value for value in vars(experts).values() if type(value) in (int, float)]
+    numbers = sorted({float(value) for value in attributes if 0 < value <= MOST})
     generator = torch.Generator("cpu").manual_seed(0)
     sample = torch.rand(64, 64, generator=generator, device="cpu") * 2 - 1
-    sample = torch.cat([4 * sample, 2 * max(numbers, default=1.0) * sample])
+    # of many sizes: a limit that is no attribute is noticed, too
+    sample = torch.cat([size * sample for size in (4, 2 * max(numbers, default=1.0), 1e3, 1e6)])
     try:
         expected = apply_gate(experts, sample)
     except Exception:  # of whatever code a checkpoint brings

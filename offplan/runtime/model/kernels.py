@@ -16,7 +16,7 @@ from offplan.runtime.forms.experts import (
     STORED_EXPERTS_NAME,
     holds_codes,
 )
-from offplan.runtime.forms.gates import find_gate
+from offplan.runtime.forms.gates import find_gates
 from offplan.runtime.model.cache_mask import FindFilled, filled_blocks, filled_mask, filled_up_to
 from offplan.transformers_private import ExpertsInterface, list_experts
 
@@ -32,8 +32,8 @@ class ExpertKernels:
         self._num_chosen = model.experts.num_experts_per_token if model.experts else 0
         self._own, self._few_pairs = find_own_experts(model, module, with_kernels=with_own)
         experts = list_experts(module)
-        for part in experts:
-            vars(part)[KNOWN_GATE] = find_gate(part)
+        for part, gate in zip(experts, find_gates(experts), strict=True):
+            vars(part)[KNOWN_GATE] = gate
         plain = [part for part in experts if not holds_codes(part)]
         shared = STORED_EXPERTS_NAME if len(plain) < len(experts) else ""
         asked = (vars(part).get(MULTIPLIED_BY) for part in experts)
