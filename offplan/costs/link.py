@@ -131,7 +131,8 @@ class UnitUse:
         if unit.is_expert and experts is not None and (is_coded or factor is None):
             rows = self.num_tokens * experts.num_experts_per_token / experts.num_in_all
             factor = coded_reads(rows) if is_coded else max(1.0, rows / EXPERT_ROWS)
-            if is_coded and groups_codes(experts, self.num_tokens):
+            kinds = [parameter.form.kind.value for parameter in unit.parameters]
+            if is_coded and groups_codes(experts, self.num_tokens, kinds):
                 factor = 1.0
         is_gathered = unit.is_expert and gathers_codes(experts, self.num_tokens)
         if is_coded and not is_gathered and not _has_aligned_rows(unit):

@@ -1,6 +1,6 @@
 """The work of one decoder layer, whatever the machine: bytes to read, products to compute."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -126,6 +126,8 @@ class LayerWork:
     longer than with its value."""
     grouped_elements: int
     """Weights of routed experts whose values prompts of many tokens make of codes."""
+    grouped_kinds: frozenset[str]
+    """Kinds of the forms that these are stored in."""
     token_elements: float
     """Elements that each new token is multiplied by; of routed experts, only its own."""
     routed_elements: float
@@ -192,7 +194,8 @@ class LayerWork:
 
     def groups_experts(self, shape: PassShape) -> bool:
         """Return True if a pass makes values of experts' codes, group by group."""
-        return self.grouped_elements > 0 and groups_codes(self.experts, shape.num_tokens)
+        kinds = self.grouped_kinds
+        return bool(kinds) and groups_codes(self.experts, shape.num_tokens, kinds)
 
     def making_bytes(self, shape: PassShape) -> float:
         """Bytes that are read and written to make experts' values, while nothing is multiplied."""
@@ -257,6 +260,7 @@ def layer_work(stage: Stage, layer: Layer) -> LayerWork:
     borrowed = 0 if stage.passes is None else stage.passes.borrowed[layer.index]
     engine = stage.pass_rules
     is_routed = layer.expert_bytes > 0
+    grouped = [p for p in layer.parameters if p.is_expert and not p.form.is_raw and engine is None]
     return LayerWork(
         key=stage.time_key(layer.key),
         dense_bytes=layer.nbytes - layer.expert_bytes + borrowed * stage.element_bytes,
@@ -269,9 +273,8 @@ def layer_work(stage: Stage, layer: Layer) -> LayerWork:
             for p in layer.parameters
             if p.is_expert and not p.form.is_raw and not p.is_recoded
         ),
-        grouped_elements=0
-        if engine is not None
-        else sum(p.num_weights for p in layer.parameters if p.is_expert and not p.form.is_raw),
+        grouped_elements=sum(p.num_weights for p in grouped),
+        grouped_kinds=frozenset(p.form.kind.value for p in grouped),
         element_bytes=stage.element_bytes,
         token_elements=dense_elements + borrowed + share * expert_elements,
         routed_elements=share * expert_elements,
@@ -337,11 +340,11 @@ def makes_values(num_rows: int, element_bytes: int) -> bool:
     return num_rows > CODES_ROWS or element_bytes > 2
 
 
-def groups_codes(experts: Experts | None, num_tokens: int) -> bool:
-    """Return True if a pass of so many tokens makes the values of experts' codes."""
+def groups_codes(experts: Experts | None, num_tokens: int, kinds: Collection[str]) -> bool:
+    """Return True if a pass of so many tokens makes values of experts' codes of these kinds."""
     if experts is None:
         return False
-    return are_grouped(num_tokens * experts.num_experts_per_token, experts.num_in_all)
+    return are_grouped(num_tokens * experts.num_experts_per_token, experts.num_in_all, kinds)
 
 
 def gathers_codes(experts: Experts | None, num_tokens: int) -> bool:

@@ -246,8 +246,8 @@ def test_values_of_experts_are_made_and_then_multiplied(monkeypatch: pytest.Monk
     )
     machine = machine.model_copy(update={"layer_times": ()})
     work = layer_work(stage, stage.layers[0])
-    few = PassShape(Phase.PREFILL, 1, 8 * kernel_sizes.GROUPED_ROWS - 1, 512)
-    many = replace(few, tokens=8 * kernel_sizes.GROUPED_ROWS)
+    few = PassShape(Phase.PREFILL, 1, 8 * kernel_sizes.GROUPED_ROWS["mxfp4"] - 1, 512)
+    many = replace(few, tokens=8 * kernel_sizes.GROUPED_ROWS["mxfp4"])
     before = [layer_time(machine, work, shape).seconds for shape in (few, many)]
     assert work.making_bytes(many) == 0 < work.decoding_flops(many)
     monkeypatch.setattr(kernel_sizes, "GROUPS_EXPERTS", True)

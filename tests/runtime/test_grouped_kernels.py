@@ -285,6 +285,32 @@ def test_experts_in_parts_give_the_same(
 
 @pytest.mark.gpu
 @runs_kernels
+def test_compiled_layers_compute_the_same(
+    inputs: tuple[torch.Tensor, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one graph, whose operators hide the kernels; the gate is a constant of it."""
+    from offplan.runtime.forms import gather
+
+    monkeypatch.setattr(gather, "MAX_PAIRS", 0)  # by torch's sort: none traces the interpreter
+
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            vars(self).update(vars(Experts("mxfp4", has_bias=True, interleaved=False)))
+
+        _apply_gate = Experts._apply_gate
+        has_gate, in_place, is_transposed = True, (), False
+
+    experts = Module()
+    assert vars(experts)["known_gate"] == Gate()
+    compiled = torch.compile(
+        lambda *given: forward_groups(experts, *given), backend="aot_eager", fullgraph=True
+    )
+    assert torch.equal(compiled(*inputs), forward_groups(experts, *inputs))
+
+
+@pytest.mark.gpu
+@runs_kernels
 def test_operators_tell_what_they_return() -> None:
     """torch.compile goes by their shapes and strides alone."""
     from offplan.runtime.forms import operators
@@ -328,14 +354,16 @@ def test_kernels_compile(target: int) -> None:
     gated: Any = grouped_kernels.gate_rows
     types = {"made": "*bf16", "out": "*bf16"} | dict.fromkeys(("limit", "factor", "added"), "fp32")
     for gate in GATES:
-        constants = {"ACT": gate.activation, "LIMITED": gate.limited, "BLOCK": 1024}
-        constants["INTERLEAVED"] = gate.is_interleaved
-        assert "entry" in compile_ptx(gated, target, types, constants)
+        kind: dict[Any, Any] = {"ACT": gate.activation, "LIMITED": gate.limited, "BLOCK": 1024}
+        kind["INTERLEAVED"] = gate.is_interleaved
+        assert "entry" in compile_ptx(gated, target, types, kind)
 
 
 def test_shapes_choose_and_nothing_is_grouped_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not are_grouped(10**9, 1)
+    assert not are_grouped(10**9, 1, ["raw"])
     monkeypatch.setattr(kernel_sizes, "GROUPS_EXPERTS", True)
-    least = 8 * kernel_sizes.GROUPED_ROWS
-    assert not are_grouped(least - 1, 8)
-    assert are_grouped(least, 8)
+    least = 8 * kernel_sizes.GROUPED_ROWS["fp8_block"]
+    assert not are_grouped(least - 1, 8, ["mxfp4", "fp8_block"])
+    assert are_grouped(least, 8, ["mxfp4", "fp8_block"])
+    assert are_grouped(least - 1, 8, ["mxfp4"])
+    assert not are_grouped(10**9, 8, ["mxfp4", "other"])

@@ -16,6 +16,7 @@ from offplan import kernel_sizes
 from offplan.capabilities.packing import Packing
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
+from offplan.forms.form import Form, Kind
 from offplan.plan import Offload
 from offplan.runtime.forms.experts import multiply_sorted
 from offplan.runtime.model import attention
@@ -131,10 +132,11 @@ def test_chunks_that_are_multiplied_alike_meet_parts_together(
         met.append((chunks, is_joined))
 
     monkeypatch.setattr(parted_experts, "Meeting", meet)
-    experts: Any = SimpleNamespace(stored_experts={}, num_experts=8)
+    stored = SimpleNamespace(form=Form(Kind.MXFP4, (1, 32)))
+    experts: Any = SimpleNamespace(stored_experts={"down_proj": stored}, num_experts=8)
     parted: Any = SimpleNamespace(_experts=experts, _parts=[])
     hidden = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
-    least = 8 * kernel_sizes.GROUPED_ROWS // 2
+    least = 8 * kernel_sizes.GROUPED_ROWS["mxfp4"] // 2
     chunks: Any = [
         SimpleNamespace(hidden=hidden, chosen=torch.zeros(tokens, 2))
         for tokens in (least, least, least - 1)

@@ -57,7 +57,8 @@ def test_grouped_logits_equal_resident_and_are_near_the_values(
     family: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts of either plan multiply values of experts, few at a time."""
-    sizes = {"GROUPS_EXPERTS": True, "GROUPED_ROWS": 1, "EXPERT_SCRATCH_BYTES": 1}
+    rows = dict.fromkeys(kernel_sizes.GROUPED_ROWS, 1)
+    sizes = {"GROUPS_EXPERTS": True, "GROUPED_ROWS": rows, "EXPERT_SCRATCH_BYTES": 1}
     for name, value in sizes.items():
         monkeypatch.setattr(kernel_sizes, name, value)
     stored, plain = save_stored(family, form, tmp_path, torch.bfloat16, num_experts_per_tok=4)

@@ -38,6 +38,12 @@ def holds_codes(experts: nn.Module) -> bool:
     return "stored_experts" in vars(experts)
 
 
+def multiplies_values(experts: Any, num_pairs: int) -> bool:
+    """Return True if so many pairs multiply the values of these experts' codes group by group."""
+    kinds = [stored.form.kind.value for stored in experts.stored_experts.values()]
+    return are_grouped(num_pairs, experts.num_experts, kinds)
+
+
 def mark_in_place(module: nn.Module, names: Collection[str]) -> None:
     """Have experts know which of their weights are read in place: those whose codes are ``names``.
 
@@ -74,7 +80,7 @@ def forward_stored(
     if not hidden_states.is_cuda or hidden_states.dtype not in KERNEL_DTYPES:
         expanded = Expanded(experts, hidden_states.dtype)
         return forward_values(expanded, hidden_states, top_k_index, top_k_weights)
-    if are_grouped(top_k_index.numel(), experts.num_experts):
+    if multiplies_values(experts, top_k_index.numel()):
         return forward_groups(experts, hidden_states, top_k_index, top_k_weights)
     from offplan.runtime.forms import operators  # needs triton
     from offplan.runtime.forms.gather import gather, sort_pairs

@@ -108,8 +108,7 @@ def is_for_library(values: torch.Tensor, x: torch.Tensor) -> bool:
 
 
 def can_describe(values: torch.Tensor, x: torch.Tensor) -> bool:
-    """Return True if descriptors read these inputs: on such a GPU, of rows at 16 bytes' multiples.
-    """
+    """Return True if descriptors read these inputs: on such a GPU, rows of whole 16 bytes."""
     aligned = all(each.data_ptr() % 16 == 0 and each.is_contiguous() for each in (x, values))
     is_known = aligned and x.shape[1] * x.itemsize % 16 == 0
     return is_known and compute_capability(x.device.index) >= (9, 0)

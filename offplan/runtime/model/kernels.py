@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from offplan.checkpoint.model import Model
+from offplan.forms.form import Kind
 from offplan.kernel_sizes import KERNEL_TYPES, MAX_PAIRS, are_grouped, is_power
 from offplan.placement import Phase
 from offplan.runtime.forms.experts import (
@@ -19,6 +20,8 @@ from offplan.runtime.forms.experts import (
 from offplan.runtime.forms.gates import find_gates
 from offplan.runtime.model.cache_mask import FindFilled, filled_blocks, filled_mask, filled_up_to
 from offplan.transformers_private import ExpertsInterface, list_experts
+
+RAW = Kind.RAW.value
 
 
 class ExpertKernels:
@@ -81,7 +84,7 @@ class ExpertKernels:
 
     def _are_grouped(self, num_tokens: int) -> bool:
         num_pairs = num_tokens * self._num_chosen
-        return self._num_grouped > 0 and are_grouped(num_pairs, self._num_grouped)
+        return self._num_grouped > 0 and are_grouped(num_pairs, self._num_grouped, (RAW,))
 
 
 def groups_freely(dtype: str, device: torch.device) -> bool:

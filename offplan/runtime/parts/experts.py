@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offplan.kernel_sizes import are_grouped, parted_width
+from offplan.kernel_sizes import parted_width
 from offplan.runtime.forms.experts import (
     FEW_TOKENS,
     PLAIN_WAY,
@@ -23,6 +23,7 @@ from offplan.runtime.forms.experts import (
     forward_groups,
     forward_stored,
     holds_codes,
+    multiplies_values,
     multiply_sorted,
 )
 from offplan.runtime.forms.stored import KERNEL_DTYPES
@@ -281,7 +282,7 @@ def _find_way(experts: Any, hidden: torch.Tensor, num_pairs: int) -> Way:
         is_grouped = by_groups or plain is grouped
         return Way(plain, plain is batched, is_grouped, by_groups)
     if hidden.is_cuda and hidden.dtype in KERNEL_DTYPES:
-        by_groups = are_grouped(num_pairs, experts.num_experts)
+        by_groups = multiplies_values(experts, num_pairs)
         return Way(forward_stored, is_grouped=True, by_groups=by_groups)
     is_few = len(hidden) <= FEW_TOKENS
     multiply = batched if is_few else grouped
