@@ -4,7 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,11 +61,13 @@ def compile_ptx(
     kinds: Mapping[str, Any],
     constants: Mapping[Any, Any],
     options: dict[str, int] | None = None,
+    aligned: Collection[str] = (),
 ) -> str:
     """Compile a kernel for a compute capability, and return its PTX; Triton is there.
 
     ``kinds`` are types of arguments by name, those left out are numbers of 32 bits. ``constants``
-    are values by name, or by the places of an argument and of a field in it.
+    are values by name, or by the places of an argument and of a field in it. ``aligned`` arguments
+    are multiples of 16.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -74,7 +76,8 @@ def compile_ptx(
     named = [name for name in constants if isinstance(name, str)]
     signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
     signature |= dict.fromkeys(named, "constexpr")
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    by_16 = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=by_16)
     made = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
     return str(made.asm["ptx"])
 

@@ -398,11 +398,15 @@ def test_kernels_of_powers_compile(target: int) -> None:
         kinds |= {"order": "*i32", "starts": "*i32"}
         at = kernel.arg_names.index("weight")
         constants = constants | {(at, place): None for place in (2, 3, 4)}
-        return compile_ptx(kernel, target, kinds, constants)
+        return compile_ptx(kernel, target, kinds, constants, aligned=["out"])
 
     # there are no zeros, scales of scales or tables
     types: Any = ("*u8", "*u8", *["constexpr"] * 3, "i32", "i32")
     code = "fp8" if target >= 89 else "fp8 in software"
+    words: Any = ("*i32", "*u8", *["constexpr"] * 3, "i32", "i32")
+    types, powers = words, {"FORM": Layout("fp4", 8, "exponent", "", 1, "", 1, 4)}
+    assert "st.global.v4" in compile_for(kernels.expand_flat, powers | {"BLOCK": 128})
+    types = ("*u8", "*u8", *["constexpr"] * 3, "i32", "i32")
     for form in (FORMS["mxfp8 by powers"], FORMS["fp8 by powers"]):
         assert form.block is not None
         layout = {"FORM": Layout(code, 1, "exponent", "", 1, "", *form.block)}

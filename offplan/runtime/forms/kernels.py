@@ -386,18 +386,61 @@ def expand_words(  # type: ignore[no-untyped-def]
     s, none = load_factors(weight, FORM, expert, num_out, n, k, row_elements)
     if FORM.zero != "":
         none += 128
+    values = expand_all(words, s, none, weight, out, FORM)
+    value = tl.arange(0, 8 * BLOCK_N * BLOCK_K)
+    n = tl.program_id(0) * BLOCK_N + value // (8 * BLOCK_K)
+    k = tl.program_id(1) * (8 * BLOCK_K) + value % (8 * BLOCK_K)
+    inside = (n < num_out) & (k < 8 * row_elements)
+    tl.store(out + (first_row + n) * (8 * row_elements) + k, values, mask=inside)
+
+
+@triton.jit
+def expand_flat(out, num_words, weight, FORM: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program for four blocks of a weight's words, whose groups are as many words each.
+
+    It loads all of them before it stores, so that more bytes are on their way. Rows do not matter.
+    """
+    first = tl.program_id(0).to(tl.int64) * (4 * BLOCK)
+    num_words -= first
+    weight_words, scales = weight.codes + first, weight.scales + first // FORM.elements
+    a, of_a = load_flat(weight_words, scales, 0, num_words, FORM, BLOCK)
+    b, of_b = load_flat(weight_words, scales, BLOCK, num_words, FORM, BLOCK)
+    c, of_c = load_flat(weight_words, scales, 2 * BLOCK, num_words, FORM, BLOCK)
+    d, of_d = load_flat(weight_words, scales, 3 * BLOCK, num_words, FORM, BLOCK)
+    none: tl.constexpr = 128 + 8 if FORM.zero == "middle" else 0
+    value = tl.arange(0, 8 * BLOCK)
+    out += 8 * first
+    values = expand_all(a, of_a, none, weight, out, FORM)
+    tl.store(out + value, values, mask=value < 8 * num_words)
+    value += 8 * BLOCK
+    values = expand_all(b, of_b, none, weight, out, FORM)
+    tl.store(out + value, values, mask=value < 8 * num_words)
+    value += 8 * BLOCK
+    values = expand_all(c, of_c, none, weight, out, FORM)
+    tl.store(out + value, values, mask=value < 8 * num_words)
+    value += 8 * BLOCK
+    values = expand_all(d, of_d, none, weight, out, FORM)
+    tl.store(out + value, values, mask=value < 8 * num_words)
+
+
+@triton.jit
+def load_flat(codes, scales, begin, num_words, FORM: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load a block of words and their scales."""
+    word = begin + tl.arange(0, BLOCK)
+    words = tl.load(codes + word, mask=word < num_words, other=0)
+    return words, load_scales(scales + word // FORM.elements, word < num_words, FORM)
+
+
+@triton.jit
+def expand_all(words, s, none, weight, out, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the values of words, a flat block, in their order."""
     a, e = expand_pair(words, 0, s, none, weight, out, FORM)
     b, f = expand_pair(words, 1, s, none, weight, out, FORM)
     c, g = expand_pair(words, 2, s, none, weight, out, FORM)
     d, h = expand_pair(words, 3, s, none, weight, out, FORM)
     of_even = tl.join(tl.join(a, e), tl.join(c, g))
     values = tl.join(of_even, tl.join(tl.join(b, f), tl.join(d, h)))
-    value = tl.arange(0, 8 * BLOCK_N * BLOCK_K)
-    n = tl.program_id(0) * BLOCK_N + value // (8 * BLOCK_K)
-    k = tl.program_id(1) * (8 * BLOCK_K) + value % (8 * BLOCK_K)
-    inside = (n < num_out) & (k < 8 * row_elements)
-    values = tl.reshape(values, [8 * BLOCK_N * BLOCK_K])
-    tl.store(out + (first_row + n) * (8 * row_elements) + k, values, mask=inside)
+    return tl.reshape(values, [8 * words.shape[0]])
 
 
 @triton.jit

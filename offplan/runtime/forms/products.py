@@ -34,6 +34,8 @@ EXPANDED_ROWS, EXPANDED_WORDS = 4, 256
 
 Source: 12,288 x 4,096 on an H200 took 49 us so, and 51 to 63 with 8 rows or fewer words.
 """
+FLAT_WORDS = 128
+"""Words that a program expands at a time, four times over, where rows do not matter."""
 EACH_ROWS = 1
 """Inputs, of a weight or on average of an expert, up to which each is multiplied by itself.
 
@@ -80,12 +82,28 @@ def expand_on_gpu(
             values, num_out, length, *weight.arguments, **weight.constants,
             BLOCK_N=8, GROUPS=16, CHUNK=chunk,
         )  # fmt: skip
+    elif is_flat(weight):
+        num_words = num_experts * num_out * length
+        kernels.expand_flat[(triton.cdiv(num_words, 4 * FLAT_WORDS),)](
+            values, num_words, *weight.arguments, **weight.constants, BLOCK=FLAT_WORDS
+        )
     else:
         kernels.expand_words[(triton.cdiv(num_out, 2), triton.cdiv(length, 128), num_experts)](
             values, num_out, length, *weight.arguments, **weight.constants,
             BLOCK_N=2, BLOCK_K=128, num_warps=8,
         )  # fmt: skip
     return values.copy_(restore_order(parts, values)) if Component.GROUP_INDEX in parts else values
+
+
+def is_flat(weight: Operands) -> bool:
+    """Return True if a weight in words has one scale for each so many of them, whatever its rows.
+
+    Programs begin with a scale.
+    """
+    layout: Layout = weight.constants["FORM"]
+    is_scaled = layout.zero in ("", "middle") and not layout.whole and layout.code != "table"
+    is_whole = weight.length % layout.elements == 0 == 4 * FLAT_WORDS % layout.elements
+    return is_scaled and layout.rows == 1 and is_whole
 
 
 def gather_rows(form: Form, parts: Components, rows: torch.Tensor) -> torch.Tensor:
