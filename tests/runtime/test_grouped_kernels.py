@@ -11,7 +11,13 @@ from torch.nn.functional import silu
 from offplan import kernel_sizes
 from offplan.forms.form import Kind
 from offplan.kernel_sizes import are_grouped, experts_at_once
-from offplan.runtime.forms.experts import ReadElsewhere, forward_groups, multiply_sorted
+from offplan.runtime.forms import experts as experts_module
+from offplan.runtime.forms.experts import (
+    FEW_TOKENS,
+    ReadElsewhere,
+    forward_groups,
+    multiply_sorted,
+)
 from offplan.runtime.forms.gates import Gate, compute_gate, find_gate
 from offplan.runtime.forms.stored import StoredWeight, component_name
 from tests.runtime import coded
@@ -164,6 +170,29 @@ def test_products_of_a_token_are_summed_up(num_chosen: int, width: int) -> None:
     assert_near(got, expected)
     order = torch.randperm(5 * num_chosen, device=DEVICE)
     assert torch.equal(sum_pairs(made[order], weights, order.argsort().to(torch.int32)), got)
+
+
+@pytest.mark.gpu
+@runs_kernels
+def test_products_of_codes_are_summed_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of few tokens are not: steps compute as they did."""
+    from offplan.runtime.forms import operators
+
+    asked: list[int] = []
+    own = operators.sum_pairs
+
+    def sum_pairs(made: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        asked.append(len(weights))
+        return own(made, weights)
+
+    monkeypatch.setattr(operators, "sum_pairs", sum_pairs)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    made, weights = random(2 * (FEW_TOKENS + 1), 72), torch.rand(FEW_TOKENS + 1, 2, device=DEVICE)
+    plain = experts_module.sum_up(made, weights)
+    monkeypatch.setattr(experts_module, "SUMS_AT_ONCE", True)
+    assert_near(experts_module.sum_up(made, weights), plain)
+    experts_module.sum_up(made[2:], weights[1:])
+    assert asked == [FEW_TOKENS + 1]
 
 
 GATES = [

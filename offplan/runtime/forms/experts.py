@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from offplan.forms.form import Component
-from offplan.kernel_sizes import are_gathered, are_grouped
+from offplan.kernel_sizes import SUMS_AT_ONCE, are_gathered, are_grouped
 from offplan.runtime.forms.stored import KERNEL_DTYPES, StoredWeight, component_name
 from offplan.transformers_private import (
     ExpertsInterface,
@@ -213,8 +213,20 @@ def send(
     expert. It returns the products of all pairs, token by token.
     """
     made = _pass(experts, hidden_states, multiply)
-    weighted = made.view(*top_k_weights.shape, -1) * top_k_weights.unsqueeze(-1)
-    return weighted.sum(1).to(hidden_states.dtype)
+    return sum_up(made, top_k_weights).to(hidden_states.dtype)
+
+
+def sum_up(made: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Sum up each token's products, [tokens x k, hidden], by [tokens, k]: [tokens, hidden].
+
+    Whoever sums up products of our kernels does it so: one way rounds what another does not.
+    """
+    is_known = made.is_cuda and made.dtype in KERNEL_DTYPES
+    if SUMS_AT_ONCE and is_known and len(weights) > FEW_TOKENS:
+        from offplan.runtime.forms import operators  # needs triton
+
+        return operators.sum_pairs(made, weights)
+    return (made.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
 
 
 def _pass(

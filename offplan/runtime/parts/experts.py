@@ -25,6 +25,7 @@ from offplan.runtime.forms.experts import (
     holds_codes,
     multiplies_values,
     multiply_sorted,
+    sum_up,
 )
 from offplan.runtime.forms.stored import KERNEL_DTYPES
 from offplan.transformers_private import ExpertsInterface, chosen_experts
@@ -42,6 +43,8 @@ class Way(NamedTuple):
     """True if ``multiply_sorted`` gives the same but for the order of an expert's rows."""
     by_groups: bool = False
     """True if it is ``forward_groups``."""
+    is_own: bool = False
+    """True if ``sum_up`` sums up its products."""
 
 
 class Arrived(NamedTuple):
@@ -156,8 +159,8 @@ class Meeting:
 
     def finish(self) -> list[torch.Tensor]:
         """Return the weighted sum of each token's choices, [tokens, hidden] of each chunk."""
-        made = self._made.view(*self._weights.shape, -1).split(self._sizes)
-        weights = self._weights.unsqueeze(-1).split(self._sizes)
+        made = self._made.split([size * self._num_chosen for size in self._sizes])
+        weights = self._weights.split(self._sizes)
         # tokens of several chunks are a copy, which nothing reads any more
         sums = self._hidden if len(self._sizes) > 1 else torch.empty_like(self._hidden)
         for some, of_them, into in zip(made, weights, sums.split(self._sizes), strict=True):
@@ -165,12 +168,14 @@ class Meeting:
         return list(sums.split(self._sizes))
 
     def _sum_up(self, made: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Sum up products, [tokens, choices, hidden], by [tokens, choices, 1]."""
-        if not self._way.by_groups:
-            return (made * weights).sum(1)
-        from offplan.runtime.forms import operators  # needs triton
+        """Sum up products, [tokens x choices, hidden], by [tokens, choices]."""
+        if self._way.by_groups:
+            from offplan.runtime.forms import operators  # needs triton
 
-        return operators.sum_pairs(made.flatten(0, 1), weights.squeeze(-1))
+            return operators.sum_pairs(made, weights)
+        if self._way.is_own:
+            return sum_up(made, weights)
+        return (made.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
 
 
 class _Borrowed:
@@ -280,10 +285,11 @@ def _find_way(experts: Any, hidden: torch.Tensor, num_pairs: int) -> Way:
         plain = vars(experts).get(PLAIN_WAY) or interface[chosen_experts(experts.config)]
         by_groups = plain is forward_groups
         is_grouped = by_groups or plain is grouped
-        return Way(plain, plain is batched, is_grouped, by_groups)
+        is_own = plain not in (batched, grouped)
+        return Way(plain, plain is batched, is_grouped, by_groups, is_own)
     if hidden.is_cuda and hidden.dtype in KERNEL_DTYPES:
         by_groups = multiplies_values(experts, num_pairs)
-        return Way(forward_stored, is_grouped=True, by_groups=by_groups)
+        return Way(forward_stored, is_grouped=True, by_groups=by_groups, is_own=True)
     is_few = len(hidden) <= FEW_TOKENS
     multiply = batched if is_few else grouped
     return Way(lambda some, *given: multiply(Expanded(some, hidden.dtype), *given), is_few)
