@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from offplan.checkpoint.open import open_model
-from offplan.runtime.stock.bound import bounded_by
+from offplan.runtime.stock.bound import bounded_by, list_blocks, skipping_repeats
 from offplan.runtime.stock.bounded import bound_by_blocks, is_bounded
 from offplan.runtime.stock.generation import StockGeneration
 from offplan.runtime.stock.passes import LiveBytes, count_passes
@@ -129,3 +129,12 @@ def test_blocks_take_less_than_whole_scores() -> None:
             text.prefill(1792, 2048)
             taken.append(live.peak - text.cache_bytes)
     assert taken[1] < 0.6 * taken[0]
+
+
+def test_blocks_alike_are_left_out_where_they_may_be() -> None:
+    every = [slice(0, 4), slice(4, 8), slice(8, 12), slice(12, 14)]
+    assert [*list_blocks(14, 4)] == every
+    with skipping_repeats():
+        assert [*list_blocks(14, 4)] == [*every[:2], every[-1]]
+        assert [*list_blocks(12, 4)] == every[:3]
+    assert [*list_blocks(14, 4)] == every
