@@ -277,7 +277,12 @@ def test_kernels_compile_for_every_gpu(target: int, kind: str, name: str) -> Non
     numbers = {"SHIFT": moved.shift, "MASK": moved.mask, "POWER": moved.power}
     compile_one(codes_kernel._expand, {**numbers, "DIM": 96, "BLOCK_D": 128, "BLOCK_T": 32})
     widths = {"KEY": 512, "VALUE": 96, "BLOCK_K": 512, "BLOCK_V": 128, "BLOCK": 2}
-    kinds = {"keys": f"*{kind}", "values": f"*{kind}", "kept_keys": "*u8", "kept_values": "*u8"}
+    kinds: dict[str, Any] = {
+        "keys": f"*{kind}",
+        "values": f"*{kind}",
+        "kept_keys": "*u8",
+        "kept_values": "*u8",
+    }
     kinds |= {"positions": "*i64", **dict.fromkeys(("from_keys", "from_values"), ("i32",) * 3)}
     kinds |= dict.fromkeys(("to_keys", "to_values"), ("i32",) * 2)
     compile_ptx(codes_kernel._store, target, kinds, widths, {"num_warps": 4})
