@@ -121,7 +121,7 @@ def test_codes_are_stored_as_torch_makes_them(
             kept[rows].index_copy_(2, positions, codes)
     found = [each.to(DEVICE) for each in found]
     keys, values = (each[rows] for each in found)
-    store_codes(*states, keys, values, positions.to(DEVICE))
+    store_codes(states[0], states[1], keys, values, positions.to(DEVICE))
     for kept, wanted in zip(found, expected, strict=True):
         made, has_nan = kept.cpu(), scales_of(wanted).isnan()
         assert torch.equal(scales_of(made).view(torch.int32), scales_of(wanted).view(torch.int32))
