@@ -22,7 +22,15 @@ _EFFICIENCY = {
 }
 """Rate of large pinned copies over the lanes' peak, and what it is taken from, by generation."""
 _LINK = re.compile(r"PCIe ?(?:Gen ?)?([3-6])(?:\.0)? ?x ?(1|2|4|8|16)", re.IGNORECASE)
-_MEMORY = re.compile(r"([3-6])-([0-9]{3,5})x([0-9]{1,2})", re.IGNORECASE)
+_MEMORY = re.compile(r"([3-6])-([0-9]{1,6})x([0-9]{1,4})", re.IGNORECASE)
+_TRANSFERS = {3: (800, 3200), 4: (1333, 5600), 5: (3200, 12800), 6: (6400, 25600)}
+"""Megatransfers a second of each generation, the least and the most.
+
+Source: JEDEC's slowest grades, and modules sold for overclocking; LPDDR5X has 10,667. Of DDR6, which
+nobody sells, twice those of DDR5.
+"""
+_MOST_CHANNELS = 32
+"""Source: two sockets of 16."""
 _TRANSFER_BYTES = 8
 """Bytes of a transfer of one channel, of 64 bits. Source: JEDEC."""
 CORES_SHARE = 2 / 3
@@ -91,13 +99,22 @@ def parse_link(text: object) -> PCIeLink | None:
     return PCIeLink(int(found[1]), int(found[2])) if found else None
 
 
-def rate_of_memory(text: str) -> dict[str, str] | None:
-    """Estimate what cores read of memory by its name: ``5-6000x2``; None if it is none."""
-    found = _MEMORY.fullmatch(text)
-    if found is None or not int(found[2]) * int(found[3]):
-        return None
-    peak = 1e6 * int(found[2]) * _TRANSFER_BYTES * int(found[3])
-    channels = f"{found[3]} channel{'s' * (int(found[3]) != 1)} of DDR{found[1]}-{found[2]}"
+def rate_of_memory(text: str) -> dict[str, str]:
+    """Estimate what cores read of memory by its name: ``5-6000x2``; raises InputError for none."""
+    if (found := _MEMORY.fullmatch(text)) is None:
+        raise InputError(
+            "is no memory: write its generation (3 to 6), megatransfers a second and channels as "
+            "ddr=5-6000x2"
+        )
+    generation, transfers, number = (int(each) for each in found.groups())
+    least, most = _TRANSFERS[generation]
+    if not least <= transfers <= most or not 1 <= number <= _MOST_CHANNELS:
+        raise InputError(
+            f"is no memory: found {found[2]} megatransfers a second and {found[3]} channels, "
+            f"expected {least} to {most} of DDR{generation} and 1 to {_MOST_CHANNELS} channels"
+        )
+    peak = 1e6 * transfers * _TRANSFER_BYTES * number
+    channels = f"{number} channel{'s' * (number != 1)} of DDR{generation}-{transfers}"
     source = f"{channels}: {format_rate(peak)}, of which cores read two thirds"
     return _estimate(format_rate(CORES_SHARE * peak), source)
 

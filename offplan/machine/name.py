@@ -141,15 +141,12 @@ class MachineName(NamedTuple):
                         "lanes as pcie=4x16"
                     )
             is_figure = key not in ("link", "name", "system")
-            given: dict[str, str] | None
             given = {"value": text, "basis": "reported", "source": "given with --machine"}
             if short.lower() == "ddr":
-                given = rate_of_memory(text)
-                if given is None:
-                    raise ProfileError(
-                        f"`machine={self}`: {change} is no memory: write its generation (3 to 6), "
-                        "megatransfers a second and channels as ddr=5-6000x2"
-                    )
+                try:
+                    given = rate_of_memory(text)
+                except InputError as error:
+                    raise ProfileError(f"`machine={self}`: {change} {error}") from None
             data[key] = given if is_figure else text
         system, ram = data.pop("system", None), data.get("host_memory")
         if any(change.lower().startswith("ram=") for change in self.changes):

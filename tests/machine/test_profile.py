@@ -133,6 +133,7 @@ def test_unknown_names_have_suggestions(typed: str, near: str) -> None:
         ("ddr=5-6000x2", 64e9, "2 channels of DDR5-6000: 96 GB/s, of which cores read two thirds"),
         ("DDR=4-3200x1", 17.07e9, "1 channel of DDR4-3200"),
         ("ddr=5-4800x12", 307.2e9, "12 channels"),
+        ("ddr=5-10667x8", 455.1e9, "8 channels of DDR5-10667"),
         ("cores=70GB/s", 70e9, "given with --machine"),
     ],
 )
@@ -195,9 +196,18 @@ def test_what_of_the_memory_can_be_locked(changes: str, lockable: float) -> None
         ("os=wsl2", "give the memory, too, as ram=64GiB"),
         *(
             (f"ddr={wrong}", "is no memory: write its generation")
-            for wrong in ("5", "5-6000", "7-1x2")
+            for wrong in ("5", "5-6000", "7-1x2", "5-6000x99999")
         ),
-        ("ddr=5-6000x0", "is no memory"),
+        *(
+            (f"ddr={wrong}", f"ddr={wrong} is no memory: found {found}, expected {expected}")
+            for wrong, found, expected in (
+                ("5-6000x0", "6000 .* and 0 channels", ".* of DDR5 and 1 to 32 channels"),
+                ("5-99999x99", "99999 .* and 99 channels", "3200 to 12800 of DDR5 and 1 to 32"),
+                ("5-12801x2", "12801 .* and 2 channels", "3200 to 12800 of DDR5"),
+                ("3-799x2", "799 .* and 2 channels", "800 to 3200 of DDR3"),
+                ("4-3200x33", "3200 .* and 33 channels", "1333 to 5600 of DDR4 and 1 to 32"),
+            )
+        ),
         ("ddr=5-6000x2,cores=9GB/s", "cores is given twice"),
         ("ram=8GiB,os=dos", "found os=dos, expected linux, wsl2, windows"),
         ("ram=8", "host_memory.value: '8' has no unit: is 8GiB meant"),
