@@ -294,9 +294,9 @@ def load_plan(path: StrPath, *, in_any_budget: bool = False, to_replan: bool = F
     return plan
 
 
-def take_plan(plan: Plan | StrPath) -> Plan:
-    """Return a plan as it is, or read its file; raises PlanError as ``load_plan`` does."""
-    return plan if isinstance(plan, Plan) else load_plan(plan)
+def take_plan(plan: Plan | StrPath, *, to_replan: bool = False) -> Plan:
+    """Return a plan as it is, or read its file as ``load_plan`` does, which raises PlanError."""
+    return plan if isinstance(plan, Plan) else load_plan(plan, to_replan=to_replan)
 
 
 def parse_plan(

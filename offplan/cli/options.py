@@ -221,6 +221,12 @@ KVCacheType = Annotated[
 ]
 
 
+def take_cores(default: str) -> Any:
+    """Make the option of the host's cores, whose ``default`` help names."""
+    told = f"Let the host's cores multiply weights in decode. [default: {default}]"
+    return typer.Option("--host-cores/--no-host-cores", help=told)
+
+
 @dataclass(frozen=True)
 class WorkloadOptions:
     """The options of a workload: a usual one's name, and numbers that replace its own."""
@@ -285,6 +291,7 @@ class OtherGoal:
     """The options of a goal that a plan is made again with."""
 
     leave_unpacked: LeaveUnpacked = None
+    host_cores: Annotated[bool | None, take_cores("the plan's")] = None
 
 
 SAME_GOAL = OtherGoal()
@@ -341,13 +348,7 @@ class GoalOptions:
             help=f"Let prompts stream a layer's experts in parts. [default: {DEFAULT_PARTS}]",
         ),
     ] = None
-    host_cores: Annotated[
-        bool | None,
-        typer.Option(
-            "--host-cores/--no-host-cores",
-            help="Let the host's cores multiply weights in decode. [default: host-cores]",
-        ),
-    ] = None
+    host_cores: Annotated[bool | None, take_cores("host-cores")] = None
     host_threads: HostThreads = None
 
     @property

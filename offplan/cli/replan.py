@@ -32,9 +32,6 @@ def replan(
     ] = False,
     goal: options.OtherGoal = options.SAME_GOAL,
     routing: options.Routing = None,
-    without_cores: Annotated[
-        bool, typer.Option("--no-host-cores", help="Plan without the host's cores.")
-    ] = False,
     trust_remote_code: options.TrustRemoteCode = False,
     output: options.Output = None,
     force: options.Force = False,
@@ -53,7 +50,7 @@ def replan(
         relocate_profile,
     )
     from offplan.library.analysis import why_not_plan
-    from offplan.library.asking import ask_again
+    from offplan.library.asking import ask_again, renew_goal
     from offplan.library.machines import find_machine
     from offplan.library.planned import read_planned_model
     from offplan.library.repricing import list_changes
@@ -81,7 +78,7 @@ def replan(
             found,
             old.workload,
             store=old.offload.store,
-            goal=old.goal,
+            goal=renew_goal(old.goal, **vars(goal)),
             on_stage=ProgressBar,
         )
     if chosen is not None and chosen.profile_name is not None:
@@ -94,7 +91,6 @@ def replan(
         accept_drift=accept_drift,
         **vars(goal),
         routing=None if routing is None else str(routing),
-        without_cores=without_cores,
     )
     if routing is not None:
         file = relocate_path(str(routing), Path(), plan.resolve().parent)

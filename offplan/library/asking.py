@@ -9,9 +9,10 @@ from offplan.checkpoint.model import Model
 from offplan.engines.runner import find_runner, lower
 from offplan.errors import ExportError, InputError
 from offplan.files import StrPath
-from offplan.library.machines import Machine
+from offplan.library.machines import Machine, find_obstacle
 from offplan.library.planned import open_planned_model, open_planned_profile, read_planned_model
 from offplan.library.runnable import suit
+from offplan.machine.name import parse_name
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Goal, Plan, Workload, take_plan
 from offplan.planner.question import Question
@@ -65,56 +66,64 @@ def ask_again(
     machine: Machine | None = None,
     accept_drift: bool = False,
     routing: str | None = None,
-    without_cores: bool = False,
     on_progress: Progress | None = None,
     **goal: Any,
 ) -> Question:
     """Ask the question that a plan answers, as its file records it.
 
-    ``plan`` is the plan or its file. From the same profile, ``make_plan`` makes the same plan of
-    it, byte for byte. ``model`` is the plan's model, opened already or where it is to be read
-    instead of where the plan says. ``machine`` replaces the one that the plan names. With
-    ``accept_drift`` the question is about the model as it is by now, though it is not the plan's.
-    ``goal`` are fields of ``Goal`` that take the place of the plan's, but those that are None.
-    ``routing`` takes the place of its routing profile's file. ``without_cores`` asks for a plan
-    that leaves the host's cores out, though the plan's question has them. ``on_progress`` hears
-    (shards read, shards in all).
+    ``plan`` is the plan or its file, which may have keys of before. From the same profile,
+    ``make_plan`` makes the same plan of it, byte for byte. ``model`` is the plan's model, opened
+    already or where it is to be read instead of where the plan says. ``machine`` replaces the one
+    that the plan names. If its cores cannot multiply, the question leaves them out, unless
+    ``host_cores`` asks for them. With ``accept_drift`` the question is about the model as it is by
+    now, though it is not the plan's. ``goal`` are fields of ``Goal`` that take the place of the
+    plan's, but those that are None. ``routing`` takes the place of its routing profile's file.
+    ``on_progress`` hears (shards read, shards in all).
 
     Raises CheckpointError, HubError and DriftError as ``open_planned_model`` does. Raises
     ProfileError if the plan's profile is gone or not valid. Raises InputError if its routing
     profile cannot be read. Raises InputError for a plan whose machine was measured and kept in no
     profile, unless ``machine`` is given.
     """
-    plan = take_plan(plan)
+    plan = take_plan(plan, to_replan=True)
+    wanted = renew_goal(plan.goal, **goal)
     if machine is not None:
-        profile, name = machine.profile, machine.profile_name
+        profile, name, no_cores = machine.profile, machine.profile_name, machine.no_cores
+        if no_cores is not None and goal.get("host_cores") is None:
+            wanted = wanted.without_cores()
     else:
         kept, name = open_planned_profile(plan), plan.machine.profile
-        if kept is None:
+        if kept is None or name is None:
             raise InputError(
                 f"the plan was made from figures measured on {plan.machine.name}, which no profile "
                 "keeps (machine.profile is null): measure that machine again, or name a profile of "
                 "it as `machine`"
             )
-        profile = kept
+        profile, no_cores = kept, find_obstacle(kept, parse_name(name))
     if not isinstance(model, Model):
         model = read_planned_model(plan, model, on_progress)
     found = model if accept_drift else open_planned_model(plan, model)
     # a local copy goes by the name that the plan has for it
     named = replace(found, source=plan.model.source, revision=plan.model.revision)
-    changes = {key: value for key, value in goal.items() if value is not None}
-    wanted = Goal.from_arguments(**{**dict(plan.goal), **changes}) if changes else plan.goal
-    has_none = machine is not None and machine.no_cores is not None and "host_cores" not in changes
-    if without_cores or has_none:
-        wanted = wanted.without_cores()
     asked = plan.workload, plan.budget, wanted, plan.offload.store
     file = routing
     if file is None and plan.routing is not None:
         file = plan.locate(plan.routing.file)
-    question = pose(named, profile, *asked, name, routing_file=file)
+    posed = pose(named, profile, *asked, name, routing_file=file)
+    question = replace(posed, no_cores=no_cores)
     if routing is None and plan.routing is not None:
         return replace(question, routing_file=plan.routing.file)
     return question
+
+
+def renew_goal(goal: Goal, **changes: Any) -> Goal:
+    """Return a plan's goal with other values, but those that are None; nothing is left to choose.
+
+    Without the host's cores their threads go, too. Raises InputError as ``Goal`` does.
+    """
+    changes = {key: value for key, value in changes.items() if value is not None}
+    kept = goal.without_cores() if changes.get("host_cores") is False else goal
+    return Goal.from_arguments(**{**dict(kept), **changes})
 
 
 def pose(

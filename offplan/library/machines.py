@@ -21,7 +21,7 @@ from offplan.hostcores.build import check_platform, describe_refusal
 from offplan.hostcores.coordinator import choose_cores
 from offplan.hostmem.limits import core_quota
 from offplan.library.runnable import find_way
-from offplan.machine.name import parse_name
+from offplan.machine.name import MachineName, parse_name
 from offplan.machine.profile import LayerTime, MachineProfile, load_profile
 from offplan.plan import Goal, Workload
 from offplan.progress import Stages, silent
@@ -67,7 +67,12 @@ def load_machine(name: StrPath) -> Machine:
     named = parse_name(os.fspath(name))
     profile = load_profile(named)
     free = max(1, profile.gpu_memory.value - profile.display_bytes)
-    return Machine(profile, free, str(named), no_cores=profile.why_no_cores or named.why_no_cores)
+    return Machine(profile, free, str(named), no_cores=find_obstacle(profile, named))
+
+
+def find_obstacle(profile: MachineProfile, named: MachineName) -> str | None:
+    """Find why the host's cores of a named machine are to multiply nothing; None if they may."""
+    return profile.why_no_cores or named.why_no_cores
 
 
 def measure_here(

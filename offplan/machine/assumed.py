@@ -26,8 +26,8 @@ _MEMORY = re.compile(r"([3-6])-([0-9]{1,6})x([0-9]{1,4})", re.IGNORECASE)
 _TRANSFERS = {3: (800, 3200), 4: (1333, 5600), 5: (3200, 12800), 6: (6400, 25600)}
 """Megatransfers a second of each generation, the least and the most.
 
-Source: JEDEC's slowest grades, and modules sold for overclocking; LPDDR5X has 10,667. Of DDR6, which
-nobody sells, twice those of DDR5.
+Source: JEDEC's slowest grades, and modules sold for overclocking; LPDDR5X has 10,667. Of DDR6,
+which nobody sells, twice those of DDR5.
 """
 _MOST_CHANNELS = 32
 """Source: two sockets of 16."""

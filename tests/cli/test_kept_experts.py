@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from offplan.capabilities.cached_experts import DEFAULT_CACHED_EXPERTS, MissRates
+from offplan.library.asking import ask_again
 from offplan.plan import load_plan
 from offplan.runtime.cached_experts import executor
 from tests.cli import CLI, ROOT
@@ -233,6 +234,7 @@ def test_a_plan_by_hand_divides_what_is_missed(
     assert code == 2
     assert "found host_share: cores and link divide missed experts by their rates" in err
     assert cli("check", old).code == 2
+    assert ask_again(old) == ask_again(path)
     again = tmp_path / "again.yaml"
     assert cli("replan", path, "-o", again).code == 0
     code, _, err = cli("replan", old, "-o", old, "--force")

@@ -104,3 +104,8 @@ def test_a_plan_is_made_again_without_the_hosts_cores(cli: CLI, tmp_path: Path) 
     assert (code, out) == (0, cores.read_text())
     code, out, _ = cli("replan", cores, "--no-host-cores")
     assert (code, out) == (0, without.read_text())
+    code, out, _ = cli("replan", without)
+    assert (code, out) == (0, without.read_text())  # what was asked for stays
+    code, out, _ = cli("replan", without, "--host-cores")
+    assert code == 0
+    assert "decode: host" in out

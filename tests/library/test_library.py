@@ -178,6 +178,21 @@ def test_a_measured_machine_is_not_found_again(model: Model) -> None:
         ask_again(plan.model_copy(update={"machine": gone}))
 
 
+def test_a_question_asked_again_knows_why_cores_multiply_nothing(model: Model) -> None:
+    machine = load_machine("rtx4090,ram=64GiB,os=windows")
+    question = ask(model, machine, SMALL)
+    assert "Windows" in str(question.no_cores)
+    plan = make_plan(question).plan
+    assert ask_again(plan) == question
+    assert ask_again(plan, machine=machine) == question
+    assert ask_again(plan, host_cores=True).goal.host_cores
+    linux = load_machine("rtx4090,ram=64GiB")
+    asked = make_plan(ask(model, linux, SMALL, host_cores=True, host_threads=4)).plan
+    assert ask_again(asked).goal.host_cores
+    for again in (ask_again(asked, host_cores=False), ask_again(asked, machine=machine)):
+        assert (again.goal.host_cores, again.goal.host_threads) == (False, None)
+
+
 def test_no_more_is_planned_with_than_there_is(model: Model) -> None:
     machine = load_machine("cpu")
     question = ask(model, machine, gpu_memory=2**60)
