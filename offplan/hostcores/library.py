@@ -199,11 +199,8 @@ class Library:
         known = Matrix, Dense, Experts, Words, LaterList, LaterTensor, Later, Driver
         for which, structure in enumerate(known):
             assert calls.offplan_sizes(which) == ctypes.sizeof(structure), structure
-        bits = calls.offplan_instruction_sets()
-        self.instruction_sets = [each for each in InstructionSet if bits >> each & 1]
+        self.instruction_sets = find_instruction_sets(calls)
         """Instruction sets of the processor, the best last."""
-        if not self.instruction_sets:
-            raise refuse("needs a processor with AVX2, FMA and F16C, which this one has not")
         calls.offplan_tables((c_float * 16)(*fp4), (c_float * 256)(*fp8))
 
     def kernels(self, wanted: InstructionSet | None = None) -> int:
@@ -236,6 +233,14 @@ class Library:
         """
         pinned = (c_int64 * num_threads)(*cores) if cores is not None else None
         return Team(self, self.calls.offplan_pool(num_threads, pinned), num_threads)
+
+
+def find_instruction_sets(calls: ctypes.CDLL) -> list[InstructionSet]:
+    """Find those of the processor that a library has kernels for; raises OffplanError for none."""
+    bits = calls.offplan_instruction_sets()
+    if found := [each for each in InstructionSet if bits >> each & 1]:
+        return found
+    raise refuse("needs a processor with AVX2, FMA and F16C, which this one has not")
 
 
 @cache

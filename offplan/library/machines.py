@@ -17,8 +17,9 @@ from offplan.errors import CheckpointError, OffplanError
 from offplan.files import StrPath
 from offplan.held.held import find_recoding, hold, hold_counted
 from offplan.held.stage import Stage
-from offplan.hostcores.build import check_platform, describe_refusal
+from offplan.hostcores.build import check_platform, describe_refusal, load_code
 from offplan.hostcores.coordinator import choose_cores
+from offplan.hostcores.library import find_instruction_sets
 from offplan.hostmem.limits import core_quota
 from offplan.library.runnable import find_way
 from offplan.machine.name import MachineName, parse_name
@@ -55,6 +56,16 @@ def check_threads(host_threads: int) -> None:
     """Raise OffplanError if the host's cores cannot compute with so many threads."""
     check_platform()
     choose_cores(os.sched_getaffinity(0), num_threads=host_threads, quota=core_quota())
+
+
+def check_cores(host_threads: int | None) -> None:
+    """Raise OffplanError if the host's cores cannot multiply here, with so many threads if said.
+
+    Their library is compiled if it is not there yet, as ``run`` would.
+    """
+    find_instruction_sets(load_code())
+    if host_threads is not None:
+        check_threads(host_threads)
 
 
 def load_machine(name: StrPath) -> Machine:

@@ -6,11 +6,18 @@ from pathlib import Path
 
 from offplan.checkpoint.model import Model
 from offplan.engines.export import export_plan
-from offplan.errors import ExportError, InputError, MemoryLimitError, PlanError, ProfileError
+from offplan.errors import (
+    ExportError,
+    InputError,
+    MemoryLimitError,
+    OffplanError,
+    PlanError,
+    ProfileError,
+)
 from offplan.files import StrPath
 from offplan.hostmem.limits import check_host_room, lock_limit
 from offplan.library.analysis import why_not_plan
-from offplan.library.machines import measure_here
+from offplan.library.machines import check_cores, measure_here
 from offplan.library.planned import (
     describe_drift,
     find_planned_model,
@@ -90,6 +97,8 @@ def check_plan(
     if not with_machine:
         return tuple(findings)
     here = find_local_gpu()
+    if plan.has_cores and plan.goal.engine is None and (here or plan.machine.is_cpu):
+        findings.append(_check_cores(plan))
     if here is None:
         findings.append(Finding("this machine", "unknown", "there is no GPU here to compare with"))
     else:
@@ -216,6 +225,15 @@ def _check_running(plan: Plan, model: Model) -> Finding:
     except (ExportError, PlanError) as error:
         return Finding("run", "refused", str(error))
     return Finding("run", "holds", f"flags of {engine} can say the decision")
+
+
+def _check_cores(plan: Plan) -> Finding:
+    """Say whether the host's cores of this machine can multiply what the plan gives them."""
+    try:
+        check_cores(plan.goal.host_threads)
+    except OffplanError as error:
+        return Finding("host cores", "refused", str(error))
+    return Finding("host cores", "holds", "their kernels run on this processor")
 
 
 def _check_here(plan: Plan, profile: MachineProfile | None, here: LocalGPU) -> Iterator[Finding]:

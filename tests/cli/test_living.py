@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from offplan.hostcores import build
 from offplan.hostmem import limits
 from offplan.library import machines, runnable
 from offplan.machine.profile import load_profile
@@ -16,6 +17,7 @@ from offplan.plan import load_plan
 from offplan.upkeep import checking, local_gpu
 from offplan.upkeep.local_gpu import LocalGPU
 from tests.cli import CLI, ROOT
+from tests.hostcores.cores import require_cores
 from tests.rendering import strip_lines
 
 TEXT = (ROOT / "plans" / "tiny-moe.yaml").read_text("utf-8")
@@ -336,6 +338,47 @@ def test_check_looks_at_the_host(cli: CLI, folder: Path, monkeypatch: pytest.Mon
     assert code == 3
     assert "NO ROOM host memory the weights take 96 KiB of host memory; the cgroup /x has" in out
     assert "not told page locks ulimit -l is 8 KiB, less than 96 KiB" in out
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        (
+            ("platform.machine", "aarch64"),
+            "needs Linux on an x86-64 processor with AVX2, found linux on aarch64",
+        ),
+        (("shutil.which", None), "needs a C++ compiler to build its kernels, found none"),
+        (("offplan.hostcores.library.InstructionSet", ()), "needs a processor with AVX2"),
+    ],
+)
+def test_check_refuses_cores_that_cannot_multiply(
+    cli: CLI, folder: Path, monkeypatch: pytest.MonkeyPatch, found: tuple[str, Any], why: str
+) -> None:
+    """The way out is named; a check without this machine does not ask."""
+    require_cores()
+    name, value = found
+    monkeypatch.setattr(name, value if isinstance(value, tuple) else lambda *_: value)
+    if name == "shutil.which":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setattr(build, "PREBUILT", folder)
+    gpu = LocalGPU("CPU", 1, 3 * 2**20, 2 * 2**20, None)
+    for here in (gpu, None):  # without one the plan is for the CPU that plays GPU
+        monkeypatch.setattr(checking, "find_local_gpu", lambda here=here: here)
+        assert "host cores" not in cli("check", "plan.yaml").out
+        write_plan(("decode: prefetch", "decode: host"))
+        out = " ".join(cli("check", "plan.yaml").out.split())
+        assert f"REFUSED host cores `decode: host` {why}" in out
+        assert "without the host's cores: `offplan replan PLAN --no-host-cores`" in out
+        assert "host cores" not in cli("check", "plan.yaml", "--file-only").out
+        write_plan()
+
+
+def test_check_takes_cores_that_multiply(cli: CLI, folder: Path) -> None:
+    require_cores()
+    write_plan(("decode: prefetch", "decode: host"))
+    out = " ".join(cli("check", "plan.yaml").out.split())
+    assert "ok host cores their kernels run on this processor" in out
 
 
 @pytest.mark.slow
