@@ -77,6 +77,13 @@ ROWS_AT_RATE = 3.0
 Source: two Zen 4 cores, FP8 and MXFP4. Products of 2 / 4 / 8 / 16 rows reach 0.93 / 0.63 / 0.36 /
 0.19 of the memory's rate. More cores have more arithmetic for each byte.
 """
+ASSUMED_CORES_BYTES_PER_S = 60e9
+"""Bytes of weights that the host's cores read where nobody has measured them.
+
+Source: two channels of DDR5-5600 have 90 GB/s, of which cores read two thirds.
+"""
+ASSUMED_TRIP_S = 15e-6
+"""Seconds of a hand-over to the cores where nobody has measured them. Source: estimated."""
 KERNEL_TYPES = ("bfloat16", "float16")
 """Types that the runtime's kernels multiply: they would round float32 to TF32, and overfill tiles.
 """

@@ -236,7 +236,8 @@ def _add_cores(
 def add_kept_cores(machine: Machine, on_stage: Stages = silent) -> Machine:
     """Add what the host's cores read of bf16 experts, measured on this hardware now or before.
 
-    If they cannot multiply, ``Machine.no_cores`` tells why.
+    Figures that other processes disturb are not kept: the next answer measures them again. If the
+    cores cannot multiply, ``Machine.no_cores`` tells why.
     """
     import torch
 
@@ -254,7 +255,8 @@ def add_kept_cores(machine: Machine, on_stage: Stages = silent) -> Machine:
     profile, skipped = _add_cores(machine.profile, None, "cuda", None, on_stage)
     if profile.cores is None:
         return replace(machine, no_cores=skipped[0].removeprefix(_SKIPPED))
-    HOST_CORES.keep(key, profile.model_dump(include={*_OF_CORES, "host_threads"}))
+    if profile.cores.basis == "measured":  # not beside busy processes
+        HOST_CORES.keep(key, profile.model_dump(include={*_OF_CORES, "host_threads"}))
     return replace(machine, profile=profile)
 
 

@@ -64,12 +64,10 @@ def time_once(work: Callable[[], object], repeats: int = 1) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def time_on_host(
-    work: Callable[[], object], repeats: int = 1, num_samples: int = NUM_SAMPLES
-) -> Timing:
+def time_on_host(work: Callable[[], object], repeats: int = 1) -> Timing:
     """Time one call that is done when it returns, after a call that warms up."""
     work()
-    return summarise([time_once(work, repeats) for _ in range(num_samples)])
+    return summarise([time_once(work, repeats) for _ in range(NUM_SAMPLES)])
 
 
 def figure(

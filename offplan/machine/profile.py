@@ -12,6 +12,7 @@ from pydantic_core import CoreSchema
 from typing_extensions import TypeAliasType
 
 from offplan.errors import ProfileError
+from offplan.kernel_sizes import ASSUMED_CORES_BYTES_PER_S, ASSUMED_TRIP_S
 from offplan.machine.assumed import change_figures, complete_figures
 from offplan.machine.curve import MAX_FACTOR, Curve, Rereads
 from offplan.machine.name import MachineName, parse_name
@@ -385,7 +386,7 @@ class MachineProfile(Record):
 
 ASSUMED_CORES = Figure[LinkRate].model_validate(
     {
-        "value": 60e9,
+        "value": ASSUMED_CORES_BYTES_PER_S,
         "basis": "estimated",
         "source": "two channels of DDR5-5600 have 90 GB/s, of which cores read two thirds",
     }
@@ -401,7 +402,7 @@ ASSUMED_RANKS_OVERHEAD = Figure[Capacity].model_validate(
 """Bytes that offplan assumes of ``ranks_overhead`` where a profile has none."""
 ASSUMED_TRIP = Figure[ShortTime].model_validate(
     {
-        "value": 15e-6,
+        "value": ASSUMED_TRIP_S,
         "basis": "estimated",
         "source": "two copies of some KB, a bell that is heard, and a stream that goes on",
     }

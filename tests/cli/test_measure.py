@@ -138,6 +138,30 @@ def test_the_cores_are_measured_once_where_plans_may_have_them(
     assert timed == [None] * 3
 
 
+def test_figures_of_busy_cores_are_used_and_not_kept(
+    cli: CLI, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed = []
+
+    def time_cores(*_: Any) -> dict[str, Any]:
+        timed.append(0)
+        source = "measured while other processes took 3.2 of 16 cores: a test"
+        return {"cores": {"value": 5e10, "basis": "estimated", "source": source}}
+
+    monkeypatch.setattr(cores, "measure_cores", time_cores)
+    monkeypatch.setattr(
+        offplan.machine.measure, "measure_machine", lambda *_, **__: load_profile("rtx4090")
+    )
+    monkeypatch.setattr(layer_times, "measure_layer_times", lambda *_: ())
+    config = TINY_MOE.parents[1] / "benchmarks" / "models" / "gpt-oss-20b" / "config.json"
+    for _ in range(2):
+        code, out, err = cli("analyze", config, "--gpu-memory", "6GiB")
+        assert code == 0, err
+        told = "read 50 GB/s with as many threads as suit (estimated: measured while other "
+        assert f"{told}processes took 3.2 of 16 cores" in " ".join(out.split())
+    assert len(timed) == 2
+
+
 def test_cores_that_cannot_multiply_are_told_of(
     cli: CLI, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

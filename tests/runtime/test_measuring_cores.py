@@ -1,5 +1,6 @@
 """Figures of the host's cores, measured on the CPU."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from offplan.checkpoint.open import open_model
 from offplan.errors import OffplanError
 from offplan.held.held import hold
+from offplan.hostmem.busy import Watch
 from offplan.library.machines import measure_here
 from offplan.machine.profile import MachineProfile, dump_profile, load_profile, parse_profile
 from offplan.runtime.measuring import cores
@@ -24,10 +26,11 @@ CPU = torch.device("cpu")
 def _few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "LEAST_BYTES", 1 << 20)
     monkeypatch.setattr(cores, "DEFAULT_SHAPE", (256, 128, 4))
+    monkeypatch.setattr(Watch, "why", None)  # whoever runs tests has other work, too
 
 
-def as_profile(figures: dict[str, object]) -> MachineProfile:
-    return MachineProfile.model_validate(load_profile("h100-pcie5").model_dump() | figures)
+def as_profile(figures: Mapping[str, object]) -> MachineProfile:
+    return MachineProfile.model_validate(load_profile("h100-pcie5").model_dump() | dict(figures))
 
 
 def check(profile: MachineProfile, of: str) -> None:
@@ -58,6 +61,18 @@ def test_without_a_model_experts_of_bf16_are() -> None:
     profile = as_profile(cores.measure_cores(None, CPU, 1))
     check(profile, "4 bf16 experts of 192 KiB, threads: 1")
     assert parse_profile(dump_profile(profile), "x") == profile
+
+
+def test_figures_measured_beside_busy_processes_are_estimates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Watch, "why", "measured while other processes took 1.6 of 2 cores")
+    profile = as_profile(cores.measure_cores(None, CPU, 1))
+    assert profile.cores is not None
+    assert profile.cores.basis == "estimated"
+    assert profile.cores.source.startswith("measured while other processes took 1.6 of 2 cores: 4")
+    assert profile.host_threads is not None
+    assert profile.host_threads.basis == "measured"
 
 
 def test_what_a_machine_has_not_leaves_no_trace() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from offplan.capabilities.cached_experts import ExpertSlots, MissRates
+from offplan.hostmem.busy import Watch
 from offplan.machine.profile import ASSUMED_CORES, ASSUMED_TRIP
 from offplan.runtime.cached_experts.executor import describe_division, list_shares
 from offplan.runtime.cached_experts.rates import (
@@ -12,6 +13,7 @@ from offplan.runtime.cached_experts.rates import (
     STREAM_TRIP_S,
     Timed,
     assume,
+    find,
     measure,
     scale,
 )
@@ -35,15 +37,37 @@ def test_rates_are_found_in_spite_of_samples_that_took_long(most: int) -> None:
         late = 5e-3 * (number in (0, 3, 7))
         return Timed(9e-6 + 1e-4 * num_experts + late, 2e-4 + late)
 
-    assert measure(time_experts, most) == pytest.approx((9e-6 + STREAM_TRIP_S, 1e-4, 2e-4))
+    rates, spread = measure(time_experts, most)
+    assert rates == pytest.approx((9e-6 + STREAM_TRIP_S, 1e-4, 2e-4))
+    assert spread < 1e-9
     assert {num for _, num in asked} == {1, max(2, most)}
     assert len(asked) == 21
 
 
 def test_rates_of_a_machine_that_wavers_are_none_below_zero() -> None:
-    rates = measure(lambda _, num: Timed(1e-3 if num == 1 else 4e-4, 2e-4), 4)
+    rates, _ = measure(lambda _, num: Timed(1e-3 if num == 1 else 4e-4, 2e-4), 4)
     assert rates.cores_s > 0
     assert rates.trip_s >= 0
+
+
+@pytest.mark.parametrize(("num_busy", "wavers"), [(0.0, False), (2.0, False), (0.0, True)])
+def test_rates_that_others_disturb_are_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_busy: float, wavers: bool
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
+    monkeypatch.setattr(Watch, "_count", lambda watch: vars(watch).update(num_busy=num_busy))
+    asked = []
+
+    def time_experts(number: int, num_experts: int) -> Timed:
+        asked.append(number)
+        return Timed(1e-4 * num_experts * (1 + (wavers and number % 2)), 2e-4)
+
+    found = [find({"gpu": 1}, time_experts, 4) for _ in range(2)]
+    is_kept = not num_busy and not wavers
+    assert len(asked) == (21 if is_kept else 42)
+    assert found[0] == found[1]
+    assert (found[0].why_doubtful is None) == is_kept
+    assert found[0].rates.link_s == 2e-4
 
 
 def test_a_batch_takes_the_cores_longer() -> None:

@@ -45,7 +45,8 @@ from offplan.runtime.cached_experts.experts import (
     keep_in_slots,
     leave_slots,
 )
-from offplan.runtime.cached_experts.rates import RATES, Timed, assume, measure, name_question, scale
+from offplan.runtime.cached_experts.rates import Timed, assume, name_question, scale
+from offplan.runtime.cached_experts.rates import find as find_rates
 from offplan.runtime.forms.experts import SHARE, holds_codes
 from offplan.runtime.forms.stored import component_name
 from offplan.runtime.loading.capability import CapabilityExecutor, Prepared
@@ -158,6 +159,8 @@ class CachedExperts(CapabilityExecutor):
         self._place = torch.zeros(1, dtype=torch.int64)
         """Place of the oldest of these."""
         self.layers: dict[int, _Layer] = {}
+        self._why_doubtful: str | None = None
+        """Beside what rates were measured that are not kept; None for nothing."""
 
     @classmethod
     def find(cls, prepared: Prepared) -> Self | None:
@@ -267,7 +270,7 @@ class CachedExperts(CapabilityExecutor):
     def _find_rates(self, layers: Sequence[_Layer]) -> MissRates:
         """Find the rates of layers whose experts are stored alike; on the current stream.
 
-        They are measured once on a machine, in tens of milliseconds. On the CPU they are assumed.
+        They are measured once on a machine, in tenths of a second. On the CPU they are assumed.
         """
         first = layers[0]
         if self.given_rates is not None:
@@ -276,11 +279,9 @@ class CachedExperts(CapabilityExecutor):
             return assume(first.of)
         by = first.task.server.key
         question = name_question(first.of, _name_stored(first), by, self._place.device)
-        rates = RATES.find(question)
-        if rates is None:
-            rates = measure(partial(self._time, layers), self._num_chosen)
-            RATES.keep(question, rates)
-        return rates
+        found = find_rates(question, partial(self._time, layers), self._num_chosen)
+        self._why_doubtful = found.why_doubtful or self._why_doubtful
+        return found.rates
 
     def _time(self, layers: Sequence[_Layer], number: int, num_experts: int) -> Timed:
         """Time the cores with so many experts of a layer, while others cross the link.
@@ -314,7 +315,10 @@ class CachedExperts(CapabilityExecutor):
             if layer.rates is not None and layer.table.shares is not None:
                 said = describe_division(layer.of, layer.rates, layer.table.shares.tolist())
                 is_assumed = layer.addresses is None and self.given_rates is None
-                yield said + " These times are assumed." * is_assumed
+                said += " These times are assumed." * is_assumed
+                if self._why_doubtful is not None:
+                    said += f" These times were {self._why_doubtful}, and are not kept."
+                yield said
                 return
 
     def enter(self, phase: Phase) -> None:

@@ -9,16 +9,12 @@ import torch
 
 from offplan.capabilities.cached_experts import ExpertSlots, MissRates
 from offplan.disk_cache import KeptAnswers
+from offplan.hostmem.busy import Watch, spread_of_half
 from offplan.hostmem.hardware import name_hardware
-from offplan.kernel_sizes import ROWS_AT_RATE
+from offplan.kernel_sizes import ASSUMED_CORES_BYTES_PER_S, ASSUMED_TRIP_S, ROWS_AT_RATE
 
-ASSUMED_BYTES_PER_S = 60e9, 25e9
-"""Bytes of experts that cores and link take where nothing was measured.
-
-Source: the cores' rate is ``ASSUMED_CORES`` of machine profiles, the link's that of PCIe 4 x16.
-"""
-ASSUMED_TRIP_S = 15e-6
-"""``ASSUMED_TRIP`` of machine profiles."""
+ASSUMED_LINK_BYTES_PER_S = 25e9
+"""Bytes of experts that cross the link where nothing was measured. Source: PCIe 4 x16."""
 STREAM_TRIP_S = 5e-6
 """Part of a hand-over that a stream takes, beside what the host is timed with.
 
@@ -30,7 +26,8 @@ _MOST_BYTES = 1 << 10
 
 def assume(slots: ExpertSlots) -> MissRates:
     """Assume what nobody has measured, by the bytes of an expert."""
-    cores_s, link_s = (slots.expert_bytes / rate for rate in ASSUMED_BYTES_PER_S)
+    rates = ASSUMED_CORES_BYTES_PER_S, ASSUMED_LINK_BYTES_PER_S
+    cores_s, link_s = (slots.expert_bytes / rate for rate in rates)
     return MissRates(ASSUMED_TRIP_S, cores_s, link_s)
 
 
@@ -51,8 +48,33 @@ class Timed(NamedTuple):
     link_s: float
 
 
-def measure(time_experts: Callable[[int, int], Timed], most: int) -> MissRates:
-    """Measure what missed experts take, of one row.
+class Found(NamedTuple):
+    """Rates of one row, and what makes them doubtful."""
+
+    rates: MissRates
+    why_doubtful: str | None
+    """Beside what they were measured, which disturbed them; None for nothing."""
+
+
+def find(
+    question: Mapping[str, Any], time_experts: Callable[[int, int], Timed], most: int
+) -> Found:
+    """Find the rates that a question names, or measure them as ``measure`` does.
+
+    Rates that other processes disturb are used, and not kept: the next session measures again.
+    """
+    if (kept := RATES.find(question)) is not None:
+        return Found(kept, None)
+    with Watch() as watch:
+        rates, spread = measure(time_experts, most)
+        watch.note(spread)
+    if watch.why is None:
+        RATES.keep(question, rates)
+    return Found(rates, watch.why)
+
+
+def measure(time_experts: Callable[[int, int], Timed], most: int) -> tuple[MissRates, float]:
+    """Measure what missed experts take, of one row; return it with the spread of half the samples.
 
     ``time_experts`` times the nth sample, of so many experts that no sample before has read,
     ``most`` at most. What one expert takes beyond its share of several is the hand-over.
@@ -70,7 +92,8 @@ def measure(time_experts: Callable[[int, int], Timed], most: int) -> MissRates:
     link_s = statistics.median(each.link_s for found in samples.values() for each in found)
     cores_s = max((cores[many] - cores[few]) / (many - few), 0.1 * cores[many] / many)
     trip_s = max(cores[few] - cores_s, 0.0) + STREAM_TRIP_S
-    return MissRates(trip_s, cores_s, link_s)
+    spread = max(spread_of_half(each) for each in zip(*samples[many], strict=True))
+    return MissRates(trip_s, cores_s, link_s), spread
 
 
 def _encode(rates: MissRates) -> bytes:

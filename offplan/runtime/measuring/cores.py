@@ -20,8 +20,9 @@ from offplan.held.stage import Stage
 from offplan.hostcores.coordinator import choose_cores
 from offplan.hostcores.library import Activation, Dense, Team
 from offplan.hostmem.block import HostBlock
+from offplan.hostmem.busy import Watch, spread_of_half
 from offplan.hostmem.limits import core_quota
-from offplan.machine.measure_time import Timing, figure, time_on_host, time_work
+from offplan.machine.measure_time import Timing, figure, summarise, time_once, time_work
 from offplan.plan import Offload, Rule
 from offplan.runtime.forms.reference import Components
 from offplan.runtime.host_cores import cores
@@ -58,14 +59,26 @@ class Product(NamedTuple):
 
 def measure_cores(
     stage: Stage | None, device: torch.device, num_threads: int | None = None
-) -> dict[str, object]:
+) -> dict[str, dict[str, object]]:
     """Measure the cores' figures of a profile on this host, at a model's own sizes and forms.
 
     Without a model (``stage``) bf16 experts of DEFAULT_SHAPE are multiplied. Beside copies, and for
     the round trip, a CUDA ``device`` is needed: elsewhere these figures are left out. Raises
     OffplanError where the cores cannot multiply what the model has, or there are fewer cores than
-    ``num_threads``.
+    ``num_threads``. Figures that other processes disturb are estimates, whose source says so.
     """
+    with Watch() as watch:
+        found = _measure(stage, device, num_threads, watch)
+    if watch.why is not None:
+        for name in found.keys() - {"host_threads"}:
+            source = f"{watch.why}: {found[name]['source']}"
+            found[name] |= {"basis": "estimated", "source": source}
+    return found
+
+
+def _measure(
+    stage: Stage | None, device: torch.device, num_threads: int | None, watch: Watch
+) -> dict[str, dict[str, object]]:
     library, on_gpu = cores.load(), device.type == "cuda"
     nearest = nearest_cores(device) if on_gpu else ()
     allowed, quota = os.sched_getaffinity(0), core_quota()
@@ -79,13 +92,13 @@ def measure_cores(
             num_bytes = sum(each.num_bytes for each in products)
             work = partial(_compute_all, team, products)
             how = f"{what}, threads: {len(chosen)}"
-            alone = time_on_host(work, num_samples=NUM_RATE_SAMPLES)
-            found: dict[str, object] = {
+            alone = _time(work, watch)
+            found = {
                 "cores": _say_rate(num_bytes / alone.seconds, how, alone),
                 "host_threads": figure(len(chosen), "threads that the cores were measured with"),
             }
             if on_gpu:
-                found |= _measure_beside(work, num_bytes, how, alone.seconds)
+                found |= _measure_beside(work, num_bytes, how, alone.seconds, watch)
             os.sched_setaffinity(0, allowed)
     finally:
         os.sched_setaffinity(0, allowed)
@@ -95,14 +108,22 @@ def measure_cores(
     return found
 
 
+def _time(work: Callable[[], None], watch: Watch) -> Timing:
+    """Time all products on the host, after they were computed once."""
+    work()
+    samples = [time_once(work) for _ in range(NUM_RATE_SAMPLES)]
+    watch.note(spread_of_half(samples))
+    return summarise(samples)
+
+
 def _compute_all(team: Team, products: list[Product]) -> None:
     for each in products:
         each.compute(team)
 
 
 def _measure_beside(
-    work: Callable[[], None], num_bytes: int, how: str, seconds: float
-) -> dict[str, object]:
+    work: Callable[[], None], num_bytes: int, how: str, seconds: float, watch: Watch
+) -> dict[str, dict[str, object]]:
     """Time products while the device copies from host memory, and what both get of it."""
     block = HostBlock(_COPY_BYTES, pin=True)
     target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
@@ -116,7 +137,7 @@ def _measure_beside(
             ends.append(torch.cuda.Event())
             ends[-1].record()
     began, before = time.perf_counter(), sum(each.query() for each in ends)
-    beside = time_on_host(work, num_samples=NUM_RATE_SAMPLES)
+    beside = _time(work, watch)
     passed, after = time.perf_counter() - began, sum(each.query() for each in ends)
     torch.cuda.synchronize()
     block.close()
@@ -134,7 +155,7 @@ def _say_rate(rate: float, how: str, timing: Timing) -> dict[str, object]:
     return figure(rate, how, timing.spread, samples=timing.samples)
 
 
-def _measure_round_trip(device: torch.device) -> dict[str, object]:
+def _measure_round_trip(device: torch.device) -> dict[str, dict[str, object]]:
     """Time captured exchanges of products that are too small to take time themselves.
 
     One thread computes them: the rate of products has what a team takes to gather.
