@@ -115,16 +115,19 @@ class Session:
     def close(self) -> None:
         """Give back graphs, caches and weights, on device and host; the device is idle afterwards.
 
-        A closed session runs no more; closing it again does nothing.
+        A closed session runs no more; closing it again does nothing. Raises OffplanError if a
+        thread of the host's cores hangs: the weights that it may read then stay in host memory.
         """
         let_go(self.device)
         self.runner.close()
         self._closed = True
         with on_device(self.device):
-            self.loaded.close()
-            # a device that failed says so again; the error already on its way is to be shown
-            with suppress(RuntimeError):
-                torch.cuda.empty_cache()
+            try:
+                self.loaded.close()
+            finally:
+                # a device that failed says so again; the error already on its way is to be shown
+                with suppress(RuntimeError):
+                    torch.cuda.empty_cache()
 
     @property
     def gpu_bytes(self) -> int:

@@ -1,20 +1,27 @@
 """Sessions whose decode steps the host's cores compute, on the CPU."""
 
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from offplan.backends import Backend
 from offplan.checkpoint.open import open_model
 from offplan.errors import OffplanError, PlanError
+from offplan.forms.form import Component
 from offplan.plan import Rule
-from offplan.runtime.host_cores.executor import ByCoresModule, task_of
+from offplan.runtime.host_cores.executor import ByCoresModule, HostCores, task_of
+from offplan.runtime.host_cores.handover import Handover
+from offplan.runtime.host_cores.server import ByCores
 from offplan.runtime.session import Session
 from tests.hostcores.cores import require_cores
 from tests.runtime.families import MOST_ROUNDING
 from tests.runtime.fed import BATCH, FED, run_fed, run_in_float32, typical_error
 from tests.runtime.plans import group, offload, open_session
 from tests.runtime.quantise import FORMS, save_stored
+from tests.runtime.stream import AtOnce
 from tests.tiers import others_in_sweep
 
 require_cores()
@@ -154,3 +161,55 @@ def test_as_many_threads_compute_as_are_asked_for(folder: Path) -> None:
                 session.prefill(BATCH)
                 made.append(session.decode(FED[0][:, None]).clone())
     assert all(torch.equal(each, made[0]) for each in made)
+
+
+def take_handovers(monkeypatch: pytest.MonkeyPatch) -> list[Handover]:
+    """Have the cores be asked as for a GPU, by a stream that is simulated."""
+    made: list[Handover] = []
+
+    def make(device: torch.device) -> ByCores:
+        server = ByCores(device)
+        made.append(Handover(device, AtOnce(), num_threads=1))
+        server._handover = made[0]
+        return server
+
+    monkeypatch.setattr(HostCores, "servers", {Backend.HOST: make})
+    return made
+
+
+def find_pages(address: int) -> bool:
+    """Return True if memory is mapped at an address."""
+    with open("/proc/self/maps") as file:
+        ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in file]
+    return any(first <= address < last for first, last in ranges)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hangs", [True, False])
+def test_what_a_hung_thread_may_read_stays(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    """Closing a session would else unmap weights below a thread, which ends the process."""
+    handovers = take_handovers(monkeypatch)
+    session = open_session(folder, offload(group(1, 1, "experts", decode="host"), prefetch_step=1))
+    with session.stream():
+        session.prefill(BATCH)
+        session.decode(FED[0][:, None])
+    tasks = [task_of(p) for p in session.loaded.module.modules() if isinstance(p, ByCoresModule)]
+    kept: list[Any] = [task.keeps for task in tasks]
+    owners = [weakref.ref(each[0][0][1][Component.WEIGHT]) for each in kept]
+    pages = [slab.data_ptr() for slab in session.loaded.store.slabs.values()]
+    assert tasks
+    assert all(map(find_pages, pages))
+    del tasks, kept
+    if hangs:
+        slow = handovers[0]._coordinator.add_sleep(4, limit_s=0.05)
+        handovers[0].exchange.enqueue(slow)
+        told = r"a thread of the host hangs, .* MiB of host memory stay taken until this process"
+        with pytest.raises(OffplanError, match=told):
+            session.close()
+    else:
+        session.close()
+    session.close()
+    assert [ref() is not None for ref in owners] == [hangs] * len(owners)
+    assert all(find_pages(at) == hangs for at in pages)

@@ -232,6 +232,7 @@ class CachedExperts(CapabilityExecutor):
                 (own.sources[name].data_ptr(), slots.data_ptr(), slots[0].nbytes)
                 for name, slots in own.slots.items()
             ]
+            task.server.keep(self._memory[layer])  # copies write there
             later = task.server.bring_later(by_cores, parts, own.table.number(DONE).data_ptr())
         table = divide(own.experts, shares, runs if of.splits else None, later, of.later)
         self.layers[layer] = replace(own, table=table, task=task)

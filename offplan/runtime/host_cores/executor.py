@@ -142,6 +142,7 @@ class HostCores(CapabilityExecutor):
                     continue
             else:
                 part.__class__ = _class_by_cores(cast(Any, type(part)))
+            server.keep(task)
             ends_in_block = is_experts(part) and _end_in_block(self._module, path, names)
             vars(part).update(cores=None, task=tasks.number(task), ends_in_block=ends_in_block)
             self._given.append(part)

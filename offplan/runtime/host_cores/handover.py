@@ -215,7 +215,7 @@ class Handover:
         self._list_blocks: list[HostBlock] = []
         self._copier: tuple[CurrentStream, Driver] | None = None
         self._keeps: list[object] = []
-        """Objects that the coordinator's own point to."""
+        """Objects that the coordinator's own point to, and weights that jobs read."""
         try:
             stream = CurrentStream() if stream is None else stream
             self._stream = stream
@@ -346,13 +346,20 @@ class Handover:
                 "`later_experts` out of the plan"
             )
 
-    def close(self) -> None:
-        """End the threads; the device is idle. A thread that hangs keeps the memory it uses."""
+    def keep(self, owner: object) -> None:
+        """Keep what addresses of tasks point to, for as long as a thread may read there."""
+        self._keeps.append(owner)
+
+    def close(self) -> bool:
+        """End the threads; the device is idle.
+
+        Returns False if one hangs, which keeps all that it may use.
+        """
         if self in _left:
-            return
+            return False
         if not self._coordinator.close():
             _left.append(self)
-            return
+            return False
         if self._copier is not None:
             stream, copier = self._copier
             stream.destroy(copier)
@@ -363,6 +370,8 @@ class Handover:
         self._blocks.clear()
         self._list_blocks.clear()
         self._jobs.clear()
+        self._keeps.clear()
+        return True
 
     def _job(self, task: cores.Matrix | cores.Experts, num_rows: int, num_chosen: int) -> "_Job":
         """Return the job of so many rows, made when they first come, which no capture does.

@@ -94,6 +94,14 @@ class ByCores(Server):
         """Return what the coordinator has spent; None if there is none."""
         return None if self._handover is None else self._handover.count()
 
+    def keep(self, owner: object) -> None:
+        """Keep what addresses of tasks point to, for as long as a thread may read there.
+
+        On the CPU nothing is read once a product has come back.
+        """
+        if self._handover is not None:
+            self._handover.keep(owner)
+
     def invalidate(self) -> None:
         """Take it that a product was begun which nobody waits for."""
         if self._handover is not None:
@@ -107,5 +115,5 @@ class ByCores(Server):
     def close(self) -> None:
         """End the threads; the device is idle."""
         if self._handover is not None:
-            self._handover.close()
+            self.hangs = not self._handover.close()
         self._team.close()

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from offplan.backends import Backend
-from offplan.errors import MemoryLimitError
+from offplan.errors import MemoryLimitError, OffplanError
 from offplan.hostmem.block import HostBlock
 from offplan.placement import Phase, Placement, Span, align
 from offplan.runtime.device import on_device
@@ -22,6 +22,8 @@ class Server:
 
     bytes_moved = 0
     """Bytes that it had cross the link so far; what kernels read in place nobody counts."""
+    hangs = False
+    """True once closed if a thread that hangs may still read weights, which then have to stay."""
 
     def __init__(self, device: torch.device) -> None:
         """Serve what is read on a device."""
@@ -88,6 +90,10 @@ def view_as(wanted: torch.Tensor, memory: torch.Tensor, offset: int) -> nn.Param
     """View ``memory``, bytes of shape [n], from ``offset`` on as a parameter like ``wanted``."""
     view = memory[offset : offset + wanted.nbytes].view(wanted.dtype).view(wanted.shape)
     return nn.Parameter(view, requires_grad=False)
+
+
+_left: list[HostBlock] = []
+"""Weights that hung threads may still read: they are never given back."""
 
 
 Offloaded = Mapping[str, tuple[int, int]]
@@ -229,6 +235,7 @@ class WeightStore:
         """Give all memory back; the device must be idle. Views held elsewhere keep what they see.
 
         Dictionaries and lists are emptied in place, for whoever holds them: a link holds two.
+        Raises OffplanError if a server hangs, once all is given back but what it may read.
         """
         for views in (self.resident, self.offloaded, *self.by_phase.values()):
             views.clear()
@@ -237,11 +244,22 @@ class WeightStore:
         self.slabs.clear()
         for server in self.servers.values():
             server.close()
+        hangs = any(server.hangs for server in self.servers.values())
         self.servers.clear()
         self.arena = torch.empty(0, dtype=torch.uint8)  # asks nothing of a device that failed
-        for block in self._blocks.values():
-            block.close()
+        blocks = [*self._blocks.values()]
         self._blocks.clear()
+        if hangs:  # a page that is gone would end the process
+            _left.extend(blocks)
+            num_bytes = sum(block.nbytes for block in blocks)
+            raise OffplanError(
+                f"a thread of the host hangs, and may still read weights: their "
+                f"{format_bytes(num_bytes)} of host memory stay taken until this process ends. "
+                "Begin another one; if it comes again, plan without the host's cores: `offplan "
+                "replan PLAN --no-host-cores`"
+            )
+        for block in blocks:
+            block.close()
 
     def _allocate_resident(self) -> None:
         tensors = {n: tensor for n, tensor in self._wanted.items() if n not in self._places}
