@@ -2,9 +2,8 @@
 
 A kernel of a captured step is given the number of a job and two words. It writes 0 to the answer
 and rings with the number. The stream waits until the answer is 1 or more: 1 for done, 2 for failed.
-Experts that the kernel has listed for later are copied to the GPU behind the answer, on a stream of
-the coordinator's own: two pieces at a time, and none while it computes. It answers the next bell
-before it queues another piece.
+Experts that the kernel has listed for later are copied to the GPU behind the answer, by a thread
+and on a stream of the coordinator's own: two pieces at a time, and none while it computes.
 Source: FreeToken, ``gpu_sync_cuda.cpp``, for a doorbell within a captured step.
 """
 
@@ -120,10 +119,24 @@ class Coordinator:
         """Ring for a job and wait for the answer, as a stream does that has rung for nothing."""
         self._calls.offplan_exchange(self._address, job)
 
-    def copy_by(self, driver: Driver) -> None:
-        """Copy by a driver the experts that jobs list for later, before there are such jobs."""
+    def copy_by(self, driver: Driver, target: int = 0, source: int = 0) -> None:
+        """Copy by a driver the experts that jobs list for later, before there are such jobs.
+
+        First a word is copied from ``source`` to ``target``, if there is one, and each of the
+        driver's functions is called once. Raises OffplanError where one fails.
+        """
         self._tasks.append(driver)
-        self._calls.offplan_copy_by(self._address, ctypes.byref(driver))
+        asked = self._address, ctypes.byref(driver), target, source
+        if status := self._calls.offplan_copy_by(*asked):
+            raise OffplanError(
+                f"the driver does not copy experts to the GPU for later (error {status}; -1 is no "
+                "thread): update the driver, or take `later_experts` out of the plan"
+            )
+
+    def wake(self) -> None:
+        """Have bells heard at once, though none rang for a while: before a stream rings again."""
+        if self._address:
+            self._calls.offplan_wake(self._address)
 
     def drain(self) -> None:
         """Wait until nothing is under way: no job, and no copy of what jobs have listed.

@@ -1,6 +1,7 @@
 """The coordinator answers a stream, which is simulated: it writes words and waits for one."""
 
 import ctypes
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from tests.hostcores.cores import make_weight, require_cores, values_of
 require_cores()
 
 DONE, FAILED = 1, 2
+_left: list[object] = []
+"""Objects that a hung thread uses."""
 
 
 class Stream:
@@ -175,8 +178,15 @@ class Copier:
     """Stands in for the driver: copies memory of the host, now or when it is asked to."""
 
     def __init__(
-        self, coordinator: Coordinator, status: int = 0, *, has_events: bool = False
+        self,
+        coordinator: Coordinator,
+        status: int = 0,
+        *,
+        has_events: bool = False,
+        word: tuple[int, int] = (0, 0),
     ) -> None:
+        self.lock = threading.Lock()
+        """The lock that the driver takes to copy."""
         self.copies: list[tuple[int, int, int]] = []
         """Target, source and bytes of each copy, in the order in which they were queued."""
         self.num_done, self.is_held, self.contexts, self._status = 0, False, [0], status
@@ -196,7 +206,9 @@ class Copier:
             [ctypes.cast(each, ctypes.c_void_p).value for each in of] for of in (kinds, events)
         )
         more = (*others, (ctypes.c_void_p * 2)(21, 22)) if has_events else ()
-        coordinator.copy_by(Driver(*addresses, 11, 12, *more))
+        self.noted: list[int] = []
+        """Events that were recorded and, behind zeros, asked about."""
+        coordinator.copy_by(Driver(*addresses, 11, 12, *more), *word)
 
     def _enter(self, context: int) -> int:
         self.contexts.append(context)
@@ -204,6 +216,8 @@ class Copier:
 
     def _copy(self, target: int, source: int, num_bytes: int, stream: int) -> int:
         assert stream == 12
+        with self.lock:
+            pass
         self.copies.append((target, source, num_bytes))
         if not self.is_held:
             self.do()
@@ -212,9 +226,11 @@ class Copier:
     def _record(self, event: int, stream: int) -> int:
         assert stream == 12
         self._noted[event] = len(self.copies)
+        self.noted.append(event)
         return 0
 
     def _query(self, event: int) -> int:
+        self.noted += [0, event]
         return 0 if self.num_done >= self._noted[event] else 600
 
     def _synchronize(self, stream: int) -> int:
@@ -300,7 +316,7 @@ def test_what_is_listed_is_copied_behind_the_answer(coordinator: Coordinator) ->
     coordinator.drain()
     for number, layer in enumerate(layers):
         layer.require(*given[(9 + number) % len(given)])
-    assert copier.contexts == [0, 11]  # once, on the thread that copies
+    assert copier.contexts == [0, 11]  # once, on the thread that copies, before there was a job
     sizes = {num_bytes for *_, num_bytes in copier.copies}
     assert sizes == {1 << 20, 20, 4}
     spent = coordinator.count()
@@ -348,6 +364,69 @@ def test_a_bell_is_answered_while_copies_are_under_way(coordinator: Coordinator)
     layer.require((2, 1), (0, 0))
     assert copier.copies[-1] == (ctypes.addressof(layer.done), layer.later.list + 4, 4)
     coordinator.drain()  # of nothing
+
+
+def test_a_bell_is_answered_while_the_driver_waits_for_a_lock(coordinator: Coordinator) -> None:
+    """Whoever holds it may load a kernel, and wait for the GPU, which waits for the answer."""
+    stream, copier, layer = Stream(coordinator), Copier(coordinator), Listing(coordinator)
+    product, out, expected = add_product(coordinator)
+    layer.note((2, 1), (0, 0))
+    with copier.lock:
+        assert stream.run(layer.job) == DONE
+        time.sleep(0.1)  # the driver is called by now
+        for _ in range(3):
+            out.zero_()
+            assert stream.run(product) == DONE
+            torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+        assert copier.copies == []
+    coordinator.drain()
+    layer.require((2, 1), (0, 0))
+    coordinator.check()
+
+
+def test_the_driver_loads_what_it_needs_before_there_is_a_job(coordinator: Coordinator) -> None:
+    word, source = ctypes.c_uint32(7), ctypes.c_uint32(3)
+    given = ctypes.addressof(word), ctypes.addressof(source)
+    copier = Copier(coordinator, has_events=True, word=given)
+    assert copier.copies == [(*given, 4)]
+    assert copier.noted == [21, 0, 21, 22, 0, 22]
+    assert word.value == 3
+
+
+def test_a_driver_that_copies_nothing_is_refused_at_once(coordinator: Coordinator) -> None:
+    word = (ctypes.c_uint32 * 2)()
+    given = ctypes.addressof(word), ctypes.addressof(word) + 4
+    with pytest.raises(OffplanError, match=r"error 700; .* take `later_experts` out of the plan"):
+        Copier(coordinator, 700, word=given)
+
+
+@pytest.mark.slow
+def test_a_driver_that_hangs_keeps_what_it_copies(words: Words) -> None:
+    library = cores.load()
+    coordinator = Coordinator(library, library.team(1), ctypes.addressof(words))
+    copier, layer = Copier(coordinator), Listing(coordinator)
+    layer.note((2, 1))
+    with copier.lock:
+        assert Stream(coordinator).run(layer.job) == DONE
+        time.sleep(0.1)
+        assert not coordinator.close()
+    _left.append((copier, layer))
+
+
+@pytest.mark.slow
+def test_an_idle_coordinator_takes_no_processor_time(coordinator: Coordinator) -> None:
+    """And hears a bell at once when it was woken, however long nobody rang."""
+    Copier(coordinator)
+    stream, nothing = Stream(coordinator), coordinator.add(None)
+    assert stream.run(nothing) == DONE
+    time.sleep(0.5)
+    before = time.process_time()
+    time.sleep(1)
+    assert time.process_time() - before < 0.03
+    coordinator.wake()
+    assert stream.run(nothing) == DONE
+    time.sleep(1)
+    assert stream.run(nothing) == DONE  # also when nobody has
 
 
 def test_a_list_is_read_before_the_answer(coordinator: Coordinator) -> None:

@@ -191,15 +191,19 @@ def test_what_a_hung_thread_may_read_stays(
 ) -> None:
     """Closing a session would else unmap weights below a thread, which ends the process."""
     handovers = take_handovers(monkeypatch)
+    woken: list[Handover] = []
+    monkeypatch.setattr(Handover, "wake", lambda handover: woken.append(handover))
     session = open_session(folder, offload(group(1, 1, "experts", decode="host"), prefetch_step=1))
     with session.stream():
         session.prefill(BATCH)
+        woken.clear()
         session.decode(FED[0][:, None])
     tasks = [task_of(p) for p in session.loaded.module.modules() if isinstance(p, ByCoresModule)]
     kept: list[Any] = [task.keeps for task in tasks]
     owners = [weakref.ref(each[0][0][1][Component.WEIGHT]) for each in kept]
     pages = [slab.data_ptr() for slab in session.loaded.store.slabs.values()]
     assert tasks
+    assert woken == handovers  # before the first step behind a prompt
     assert all(map(find_pages, pages))
     del tasks, kept
     if hangs:

@@ -17,6 +17,13 @@ struct alignas(64) Words {
 
 // The driver's functions by which experts are copied to a device, each 0 where it succeeds; tests
 // have stand-ins. Nothing is linked with the driver.
+//
+// Any of them may wait for a lock that a thread of the session holds while the GPU works: one that
+// loads a kernel at its first launch, or gives memory back, waits for the GPU. The GPU waits for an
+// answer. So the thread that hears bells calls none of them: a copier does, beside it. An answer then
+// comes whatever the driver does. What waits for the copier is a layer's next lookup alone, which is
+// in a later step, when the kernels of a step are loaded, and which gives up by itself. What the
+// copier's own first calls load, they load before the first bell: `copy_by` waits for one of each.
 struct Driver {
   static const int NOT_READY = 600;
   int (*set_context)(void* context);
@@ -51,11 +58,14 @@ struct Coordinator {
   int64_t add(int64_t kind, const void* task, int64_t limit_ns);
   // Ring for a job and wait for the answer, as the stream does.
   uint32_t exchange(uint32_t job);
-  // End both threads, every wait being answered. Returns false where a worker hangs: memory that
+  // Have bells heard at once, though none rang for a while: said before a stream rings again.
+  void wake();
+  // End all threads, every wait being answered. Returns false where a worker hangs: memory that
   // it may still use is then left to it.
   bool end();
-  // Copy by a driver what jobs list for later: said before there is such a job.
-  void copy_by(const Driver& its_driver) { driver = its_driver; }
+  // Copy by a driver what jobs list for later: said once, before there is such a job. First a word of
+  // 4 bytes is copied, if there is one. Returns 0, the driver's error, or -1 where there is no thread.
+  int copy_by(const Driver& its_driver, uint64_t target, const void* source);
   // Wait until no job is under way and all that was listed for later is copied, or nothing is done
   // any more. For one thread, which no stream rings beside.
   void drain();
@@ -72,15 +82,25 @@ struct Coordinator {
   std::atomic<int64_t> num_jobs{0}, why{0}, began_ns{0}, limit_ns{0}, num_done{0};
   std::atomic<int64_t> asked{0}, drained{0};
   std::atomic<bool> ends{false}, has_ended{false};
-  pthread_t worker, watchdog;
+  pthread_t worker, watchdog, copier;
   Driver driver{};
-  bool has_context = false;
-  Pending pending[MOST_PENDING];  // a ring: the oldest, and how many there are
-  int64_t oldest = 0, num_pending = 0, num_queued = 0;
+  bool has_copier = false;
+  Pending pending[MOST_PENDING];  // a ring: the worker adds to it, and the copier takes from it
+  std::atomic<int64_t> num_listed{0}, num_copied{0};
+  int64_t num_queued = 0;  // pieces
+  std::atomic<bool> copies{false}, has_left{true};  // the copier is among the driver's functions; it has ended
+  pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+  pthread_cond_t listed = PTHREAD_COND_INITIALIZER, woken;
+  bool is_woken = false;
   void fail(int64_t reason);
-  void list_later(const Later* later);
+  bool is_over() const { return why.load() || ends.load(); }
+  bool list_later(const Later* later);
+  void wake_copier();
+  bool sleep(int64_t ns);
+  int warm(uint64_t target, const void* source);
   bool may_copy() const;
   void copy_piece();
   void serve();
   void watch();
+  void carry();
 };

@@ -197,9 +197,11 @@ EXPORT int64_t offplan_add_job(void* coordinator, int64_t kind, const void* task
 EXPORT int64_t offplan_exchange(void* coordinator, int64_t job) {
   return ((Coordinator*)coordinator)->exchange((uint32_t)job);
 }
-EXPORT void offplan_copy_by(void* coordinator, const Driver* driver) {
-  ((Coordinator*)coordinator)->copy_by(*driver);
+EXPORT int64_t offplan_copy_by(void* coordinator, const Driver* driver, uint64_t target,
+                               const void* source) {
+  return ((Coordinator*)coordinator)->copy_by(*driver, target, source);
 }
+EXPORT void offplan_wake(void* coordinator) { ((Coordinator*)coordinator)->wake(); }
 EXPORT void offplan_drain(void* coordinator) { ((Coordinator*)coordinator)->drain(); }
 EXPORT int64_t offplan_counter(void* coordinator, int64_t which) {
   const Coordinator& its = *(Coordinator*)coordinator;

@@ -78,6 +78,8 @@ class HostCores(CapabilityExecutor):
         """Parameters that the plan gives the cores."""
         self._given: list[nn.Module] = []
         """Modules that the cores compute."""
+        self._server: ByCores | None = None
+        """Asks the cores for them, once there is memory."""
         wanted, dtype = prepared.wanted, getattr(torch, prepared.stage.model.dtype)
         for path, module, weights in _list_modules(self._module):
             names = [name for weight in weights for name in weight.components.values()]
@@ -117,6 +119,7 @@ class HostCores(CapabilityExecutor):
         if server is None:
             return
         assert isinstance(server, ByCores)
+        self._server = server
         biases = store.resident | store.offloaded
         for path, part, weights in [*_list_modules(self._module)]:
             parameters = [name for weight in weights for name in weight.components.values()]
@@ -151,12 +154,15 @@ class HostCores(CapabilityExecutor):
         """Have the cores compute in decode, and the device in prefill."""
         for module in self._given:
             vars(module)["cores"] = vars(module)["task"] if phase is Phase.DECODE else None
+        if phase is Phase.DECODE and self._server is not None:
+            self._server.wake()
 
     def close(self) -> None:
         """Have the modules computed by nobody any more: their weights are given back."""
         for module in self._given:
             tasks.forget(vars(module)["task"])
             vars(module)["cores"] = None
+        self._server = None
 
 
 def _list_modules(skeleton: nn.Module) -> Iterator[tuple[str, Any, list[Held]]]:

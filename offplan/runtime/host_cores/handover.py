@@ -286,22 +286,27 @@ class Handover:
         ``done`` is the address of the word on the device that the list's sequence number is copied
         to, last. Returns the list as the device sees it, int32. A GPU only; raises OffplanError.
         """
-        if self._copier is None:
-            assert isinstance(self._stream, CurrentStream), "a driver copies to a GPU"
-            self._copier = self._stream, self._stream.make_copier()
-            self._coordinator.copy_by(self._copier[1])
         size, place = ctypes.sizeof(LaterList), len(self._lists) % _LISTS
         if not place:
             pins = self._device.type == "cuda"
             self._list_blocks.append(HostBlock(_LISTS * size, pin=pins))
         block, listed = self._list_blocks[-1], slice(place * size, (place + 1) * size)
         address = block.tensor[listed].data_ptr()
+        if self._copier is None:
+            assert isinstance(self._stream, CurrentStream), "a driver copies to a GPU"
+            self._copier = self._stream, self._stream.make_copier()
+            # nothing is listed yet: both words are 0
+            self._coordinator.copy_by(self._copier[1], done, address + LaterList.sequence.offset)
         self._lists.append(LaterList.from_address(address))
         table = (LaterTensor * len(parts))(*(LaterTensor(*each) for each in parts))
         later = Later(address, done, len(parts), ctypes.addressof(table))
         experts.later = ctypes.addressof(later)
         self._keeps += [table, later]
         return block.device_view(self._device)[listed].view(torch.int32)
+
+    def wake(self) -> None:
+        """Have the next product begun at once, though none was asked for a while."""
+        self._coordinator.wake()
 
     def drain(self) -> None:
         """Wait until all is done that the current stream was given, and all later copies are."""

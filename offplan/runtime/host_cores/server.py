@@ -80,6 +80,11 @@ class ByCores(Server):
         assert self._handover is not None, "a driver copies to a GPU"
         return self._handover.bring_later(experts, parts, done)
 
+    def wake(self) -> None:
+        """Have the next product begun at once, though none was asked for a while."""
+        if self._handover is not None:
+            self._handover.wake()
+
     def drain(self) -> None:
         """Wait until the current stream, the cores and the copies that they make are idle."""
         if self._handover is not None:
