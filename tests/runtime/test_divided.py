@@ -367,6 +367,18 @@ def test_texts_that_join_and_leave(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_rates_that_others_disturbed_are_said(folder: Path) -> None:
+    with open_session(folder, offload(dividing(3), prefetch_step=1)) as session:
+        with session.stream():
+            session.prefill(torch.arange(8)[None])
+        cached_of(session)._why_doubtful = "measured while other processes took 1.6 of 2 cores"
+        (said,) = session.describe()
+        assert said.endswith(
+            "These times were measured while other processes took 1.6 of 2 cores, and are not kept."
+        )
+
+
+@pytest.mark.slow
 def test_no_share_is_the_link_alone(folder: Path) -> None:
     logits = []
     for rule in (dividing(2, later=1.0), keeping(2, every=1)):
