@@ -75,6 +75,18 @@ def test_figures_measured_beside_busy_processes_are_estimates(
     assert profile.host_threads.basis == "measured"
 
 
+def test_other_systems_are_refused_before_anything_is_watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse() -> None:
+        raise OffplanError("needs Linux")
+
+    monkeypatch.setattr(cores.cores, "load", refuse)
+    monkeypatch.delattr("os.sched_getaffinity")
+    with pytest.raises(OffplanError, match="needs Linux"):
+        cores.measure_cores(None, CPU, 1)
+
+
 def test_what_a_machine_has_not_leaves_no_trace() -> None:
     shipped = load_profile("h200-pcie5")
     assert MachineProfile.model_validate(shipped.model_dump()).fingerprint == shipped.fingerprint

@@ -16,6 +16,8 @@ static const int64_t PART_OF_PAUSE = 256, MOST_DOZE_NS = 10000000, WATCH_NS = 20
 static const int64_t COPIER_DOZE_NS = 10000;
 // Nanoseconds for which a bell may go unheard.
 static const int64_t UNHEARD_NS = 1000000000;
+// Nanoseconds for which the driver may keep the copier.
+static const int64_t MOST_CALL_NS = 10000000000;
 // Nanoseconds for which a thread that is to end is waited for.
 static const int64_t MOST_END_NS = 2000000000;
 
@@ -189,10 +191,10 @@ void Coordinator::carry() {
       pthread_mutex_unlock(&mutex);
       continue;
     }
-    copies.store(true);
-    const bool may = !is_over() && may_copy();  // looked at again: whoever drains looks at `copies`
+    called_ns.store(now_ns());
+    const bool may = !is_over() && may_copy();  // asked again: whoever drains looks at `called_ns`
     if (may) copy_piece();
-    copies.store(false);
+    called_ns.store(0);
     if (!may) doze(COPIER_DOZE_NS);
   }
 }
@@ -202,8 +204,8 @@ void Coordinator::drain() {
   wake();
   while (drained.load(std::memory_order_acquire) < own && !is_over() && !has_ended.load()) sched_yield();
   while (num_copied.load(std::memory_order_acquire) != num_listed.load() && !is_over()) sched_yield();
-  for (const int64_t until = now_ns() + MOST_END_NS; copies.load() && now_ns() < until;) sched_yield();
-  if (driver.synchronize && driver.synchronize(driver.stream)) fail(3);
+  for (const int64_t until = now_ns() + MOST_END_NS; called_ns.load() && now_ns() < until;) sched_yield();
+  if (!called_ns.load() && driver.synchronize && driver.synchronize(driver.stream)) fail(3);
 }
 
 void Coordinator::serve() {
@@ -263,6 +265,8 @@ void Coordinator::watch() {
       if (rings) words->bell.store(0), words->answer.store(FAILED, std::memory_order_release);
       continue;
     }
+    const int64_t called = called_ns.load();
+    if (called && now - called > MOST_CALL_NS) fail(3);
     rung_ns = !rings || began ? 0 : rung_ns ? rung_ns : now;
     if (began && now - began > limit_ns.load()) fail(2);
     if (rung_ns && now - rung_ns > UNHEARD_NS) words->bell.store(0), fail(2);

@@ -88,7 +88,8 @@ struct Coordinator {
   Pending pending[MOST_PENDING];  // a ring: the worker adds to it, and the copier takes from it
   std::atomic<int64_t> num_listed{0}, num_copied{0};
   int64_t num_queued = 0;  // pieces
-  std::atomic<bool> copies{false}, has_left{true};  // the copier is among the driver's functions; it has ended
+  std::atomic<int64_t> called_ns{0};  // since when the copier may be in a function of the driver's; 0 if not
+  std::atomic<bool> has_left{true};   // the copier has ended
   pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
   pthread_cond_t listed = PTHREAD_COND_INITIALIZER, woken;
   bool is_woken = false;

@@ -67,6 +67,7 @@ def measure_cores(
     OffplanError where the cores cannot multiply what the model has, or there are fewer cores than
     ``num_threads``. Figures that other processes disturb are estimates, whose source says so.
     """
+    cores.load()  # which refuses systems whose cores nobody can watch
     with Watch() as watch:
         found = _measure(stage, device, num_threads, watch)
     if watch.why is not None:
