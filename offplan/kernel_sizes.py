@@ -115,6 +115,15 @@ EXPERT_SCRATCH_BYTES = 256 * 2**20
 """Bytes of the memory in which the values of a group of experts are made, where they are more than
 one expert's. Source: estimated."""
 
+FUSES_STEPS = False
+"""Whether steps take fewer launches: one for a router, none for the sums of split products.
+
+False until a GPU has measured what it gives.
+"""
+ROUTED_TOKENS, ROUTED_PAIRS = 64, 512
+"""Tokens, and pairs of a token and an expert, that the kernel for routers takes at most: one program
+has all of them. Source: estimated."""
+
 
 def are_grouped(num_pairs: int, num_experts: int, kinds: Collection[str]) -> bool:
     """Return True if so many pairs of a token and an expert multiply values, group by group.
@@ -139,6 +148,12 @@ def expert_scratch(num_experts: int, num_values: int) -> int:
     Whatever prompts a session is to read: it takes the scratch with its weights.
     """
     return GROUPS_EXPERTS * experts_at_once(num_experts, num_values) * num_values
+
+
+def are_routed(num_tokens: int, num_chosen: int) -> bool:
+    """Return True if so many tokens, of so many experts each, choose them by one kernel."""
+    tokens, chosen = (1 << (number - 1).bit_length() for number in (num_tokens, num_chosen))
+    return FUSES_STEPS and num_tokens <= ROUTED_TOKENS and tokens * chosen <= ROUTED_PAIRS
 
 
 def are_gathered(num_pairs: int, num_experts: int) -> bool:

@@ -28,6 +28,7 @@ from offplan.runtime.model.rewrites import (
     route,
     take_in_spans,
 )
+from offplan.runtime.model.routers import choose_by_kernel
 from offplan.runtime.refusal import refuse
 from offplan.transformers_private import (
     choose_attention,
@@ -77,6 +78,7 @@ def build_skeleton(model: Model) -> PreTrainedModel:
     take_in_spans(layers)
     route(skeleton)
     hand_over(skeleton)
+    choose_by_kernel(skeleton)
     set_types(skeleton, model)
     with _experts_without_weights(skeleton, model):
         for module, asked in probe_attention(skeleton, layers).items():
