@@ -121,8 +121,10 @@ FUSES_STEPS = False
 False until a GPU has measured what it gives.
 """
 ROUTED_TOKENS, ROUTED_PAIRS = 64, 512
-"""Tokens, and pairs of a token and an expert, that the kernel for routers takes at most: one program
-has all of them. Source: estimated."""
+"""Tokens, and pairs of a token and an expert, that the kernel for routers takes at most.
+
+One program has all of them. Source: estimated.
+"""
 
 
 def are_grouped(num_pairs: int, num_experts: int, kinds: Collection[str]) -> bool:

@@ -165,6 +165,48 @@ def test_parts_of_products_are_added_in_their_order(splits: int) -> None:
 
 @pytest.mark.gpu
 @runs_kernels
+@pytest.mark.parametrize(
+    ("name", "num_in"), [("fp8", 1280), ("int8", 1280), ("gptq in order", 2560), ("packed", 4096)]
+)
+def test_split_products_add_themselves(
+    name: str, num_in: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit as another launch adds them, again and again; counters are 0 afterwards."""
+    from offplan.runtime.forms import kernels, products
+    from offplan.runtime.forms.gather import sort_pairs
+
+    added: list[int] = []
+    add = kernels.add_splits
+
+    class Noted:
+        def __getitem__(self, grid: Any) -> Any:
+            added.append(grid)
+            return add[grid]
+
+    monkeypatch.setattr(kernels, "add_splits", Noted())
+    monkeypatch.setattr(coded, "NUM_OUT", 64)
+    monkeypatch.setattr(coded, "NUM_IN", num_in)
+    counters = torch.zeros(products.COUNTERS, dtype=torch.int32, device=DEVICE)
+    form, parts = hold(FORMS[name], tame(make_parts(name), FORMS[name]))
+    x = random(3, num_in).to(DTYPES[0])
+    expected = products.multiply_rows(form, parts, x)
+    assert len(added) == 1
+    for _ in range(2):
+        assert torch.equal(products.multiply_rows(form, parts, x, counters=counters), expected)
+        assert not counters.any()
+    form, parts = hold(FORMS[name], tame(make_parts(name, EXPERTS), FORMS[name]))
+    chosen = torch.tensor([1, 0, 1, 1, 0, 1], device=DEVICE)
+    pairs = sort_pairs(chosen, EXPERTS)[1:]
+    expected = products.multiply_pairs(form, parts, x, *pairs)
+    assert len(added) == 2
+    got = products.multiply_pairs(form, parts, x, *pairs, counters=counters)
+    assert torch.equal(got, expected)
+    assert len(added) == 2
+    assert not counters.any()
+
+
+@pytest.mark.gpu
+@runs_kernels
 @by_form
 def test_last_blocks_reach_past_the_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 72 outputs and 384 inputs: a product takes 64 and 256 where words hold eight codes.
@@ -395,7 +437,9 @@ def test_kernels_of_powers_compile(target: int) -> None:
     def compile_for(kernel: Any, constants: dict[Any, Any]) -> str:
         weight: Any = Weight(*types)
         kinds = {"x": "*bf16", "out": "*bf16", "weight": weight}
-        kinds |= {"order": "*i32", "starts": "*i32"}
+        kinds |= {"order": "*i32", "starts": "*i32", "made": "*bf16", "counters": "*i32"}
+        if "counters" not in constants:
+            kinds["out"] = "*fp32"
         at = kernel.arg_names.index("weight")
         constants = constants | {(at, place): None for place in (2, 3, 4)}
         return compile_ptx(kernel, target, kinds, constants, aligned=["out"])
@@ -411,6 +455,8 @@ def test_kernels_of_powers_compile(target: int) -> None:
         assert form.block is not None
         layout = {"FORM": Layout(code, 1, "exponent", "", 1, "", *form.block)}
         tile = {"EXPERTS": 8, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": form.block[1]}
-        assert "mma" in compile_for(kernels.multiply, layout | tile)
+        assert "mma" in compile_for(kernels.multiply, layout | tile | {"counters": None})
+        added = compile_for(kernels.multiply, layout | tile)
+        assert "atom.global.gpu.acq_rel.add" in added
         tile = {"BLOCK_N": 8, "GROUPS": 16, "CHUNK": 16}
         assert "entry" in compile_for(kernels.expand, layout | tile)

@@ -189,8 +189,33 @@ def find_block(starts, num_pairs, num_experts, EXPERTS: tl.constexpr, BLOCK_M: t
 
 
 @triton.jit
+def store_sums(out, sums, pair, n, num_pairs, num_out, inside, made, counters):  # type: ignore[no-untyped-def]
+    """Store a program's sums to its part of ``out``; the last one of a tile adds up all parts.
+
+    It adds them in the parts' order, whichever was last, rounds once to ``made``, and sets the
+    tile's counter back. Without ``counters`` nothing is added.
+    """
+    where = pair.to(tl.int64)[None, :] * num_out + n[:, None]
+    size = tl.cast(num_pairs, tl.int64) * num_out
+    own = out + tl.program_id(2) * size + where
+    tl.store(own, sums.to(out.dtype.element_ty), mask=inside)
+    if counters is not None:
+        counter = counters + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        tl.debug_barrier()  # all threads have stored before one of them counts
+        arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        if arrived == tl.num_programs(2) - 1:
+            # of other multiprocessors: what this one's own cache has may be older
+            total = tl.load(out + where, mask=inside, other=0.0, cache_modifier=".cg")
+            for split in range(1, tl.num_programs(2)):
+                part = out + split * size + where
+                total += tl.load(part, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(made + where, total.to(made.dtype.element_ty), mask=inside)
+            tl.store(counter, 0)
+
+
+@triton.jit
 def multiply(  # type: ignore[no-untyped-def]
-    x, out, order, starts, num_pairs, num_out, row_elements, split_elements, pairs_per_row,
+    x, out, made, counters, order, starts, num_pairs, num_out, row_elements, split_elements, pairs_per_row,
     num_experts, weight, FORM: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -265,8 +290,8 @@ def multiply(  # type: ignore[no-untyped-def]
                 sums = tl.dot(scaled(high, s, none, v.dtype, FORM), v, sums)
     if FORM.code == "fp4" and FORM.scale == "exponent" and x.dtype.element_ty == tl.bfloat16:
         sums *= 2.0**63
-    where = out + (tl.program_id(2) * num_pairs + pair).to(tl.int64)[None, :] * num_out + n[:, None]
-    tl.store(where, sums.to(out.dtype.element_ty), mask=is_pair[None, :] & is_row[:, None])
+    inside = is_pair[None, :] & is_row[:, None]
+    store_sums(out, sums, pair, n, num_pairs, num_out, inside, made, counters)
 
 
 @triton.jit
@@ -281,7 +306,7 @@ def add_splits(out, sums, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):  # t
 
 @triton.jit
 def multiply_each(  # type: ignore[no-untyped-def]
-    x, out, order, starts, num_pairs, num_out, row_elements, split_elements, pairs_per_row,
+    x, out, made, counters, order, starts, num_pairs, num_out, row_elements, split_elements, pairs_per_row,
     num_experts, weight, FORM: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -335,12 +360,12 @@ def multiply_each(  # type: ignore[no-untyped-def]
         if FORM.code == "fp4":
             found *= 2.0**62
         sums += found * s[:, :, None]
-    made = tl.sum(tl.sum(sums, 2), 1)
+    product = tl.sum(tl.sum(sums, 2), 1)
     if FORM.whole != "":
         of_matrix = load_whole(weight, FORM, expert, num_out, n, is_row)
-        made = made * of_matrix if FORM.whole == "factor" else made / of_matrix
+        product = product * of_matrix if FORM.whole == "factor" else product / of_matrix
     where = out + tl.cast(pair, tl.int64) * num_out + n
-    tl.store(where, made.to(out.dtype.element_ty), mask=is_row)
+    tl.store(where, product.to(out.dtype.element_ty), mask=is_row)
 
 
 @triton.jit

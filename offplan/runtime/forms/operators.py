@@ -22,20 +22,30 @@ Compute = Callable[..., torch.Tensor]
 
 
 def multiply(
-    form: Form, parts: Components, x: torch.Tensor, *pairs: torch.Tensor, in_place: bool = False
+    form: Form,
+    parts: Components,
+    x: torch.Tensor,
+    *pairs: torch.Tensor,
+    in_place: bool = False,
+    counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply rows by a weight, or with ``pairs``, (order, starts), by those of experts.
 
     As ``products.multiply_rows`` and ``multiply_pairs`` do.
     """
-    return _multiply_all(form, parts, [x, *pairs], in_place)
+    return _multiply_all(form, parts, [x, *pairs], in_place, counters)
 
 
 def multiply_slots(
-    form: Form, parts: Components, rest: Components, x: torch.Tensor, *pairs: torch.Tensor
+    form: Form,
+    parts: Components,
+    rest: Components,
+    x: torch.Tensor,
+    *pairs: torch.Tensor,
+    counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply rows by the weights of experts in slots, as ``products.multiply_slots`` does."""
-    return _multiply_slots(form, parts, list(rest.values()), [x, *pairs])
+    return _multiply_slots(form, parts, list(rest.values()), [x, *pairs], counters)
 
 
 def multiply_groups(
@@ -99,11 +109,15 @@ def _choose_and_multiply(
 
 
 def _product(
-    form: Form, parts: Components, inputs: list[torch.Tensor], in_place: bool
+    form: Form,
+    parts: Components,
+    inputs: list[torch.Tensor],
+    in_place: bool,
+    counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if len(inputs) == 1:
-        return products.multiply_rows(form, parts, *inputs)
-    return products.multiply_pairs(form, parts, *inputs, in_place=in_place)
+        return products.multiply_rows(form, parts, *inputs, counters=counters)
+    return products.multiply_pairs(form, parts, *inputs, in_place=in_place, counters=counters)
 
 
 def _split(form: Form, parts: Components) -> tuple[str, list[int], list[torch.Tensor]]:
@@ -170,22 +184,23 @@ _linear_of_any, linear_of_any = _operator(
 """``linear_of_any`` does the same for however many rows, which the compiler need not know: few
 rows multiply packed codes, many their values."""
 
+# That counters change is not declared, as of the scratch: they are what they were when it is done.
 _multiply, _multiply_all = _operator(
     "multiply",
-    "Tensor[] inputs, bool in_place",
+    "Tensor[] inputs, bool in_place, Tensor? counters=None",
     _product,
-    lambda form, parts, inputs, _: inputs[0].new_empty(
+    lambda form, parts, inputs, *_: inputs[0].new_empty(
         len(inputs[0]) if len(inputs) == 1 else inputs[1].numel(), operands_of(form, parts).num_out
     ),
 )
 
 _slots_operator, _multiply_slots = _operator(
     "multiply_slots",
-    "Tensor[] rest, Tensor[] inputs",
-    lambda form, parts, rest, inputs: products.multiply_slots(
-        form, parts, dict(zip(parts, rest, strict=False)), *inputs
+    "Tensor[] rest, Tensor[] inputs, Tensor? counters=None",
+    lambda form, parts, rest, inputs, counters=None: products.multiply_slots(
+        form, parts, dict(zip(parts, rest, strict=False)), *inputs, counters=counters
     ),
-    lambda form, parts, _, inputs: inputs[0].new_empty(
+    lambda form, parts, _, inputs, *__: inputs[0].new_empty(
         inputs[1].numel(), operands_of(form, parts).num_out
     ),
 )

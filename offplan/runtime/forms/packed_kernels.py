@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from offplan.forms.form import BASE_BYTES, PATCH_ROWS
-from offplan.runtime.forms.kernels import find_block, spread
+from offplan.runtime.forms.kernels import find_block, spread, store_sums
 
 _PATCH_ROWS = tl.constexpr(PATCH_ROWS)
 _BASE_WORDS = tl.constexpr(BASE_BYTES // 4)
@@ -147,6 +147,8 @@ def find_patches(patches, patch_blocks, reserve, expert, num_out, row):  # type:
 def multiply(  # type: ignore[no-untyped-def]
     x,
     out,
+    made,
+    counters,
     order,
     starts,
     num_pairs,
@@ -227,14 +229,15 @@ def multiply(  # type: ignore[no-untyped-def]
             value = (bits << 16).to(tl.float32, bitcast=True)
             found = tl.where(row[None, :] == n[:, None], value[None, :], 0.0)
             sums = tl.dot(found.to(v.dtype), v, sums)
-    where = out + (tl.program_id(2) * num_pairs + pair).to(tl.int64)[None, :] * num_out + n[:, None]
-    tl.store(where, sums.to(out.dtype.element_ty), mask=is_pair[None, :])
+    store_sums(out, sums, pair, n, num_pairs, num_out, is_pair[None, :], made, counters)
 
 
 @triton.jit
 def multiply_each(  # type: ignore[no-untyped-def]
     x,
     out,
+    made,
+    counters,
     order,
     starts,
     num_pairs,
@@ -293,7 +296,7 @@ def multiply_each(  # type: ignore[no-untyped-def]
                 tile += low * x_low[None, :]
                 tile += high * x_high[None, :]
         sums += tile * spread(two_to(powers), _BASE_WORDS)
-    made = tl.sum(sums, 1)
+    product = tl.sum(sums, 1)
     own, patch, stop_patch = find_patches(
         patches, patch_blocks, reserve, expert, num_out, tl.program_id(0) * BLOCK_N
     )
@@ -303,9 +306,9 @@ def multiply_each(  # type: ignore[no-untyped-def]
         is_own = (row // BLOCK_N == tl.program_id(0)) & (row >= 0)
         value = (bits << 16).to(tl.float32, bitcast=True)
         found = tl.load(inputs + column, mask=is_own, other=0.0).to(tl.float32) * value
-        made += tl.sum(tl.where(row[None, :] == n[:, None], found[None, :], 0.0), 1)
+        product += tl.sum(tl.where(row[None, :] == n[:, None], found[None, :], 0.0), 1)
     where = out + tl.cast(pair, tl.int64) * num_out + n
-    tl.store(where, made.to(out.dtype.element_ty))
+    tl.store(where, product.to(out.dtype.element_ty))
 
 
 @triton.jit

@@ -20,6 +20,8 @@ SPLIT_PROGRAMS = 2048
 
 Source: 12,288 x 4,096 of FP8 on an H200 took 17 us in four parts of 192 programs each, 24 in one.
 """
+COUNTERS = SPLIT_PROGRAMS // 2
+"""Tiles of a product that is split, at most: each has two parts or more."""
 ADDED = 512
 """Products whose parts a program adds: 24 programs for 8 rows of 1,536."""
 EACH_OUT, EACH_ELEMENTS = 16, 64
@@ -133,11 +135,17 @@ def empty_values(
     return scratch[: prod(shape)].view(shape)
 
 
-def multiply_rows(form: Form, parts: Components, x: torch.Tensor) -> torch.Tensor:
-    """Multiply rows, [rows, in], by a weight: [rows, out]."""
+def multiply_rows(
+    form: Form, parts: Components, x: torch.Tensor, *, counters: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multiply rows, [rows, in], by a weight: [rows, out].
+
+    With ``counters``, int32 of COUNTERS that are 0 and are so again, programs that multiply parts
+    of rows add these up themselves, bit for bit as without.
+    """
     block_m = max(MIN_ROWS, min(128, triton.next_power_of_2(len(x))))
     x, parts = sort_inputs(x, parts)
-    return _multiply(form, parts, x, len(x), None, block_m)
+    return _multiply(form, parts, x, len(x), None, block_m, counters=counters)
 
 
 def multiply_pairs(
@@ -148,12 +156,14 @@ def multiply_pairs(
     starts: torch.Tensor,
     *,
     in_place: bool = False,
+    counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply each pair's row of ``x``, [rows, in], by its expert's weight: [pairs, out].
 
     ``order`` lists the pairs by their expert, ``starts``, [experts + 1], where each one's begin in
     it. Pairs are dealt out evenly: row r of R serves those from r x pairs / R on. ``in_place`` says
-    that the weight lies in host memory, of which nothing is to cross twice.
+    that the weight lies in host memory, of which nothing is to cross twice. ``counters`` are those
+    of ``multiply_rows``.
     """
     # so many times what an expert has on average that those of most, or nearly all, are one block
     spread, most = (8, IN_PLACE_ROWS) if in_place else (2, PAIR_ROWS)
@@ -162,12 +172,18 @@ def multiply_pairs(
     block_m = max(MIN_ROWS, min(most, triton.next_power_of_2(of_expert)))
     if Component.GROUP_INDEX in parts:
         x, parts, order, starts = _sort_each(x, parts, order, starts)
-    made = _multiply(form, parts, x, order.numel(), (order, starts), block_m)
+    pairs = order, starts
+    made = _multiply(form, parts, x, order.numel(), pairs, block_m, counters=counters)
     return made.view(num_pairs, -1)
 
 
 def multiply_slots(
-    form: Form, parts: Components, rest: Components, x: torch.Tensor, *pairs: torch.Tensor
+    form: Form,
+    parts: Components,
+    rest: Components,
+    x: torch.Tensor,
+    *pairs: torch.Tensor,
+    counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply each pair's row of ``x``, [rows, in], by its expert's weight: [pairs, out].
 
@@ -175,13 +191,14 @@ def multiply_slots(
     and where each slot's begin, as of ``multiply_pairs`` with as many slots as experts. ``rest``
     are the parts of all experts, and the last two list the pairs that have no slot by expert;
     without ``rest`` all have one. The result is bit for bit what ``multiply_pairs`` makes of all
-    experts in GPU memory.
+    experts in GPU memory. ``counters`` are those of ``multiply_rows``.
     """
     order, starts, *others = pairs
     of_expert = 2 * order.numel() // (starts.numel() - 1)
     block_m = max(MIN_ROWS, min(PAIR_ROWS, triton.next_power_of_2(of_expert)))
     more = [(rest, (others[0], others[1]))] if rest else []
-    made = _multiply(form, parts, x, order.numel(), (order, starts), block_m, more)
+    own = order, starts
+    made = _multiply(form, parts, x, order.numel(), own, block_m, more, counters=counters)
     return made.view(order.numel(), -1)
 
 
@@ -262,8 +279,10 @@ def _multiply(
     pairs: tuple[torch.Tensor, torch.Tensor] | None,
     block_m: int,
     more: Sequence[tuple[Components, tuple[torch.Tensor, torch.Tensor]]] = (),
+    *,
+    counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply as ``multiply_rows`` and ``multiply_pairs`` do: [1, pairs, out], or [pairs, out].
+    """Multiply as ``multiply_rows`` and ``multiply_pairs`` do: [pairs, out].
 
     ``more`` are the same experts' parts elsewhere, with the pairs that are multiplied by these.
     """
@@ -292,11 +311,13 @@ def _multiply(
         options = {"maxnreg": EACH_REGISTERS} if form.kind is Kind.PACKED else {}
     split = triton.cdiv(triton.cdiv(length, splits), block_k) * block_k
     out = x.new_empty(splits, num_pairs, num_out, dtype=torch.float32 if splits > 1 else x.dtype)
+    counters = counters if splits > 1 else None
+    made = out[0] if splits == 1 else x.new_empty(num_pairs, num_out)
     planes = _planes_of(form, weight, x)
     sources = [(weight, pairs), *((operands_of(form, rest), of) for rest, of in more)]
     for source, of_source in sources:
         multiply[(triton.cdiv(num_out, block_n), num_blocks, splits)](
-            planes, out, *(of_source or (None, None)),
+            planes, out, made, counters, *(of_source or (None, None)),
             num_pairs, num_out, length, split, num_pairs // len(x), weight.num_experts,
             *source.arguments,
             **source.constants,
@@ -308,9 +329,7 @@ def _multiply(
             num_stages=num_stages,
             **options,
         )  # fmt: skip
-    if splits == 1:
-        return out[0]
-    made = x.new_empty(num_pairs, num_out)
-    size = made.numel()
-    kernels.add_splits[(triton.cdiv(size, ADDED),)](made, out, size, SPLITS=splits, BLOCK=ADDED)
+    if splits > 1 and counters is None:
+        size = made.numel()
+        kernels.add_splits[(triton.cdiv(size, ADDED),)](made, out, size, SPLITS=splits, BLOCK=ADDED)
     return made

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from offplan import kernel_sizes
 from offplan.capabilities.table import Recoding
 from offplan.errors import PlanError
 from offplan.forms.form import Component, Form, Kind
@@ -66,6 +67,8 @@ class StoredLinear(nn.Linear):
     stored: StoredWeight
     scratch: torch.Tensor | None = None
     """Flat memory that its values are made in for many rows, where it shares one with others."""
+    counters: torch.Tensor | None = None
+    """Numbers by which the programs of a product add up its parts, shared likewise."""
     weight = property(_make_values)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -81,7 +84,7 @@ class StoredLinear(nn.Linear):
         is_cheap = form.kind is Kind.PACKED and self.scratch is not None
         if x.numel() > (PACKED_ROWS if is_cheap else CODES_ROWS) * x.shape[-1]:
             return operators.linear(form, parts, x, self.bias, self.scratch)
-        made = operators.multiply(form, parts, x.flatten(0, -2))
+        made = operators.multiply(form, parts, x.flatten(0, -2), counters=self.counters)
         made = made.unflatten(0, x.shape[:-1])
         return made if self.bias is None else made + self.bias
 
@@ -162,10 +165,18 @@ def share_scratch(parent: nn.Module, dtype: torch.dtype, device: torch.device) -
     """Have all stored linear layers and experts of ``parent`` make their values in one memory.
 
     They run one after another, and each value is read before the next one is made. On the CPU,
-    and in types that no kernel multiplies, each is made in memory of its own.
+    and in types that no kernel multiplies, each is made in memory of its own. Likewise they share
+    the counters of products whose programs add up parts.
     """
     if device.type != "cuda" or dtype not in KERNEL_DTYPES:
         return
+    if kernel_sizes.FUSES_STEPS:
+        from offplan.runtime.forms.products import COUNTERS  # needs triton
+
+        counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        for module in parent.modules():
+            if isinstance(module, StoredLinear) or "stored_experts" in vars(module):
+                vars(module)["counters"] = counters
     sizes = {module: size for module in parent.modules() if (size := scratch_size(module))}
     if not sizes:
         return
@@ -188,6 +199,7 @@ def drop_scratch(parent: nn.Module) -> None:
     """Give back what ``share_scratch`` took."""
     for module in parent.modules():
         vars(module).pop("scratch", None)
+        vars(module).pop("counters", None)
 
 
 def weight_of(module: nn.Linear, dtype: torch.dtype) -> torch.Tensor:

@@ -4,8 +4,6 @@ import torch
 import triton
 import triton.language as tl
 
-from offplan.runtime.forms.gather import Pairs
-
 OTHERS = 64
 """Pairs that each pair is compared with at a time, to find its place among them."""
 
@@ -100,7 +98,11 @@ def choose_experts(
     return weights, indices, order, starts
 
 
-def empty_choice(logits: torch.Tensor, num_chosen: int) -> tuple[torch.Tensor, *Pairs]:
+Choice = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Weights and experts of each token, and the pairs by expert with where each expert's begin."""
+
+
+def empty_choice(logits: torch.Tensor, num_chosen: int) -> Choice:
     """Return room for what ``choose_experts`` returns."""
     num_tokens, num_experts = logits.shape
     return (
