@@ -207,6 +207,34 @@ def test_split_products_add_themselves(
 
 @pytest.mark.gpu
 @runs_kernels
+@pytest.mark.parametrize(
+    ("name", "rows", "num_in"),
+    [("fp8", 1, 1280), ("fp8", 3, 256), ("int4 about 8", 1, 256), ("mxfp4", 1, 256)],
+)
+def test_weights_are_multiplied_together(
+    name: str, rows: int, num_in: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one launch, bit for bit as by one each; they need not have as many rows."""
+    from offplan.runtime.forms import products
+
+    monkeypatch.setattr(coded, "NUM_IN", num_in)
+    x, expected, weights = random(rows, num_in).to(DTYPES[0]), [], []
+    for num_out in (128, 72, 80):
+        monkeypatch.setattr(coded, "NUM_OUT", num_out)
+        form, parts = hold(FORMS[name], tame(make_parts(name), FORMS[name]))
+        expected.append(products.multiply_rows(form, parts, x).flatten())
+        weights.append(parts)
+    assert products.are_alike(form, weights, rows, 0)
+    counters = torch.zeros(products.COUNTERS, dtype=torch.int32, device=DEVICE)
+    for given in (counters, None):
+        got = products.multiply_together(form, weights, x, given)
+        assert torch.equal(got, torch.cat(expected))
+    longer = {part: torch.cat([each, each], -1) for part, each in weights[0].items()}
+    assert not products.are_alike(form, [weights[0], longer], rows, 0)
+
+
+@pytest.mark.gpu
+@runs_kernels
 @by_form
 def test_last_blocks_reach_past_the_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 72 outputs and 384 inputs: a product takes 64 and 256 where words hold eight codes.
@@ -439,7 +467,7 @@ def test_kernels_of_powers_compile(target: int) -> None:
         kinds = {"x": "*bf16", "out": "*bf16", "weight": weight}
         kinds |= {"order": "*i32", "starts": "*i32", "made": "*bf16", "counters": "*i32"}
         if "counters" not in constants:
-            kinds["out"] = "*fp32"
+            kinds |= {"out": "*fp32", "more": ("i32", "i32", "i64", "i64") * 2}
         at = kernel.arg_names.index("weight")
         constants = constants | {(at, place): None for place in (2, 3, 4)}
         return compile_ptx(kernel, target, kinds, constants, aligned=["out"])
@@ -455,7 +483,8 @@ def test_kernels_of_powers_compile(target: int) -> None:
         assert form.block is not None
         layout = {"FORM": Layout(code, 1, "exponent", "", 1, "", *form.block)}
         tile = {"EXPERTS": 8, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": form.block[1]}
-        assert "mma" in compile_for(kernels.multiply, layout | tile | {"counters": None})
+        alone = {"counters": None, "more": None}
+        assert "mma" in compile_for(kernels.multiply, layout | tile | alone)
         added = compile_for(kernels.multiply, layout | tile)
         assert "atom.global.gpu.acq_rel.add" in added
         tile = {"BLOCK_N": 8, "GROUPS": 16, "CHUNK": 16}

@@ -189,14 +189,39 @@ def find_block(starts, num_pairs, num_experts, EXPERTS: tl.constexpr, BLOCK_M: t
 
 
 @triton.jit
-def store_sums(out, sums, pair, n, num_pairs, num_out, inside, made, counters):  # type: ignore[no-untyped-def]
+def find_weight(more, num_out, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the block of rows that this program has of one of several weights, and which that is.
+
+    Returns the weight's rows, those of weights before, and how far its codes and scales lie behind
+    the first weight's. ``more`` are four numbers of each further weight: its rows, the first of
+    its blocks, and the distances. Distances are told, not pointers: a tensor has one, as have
+    programs.
+    """
+    block = tl.program_id(0)
+    rows, before, at_codes, at_scales = num_out, 0, tl.cast(0, tl.int64), tl.cast(0, tl.int64)
+    total = num_out
+    if more is not None:
+        own = block
+        for i in tl.static_range(len(more) // 4):
+            is_own = block >= more[4 * i + 1]
+            own = tl.where(is_own, block - more[4 * i + 1], own)
+            rows = tl.where(is_own, more[4 * i], rows)
+            before = tl.where(is_own, total, before)
+            at_codes = tl.where(is_own, more[4 * i + 2], at_codes)
+            at_scales = tl.where(is_own, more[4 * i + 3], at_scales)
+            total += more[4 * i]
+        block = own
+    return block * BLOCK_N + tl.arange(0, BLOCK_N), rows, before, total, at_codes, at_scales
+
+
+@triton.jit
+def store_sums(out, sums, pair, n, size, num_out, inside, made, counters):  # type: ignore[no-untyped-def]
     """Store a program's sums to its part of ``out``; the last one of a tile adds up all parts.
 
     It adds them in the parts' order, whichever was last, rounds once to ``made``, and sets the
-    tile's counter back. Without ``counters`` nothing is added.
+    tile's counter back. Without ``counters`` nothing is added. A part has ``size`` products.
     """
     where = pair.to(tl.int64)[None, :] * num_out + n[:, None]
-    size = tl.cast(num_pairs, tl.int64) * num_out
     own = out + tl.program_id(2) * size + where
     tl.store(own, sums.to(out.dtype.element_ty), mask=inside)
     if counters is not None:
@@ -215,8 +240,8 @@ def store_sums(out, sums, pair, n, num_pairs, num_out, inside, made, counters): 
 
 @triton.jit
 def multiply(  # type: ignore[no-untyped-def]
-    x, out, made, counters, order, starts, num_pairs, num_out, row_elements, split_elements, pairs_per_row,
-    num_experts, weight, FORM: tl.constexpr, EXPERTS: tl.constexpr,
+    x, out, made, counters, order, starts, num_pairs, num_out, row_elements, split_elements,
+    pairs_per_row, num_experts, more, weight, FORM: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program for BLOCK_N rows of a weight and a part of their length: times BLOCK_M inputs."""
@@ -224,7 +249,7 @@ def multiply(  # type: ignore[no-untyped-def]
     if EXPERTS:  # noqa: SIM102 (a constant, apart from what is computed)
         if expert >= num_experts:
             return
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n, num_out, before, total, at_codes, at_scales = find_weight(more, num_out, BLOCK_N)
     is_row = n < num_out
     m = begin + tl.arange(0, BLOCK_M)
     is_pair = m < stop_pair
@@ -234,8 +259,12 @@ def multiply(  # type: ignore[no-untyped-def]
         pair = tl.load(order + m, mask=is_pair, other=0)
         first_row += tl.cast(expert, tl.int64) * num_out
     part_elements = num_pairs // pairs_per_row * row_elements
-    rows = weight.codes + first_row[:, None] * row_elements
-    scales = weight.scales + (expert * weight.scale_rows + n // FORM.rows) * weight.scale_columns
+    rows = weight.codes + at_codes + first_row[:, None] * row_elements
+    scales = (
+        weight.scales
+        + at_scales
+        + (expert * weight.scale_rows + n // FORM.rows) * weight.scale_columns
+    )
     columns = x + (pair // pairs_per_row).to(tl.int64)[None, :] * row_elements
     of_matrix = 1.0
     if FORM.whole != "":
@@ -291,7 +320,11 @@ def multiply(  # type: ignore[no-untyped-def]
     if FORM.code == "fp4" and FORM.scale == "exponent" and x.dtype.element_ty == tl.bfloat16:
         sums *= 2.0**63
     inside = is_pair[None, :] & is_row[:, None]
-    store_sums(out, sums, pair, n, num_pairs, num_out, inside, made, counters)
+    size = tl.cast(num_pairs, tl.int64) * total
+    before = tl.cast(num_pairs, tl.int64) * before
+    if counters is not None:
+        made += before
+    store_sums(out + before, sums, pair, n, size, num_out, inside, made, counters)
 
 
 @triton.jit
@@ -306,8 +339,8 @@ def add_splits(out, sums, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):  # t
 
 @triton.jit
 def multiply_each(  # type: ignore[no-untyped-def]
-    x, out, made, counters, order, starts, num_pairs, num_out, row_elements, split_elements, pairs_per_row,
-    num_experts, weight, FORM: tl.constexpr, EXPERTS: tl.constexpr,
+    x, out, made, counters, order, starts, num_pairs, num_out, row_elements, split_elements,
+    pairs_per_row, num_experts, more, weight, FORM: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program for BLOCK_N rows of a weight in words, times one input.
@@ -318,14 +351,14 @@ def multiply_each(  # type: ignore[no-untyped-def]
     if EXPERTS:  # noqa: SIM102 (a constant, apart from what is computed)
         if expert >= num_experts:
             return
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n, num_out, before, total, at_codes, at_scales = find_weight(more, num_out, BLOCK_N)
     is_row = n < num_out
     pair = begin
     if EXPERTS:
         pair = tl.load(order + begin)
     first_row = tl.cast(expert, tl.int64) * num_out + n
     part_elements = num_pairs // pairs_per_row * row_elements
-    rows = weight.codes + first_row[:, None] * row_elements
+    rows = weight.codes + at_codes + first_row[:, None] * row_elements
     scales = (expert * weight.scale_rows + n // FORM.rows)[:, None] * weight.scale_columns
     inputs = x + tl.cast(pair // pairs_per_row, tl.int64) * row_elements
     # half of what 4-bit floats lack: a product of both must be no subnormal number
@@ -352,7 +385,7 @@ def multiply_each(  # type: ignore[no-untyped-def]
         # scales and zeros are loaded once a group
         column = (start // FORM.elements + tl.arange(0, GROUPS))[None, :]
         is_scale = is_row[:, None] & (column < weight.scale_columns)
-        s = load_scales(weight.scales + scales + column, is_scale, FORM)
+        s = load_scales(weight.scales + at_scales + scales + column, is_scale, FORM)
         found = tl.reshape(found, [BLOCK_N, GROUPS, BLOCK_K // GROUPS])
         if FORM.zero != "":
             none = load_zeros(weight, FORM, n[:, None], column, expert * num_out, is_scale)
@@ -364,7 +397,8 @@ def multiply_each(  # type: ignore[no-untyped-def]
     if FORM.whole != "":
         of_matrix = load_whole(weight, FORM, expert, num_out, n, is_row)
         product = product * of_matrix if FORM.whole == "factor" else product / of_matrix
-    where = out + tl.cast(pair, tl.int64) * num_out + n
+    before = tl.cast(num_pairs, tl.int64) * before
+    where = out + before + tl.cast(pair, tl.int64) * num_out + n
     tl.store(where, product.to(out.dtype.element_ty), mask=is_row)
 
 

@@ -157,6 +157,7 @@ def multiply(  # type: ignore[no-untyped-def]
     split_words,
     pairs_per_row,
     num_experts,
+    more,
     weight,
     exponent,
     base,
@@ -229,7 +230,8 @@ def multiply(  # type: ignore[no-untyped-def]
             value = (bits << 16).to(tl.float32, bitcast=True)
             found = tl.where(row[None, :] == n[:, None], value[None, :], 0.0)
             sums = tl.dot(found.to(v.dtype), v, sums)
-    store_sums(out, sums, pair, n, num_pairs, num_out, is_pair[None, :], made, counters)
+    size = tl.cast(num_pairs, tl.int64) * num_out
+    store_sums(out, sums, pair, n, size, num_out, is_pair[None, :], made, counters)
 
 
 @triton.jit
@@ -246,6 +248,7 @@ def multiply_each(  # type: ignore[no-untyped-def]
     split_words,
     pairs_per_row,
     num_experts,
+    more,
     weight,
     exponent,
     base,

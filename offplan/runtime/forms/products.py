@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -281,55 +282,139 @@ def _multiply(
     more: Sequence[tuple[Components, tuple[torch.Tensor, torch.Tensor]]] = (),
     *,
     counters: torch.Tensor | None = None,
+    beside: Sequence[Components] = (),
 ) -> torch.Tensor:
     """Multiply as ``multiply_rows`` and ``multiply_pairs`` do: [pairs, out].
 
     ``more`` are the same experts' parts elsewhere, with the pairs that are multiplied by these.
+    ``beside`` are other weights that rows are multiplied by: their products follow one another.
     """
     weight = operands_of(form, parts)
     if pairs is not None:  # of which slots may hold fewer
         weight = weight._replace(num_experts=pairs[1].numel() - 1)
-    num_out, length = weight.num_out, weight.length
-    block_k, num_stages = choose_tile(weight, block_m, gpu_limits(x.device.index)[0])
-    if form.kind is Kind.PACKED and block_m >= MANY_ROWS:
-        num_stages = min(num_stages, PACKED_STAGES)
-    num_blocks, block_n, splits = num_pairs, EACH_OUT, 1
-    options: dict[str, int] = {}
-    own_kernels = packed_kernels if form.kind is Kind.PACKED else kernels
-    if weight.pack == 1 or num_pairs > EACH_ROWS * weight.num_experts:
-        multiply, block_n = own_kernels.multiply, BLOCK_OUT
-        num_blocks = triton.cdiv(num_pairs, block_m)
-        if pairs is not None:  # each expert's last block may be part of one
-            num_blocks += min(weight.num_experts, num_pairs)
-        programs = triton.cdiv(num_out, BLOCK_OUT) * num_blocks
-        most = SPLIT_PROGRAMS
-        if form.kind is Kind.PACKED:
-            most = PACKED_PROGRAMS * (1 + (block_m > MANY_ROWS))
-        splits = max(1, min(4, most // programs, length // (2 * block_k)))
-    else:
-        multiply, block_k = own_kernels.multiply_each, EACH_ELEMENTS
-        options = {"maxnreg": EACH_REGISTERS} if form.kind is Kind.PACKED else {}
-    split = triton.cdiv(triton.cdiv(length, splits), block_k) * block_k
-    out = x.new_empty(splits, num_pairs, num_out, dtype=torch.float32 if splits > 1 else x.dtype)
+    way = _choose_way(
+        form, weight, num_pairs, block_m, gpu_limits(x.device.index)[0], pairs is None
+    )
+    num_out, length, splits = weight.num_out, weight.length, way.splits
+    split = triton.cdiv(triton.cdiv(length, splits), way.block_k) * way.block_k
+    others = [operands_of(form, each) for each in beside]
+    num_blocks_out, further = _lay_out(weight, others, way.block_n)
+    shape = (num_pairs, num_out) if not others else (num_pairs * _count_out(weight, others),)
+    out = x.new_empty(splits, *shape, dtype=torch.float32 if splits > 1 else x.dtype)
     counters = counters if splits > 1 else None
-    made = out[0] if splits == 1 else x.new_empty(num_pairs, num_out)
+    made = out[0] if splits == 1 else x.new_empty(shape)
     planes = _planes_of(form, weight, x)
     sources = [(weight, pairs), *((operands_of(form, rest), of) for rest, of in more)]
     for source, of_source in sources:
-        multiply[(triton.cdiv(num_out, block_n), num_blocks, splits)](
+        way.kernel[(num_blocks_out, way.num_blocks, splits)](
             planes, out, made, counters, *(of_source or (None, None)),
-            num_pairs, num_out, length, split, num_pairs // len(x), weight.num_experts,
+            num_pairs, num_out, length, split, num_pairs // len(x), weight.num_experts, further,
             *source.arguments,
             **source.constants,
             EXPERTS=0 if pairs is None else triton.next_power_of_2(weight.num_experts),
             BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
+            BLOCK_N=way.block_n,
+            BLOCK_K=way.block_k,
             num_warps=4,
-            num_stages=num_stages,
-            **options,
+            num_stages=way.num_stages,
+            **way.options,
         )  # fmt: skip
     if splits > 1 and counters is None:
         size = made.numel()
         kernels.add_splits[(triton.cdiv(size, ADDED),)](made, out, size, SPLITS=splits, BLOCK=ADDED)
     return made
+
+
+class _Way(NamedTuple):
+    """The kernel that multiplies by a weight, its tiles, and how rows are split."""
+
+    kernel: Any
+    block_n: int
+    block_k: int
+    num_stages: int
+    num_blocks: int
+    """Blocks of pairs."""
+    splits: int
+    options: dict[str, int]
+
+
+def _choose_way(
+    form: Form, weight: Operands, num_pairs: int, block_m: int, shared_bytes: int, of_rows: bool
+) -> _Way:
+    block_k, num_stages = choose_tile(weight, block_m, shared_bytes)
+    is_packed = form.kind is Kind.PACKED
+    if is_packed and block_m >= MANY_ROWS:
+        num_stages = min(num_stages, PACKED_STAGES)
+    own_kernels: Any = packed_kernels if is_packed else kernels
+    if weight.pack > 1 and num_pairs <= EACH_ROWS * weight.num_experts:
+        options = {"maxnreg": EACH_REGISTERS} if is_packed else {}
+        tile = EACH_OUT, EACH_ELEMENTS, num_stages
+        return _Way(own_kernels.multiply_each, *tile, num_pairs, 1, options)
+    num_blocks = triton.cdiv(num_pairs, block_m)
+    if not of_rows:  # each expert's last block may be part of one
+        num_blocks += min(weight.num_experts, num_pairs)
+    programs = triton.cdiv(weight.num_out, BLOCK_OUT) * num_blocks
+    most = PACKED_PROGRAMS * (1 + (block_m > MANY_ROWS)) if is_packed else SPLIT_PROGRAMS
+    splits = max(1, min(4, most // programs, weight.length // (2 * block_k)))
+    return _Way(own_kernels.multiply, BLOCK_OUT, block_k, num_stages, num_blocks, splits, {})
+
+
+def _count_out(weight: Operands, others: Sequence[Operands]) -> int:
+    return weight.num_out + sum(each.num_out for each in others)
+
+
+def _lay_out(
+    weight: Operands, others: Sequence[Operands], block_n: int
+) -> tuple[int, tuple[int, ...] | None]:
+    """Return the blocks of rows of all weights, and what ``kernels.find_weight`` is told of others.
+
+    Distances are in elements of the tensors, wherever these lie.
+    """
+    num_blocks, told = triton.cdiv(weight.num_out, block_n), []
+    for each in others:
+        told += [each.num_out, num_blocks]
+        for own, first in zip(each.arguments[0][:2], weight.arguments[0][:2], strict=True):
+            distance, rest = divmod(own.data_ptr() - first.data_ptr(), own.itemsize)
+            assert not rest  # weights begin at multiples of more bytes than an element has
+            told.append(distance)
+        num_blocks += triton.cdiv(each.num_out, block_n)
+    return num_blocks, tuple(told) or None
+
+
+def multiply_together(
+    form: Form, weights: Sequence[Components], x: torch.Tensor, counters: torch.Tensor | None
+) -> torch.Tensor:
+    """Multiply rows, [rows, in], by several weights that ``are_alike``, in one launch.
+
+    Returns the products by the first weight, [rows, out], then those by the next, all flat. They
+    are bit for bit those of ``multiply_rows``, whose ``counters`` these are.
+    """
+    first, *others = weights
+    block_m = max(MIN_ROWS, min(128, triton.next_power_of_2(len(x))))
+    return _multiply(
+        form, first, x, len(x), None, block_m, counters=counters, beside=others
+    ).flatten()
+
+
+def are_alike(form: Form, weights: Sequence[Components], num_rows: int, device_index: int) -> bool:
+    """Return True if ``multiply_together`` can multiply so many rows by these weights.
+
+    Their rows are as long, what belongs to them is codes and scales, and one launch splits each as
+    it is split alone.
+    """
+    if form.kind not in (Kind.FP8_BLOCK, Kind.FP8_CHANNEL, Kind.MXFP4, Kind.W4A16, Kind.W8A16):
+        return False
+    if any(Component.GROUP_INDEX in parts for parts in weights):
+        return False
+    found = [operands_of(form, parts) for parts in weights]
+    layout: Layout = found[0].constants["FORM"]
+    if layout.whole or layout.zero not in ("", "middle") or layout.code == "table":
+        return False
+    block_m = max(MIN_ROWS, min(128, triton.next_power_of_2(num_rows)))
+    limit = gpu_limits(device_index)[0]
+    ways = [_choose_way(form, each, num_rows, block_m, limit, True) for each in found]
+    kinds = {
+        (each.length, each.constants["FORM"], each.arguments[0].scale_columns) for each in found
+    }
+    tiles = sum(triton.cdiv(each.num_out, ways[0].block_n) for each in found) * ways[0].num_blocks
+    return len(kinds) == 1 and len({way.splits for way in ways}) == 1 and tiles <= COUNTERS
