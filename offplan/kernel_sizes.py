@@ -115,6 +115,9 @@ EXPERT_SCRATCH_BYTES = 256 * 2**20
 """Bytes of the memory in which the values of a group of experts are made, where they are more than
 one expert's. Source: estimated."""
 
+FEW_ROWS = (1, 2, 4)
+"""Rows that are multiplied by weights in their values without the matrix units. Source: estimated.
+"""
 FUSES_STEPS = False
 """Whether steps take fewer launches: one for a router, none for the sums of split products.
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from offplan.forms.form import Component, Form, Kind, WordOrder
 from offplan.kernel_sizes import PACKED_ROWS
-from offplan.runtime.forms import grouped, products
+from offplan.runtime.forms import grouped, products, value_kernels
 from offplan.runtime.forms.gates import Gate
 from offplan.runtime.forms.operands import operands_of
 from offplan.runtime.forms.reference import Components
@@ -238,3 +238,47 @@ _sum_operator = torch.library.custom_op(
 _sum_operator.register_fake(
     lambda made, weights, _: made.new_empty(weights.shape[0], made.shape[-1])
 )
+
+_few_operator = torch.library.custom_op(
+    "offplan::multiply_few",
+    value_kernels.multiply_values,
+    mutates_args=(),
+    schema="(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor",
+)
+_few_operator.register_fake(lambda x, weights, biases: x.new_empty(len(x) * sum(map(len, weights))))
+
+
+def _several(
+    names: str, block: list[int], tensors: list[torch.Tensor], count: int
+) -> tuple[Form, list[Components]]:
+    """Return the form of several weights, and the parts of each, which follow one another."""
+    size = len(tensors) // count
+    each = [_join(names, block, tensors[at : at + size]) for at in range(0, len(tensors), size)]
+    return each[0][0], [parts for _, parts in each]
+
+
+_together_operator = torch.library.custom_op(
+    "offplan::multiply_together",
+    lambda *weights_and: products.multiply_together(*_several(*weights_and[:4]), *weights_and[4:]),
+    mutates_args=(),
+    schema="(str names, int[] block, Tensor[] tensors, int count, Tensor x, Tensor? counters)"
+    " -> Tensor",
+)
+_together_operator.register_fake(
+    lambda names, block, tensors, count, x, _: x.new_empty(
+        len(x) * sum(count_out(*_several(names, block, tensors, count)))
+    )
+)
+
+
+def count_out(form: Form, weights: list[Components]) -> list[int]:
+    """Return the outputs of each weight."""
+    return [operands_of(form, parts).num_out for parts in weights]
+
+
+def can_join(
+    names: str, block: list[int], tensors: list[torch.Tensor], count: int, x: torch.Tensor
+) -> bool:
+    """Return True if ``offplan::multiply_together`` takes these weights, as it is given them."""
+    several = _several(names, block, tensors, count)
+    return products.are_alike(*several, len(x), x.device.index or 0)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offplan import kernel_sizes
 from offplan.errors import OffplanError
 from offplan.runtime.model.caches import ALL, LayerCaches, Ring
 from offplan.runtime.model.rewrites import compile_as_real
@@ -49,6 +50,15 @@ class Call:
     """Hidden states, [batch, tokens, hidden size]."""
     arguments: dict[str, Any]
     """Other arguments by name: masks, positions, rotary tables, the layer's cache."""
+
+
+def _options() -> dict[str, Any]:
+    """Return what layers are compiled with."""
+    if not kernel_sizes.FUSES_STEPS:
+        return dict(COMPILE_OPTIONS)
+    from offplan.runtime.model.step_graph import FewerLaunches  # needs torch's compiler
+
+    return {**COMPILE_OPTIONS, "post_grad_custom_pre_pass": FewerLaunches()}
 
 
 See = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -119,9 +129,7 @@ class DecoderLayers:
             signature = inspect.signature(own)
             if compiled:
                 alike = copies.setdefault(tuple(map(type, layer.modules())), {})
-                own = torch.compile(
-                    _with_own_code(own, alike), dynamic=False, options=dict(COMPILE_OPTIONS)
-                )
+                own = torch.compile(_with_own_code(own, alike), dynamic=False, options=_options())
             self._steps.append(own)
             self._beside.append(vars(layer).get("beside"))
             layer.forward = self._make_forward(index, signature)

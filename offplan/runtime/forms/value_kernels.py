@@ -1,0 +1,91 @@
+"""Products of very few rows by weights that are held by their values: one launch for several."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import triton
+import triton.language as tl
+
+FEW_OUT = 256
+"""Outputs below which a program takes one row of a weight, all of its length at once."""
+BLOCK_OUT, BLOCK_IN = 8, 512
+"""Rows, and columns of each, that a program multiplies at a time. Source: estimated."""
+
+
+@triton.jit
+def multiply_few(  # type: ignore[no-untyped-def]
+    x, out, weight, bias, num_in, num_out, more, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One program for BLOCK_N rows of one of several weights: times ROWS inputs.
+
+    ``more`` are four numbers of each further weight: its rows, the first of its blocks, and how far
+    its values and its biases lie behind the first weight's.
+    """
+    block = tl.program_id(0)
+    own, rows, before, total = block, num_out, 0, num_out
+    at_values, at_biases = tl.cast(0, tl.int64), tl.cast(0, tl.int64)
+    if more is not None:
+        for i in tl.static_range(len(more) // 4):
+            is_own = block >= more[4 * i + 1]
+            own = tl.where(is_own, block - more[4 * i + 1], own)
+            rows = tl.where(is_own, more[4 * i], rows)
+            before = tl.where(is_own, total, before)
+            at_values = tl.where(is_own, more[4 * i + 2], at_values)
+            at_biases = tl.where(is_own, more[4 * i + 3], at_biases)
+            total += more[4 * i]
+    n = own * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row = n < rows
+    m = tl.arange(0, ROWS)
+    values = weight + at_values + n.to(tl.int64)[:, None] * num_in
+    sums = tl.zeros([ROWS, BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for start in range(0, num_in, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        inside = k < num_in
+        is_value = is_row[:, None] & inside[None, :]
+        w = tl.load(values + k[None, :], mask=is_value, other=0.0).to(tl.float32)
+        at = x + m[:, None] * num_in + k[None, :]
+        v = tl.load(at, mask=inside[None, :], other=0.0).to(tl.float32)
+        sums += w[None, :, :] * v[:, None, :]
+    made = tl.sum(sums, 2)
+    if bias is not None:
+        made += tl.load(bias + at_biases + n, mask=is_row, other=0.0).to(tl.float32)[None, :]
+    where = out + ROWS * before + m[:, None] * rows + n[None, :]
+    tl.store(where, made.to(out.dtype.element_ty), mask=is_row[None, :])
+
+
+def multiply_values(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Multiply rows, [rows, in], by weights, [out, in] each, and add biases, [out], if any.
+
+    Rows are a power of two, and all weights have a bias or none has. Returns the products by the
+    first weight, [rows, out], then those by the next, all flat. A product is the same beside
+    whichever other weights of its kind (``is_small``).
+    """
+    first, num_in = weights[0], x.shape[1]
+    tile = (1, triton.next_power_of_2(num_in)) if is_small(first) else (BLOCK_OUT, BLOCK_IN)
+    sizes = [len(weight) for weight in weights]
+    ends = [*accumulate(triton.cdiv(size, tile[0]) for size in sizes)]
+    told: list[int] = []
+    for index in range(1, len(weights)):
+        told += [sizes[index], ends[index - 1], _distance(weights[index], first)]
+        told.append(_distance(biases[index], biases[0]) if biases else 0)
+    out = x.new_empty(len(x) * sum(sizes))
+    multiply_few[(ends[-1],)](
+        x.contiguous(), out, first, biases[0] if biases else None, num_in, sizes[0],
+        tuple(told) or None, ROWS=len(x), BLOCK_N=tile[0], BLOCK_K=tile[1], num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def is_small(weight: torch.Tensor) -> bool:
+    """Return True if a program takes one row of a weight, [out, in]."""
+    return len(weight) < FEW_OUT
+
+
+def _distance(own: torch.Tensor, first: torch.Tensor) -> int:
+    distance, rest = divmod(own.data_ptr() - first.data_ptr(), own.itemsize)
+    assert not rest  # tensors begin at multiples of more bytes than an element has
+    return distance
