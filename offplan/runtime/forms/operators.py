@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from offplan import kernel_sizes
 from offplan.forms.form import Component, Form, Kind, WordOrder
 from offplan.kernel_sizes import PACKED_ROWS
 from offplan.runtime.forms import grouped, products, value_kernels
@@ -33,7 +34,7 @@ def multiply(
 
     As ``products.multiply_rows`` and ``multiply_pairs`` do.
     """
-    return _multiply_all(form, parts, [x, *pairs], in_place, counters)
+    return _multiply_all(form, parts, [_lay_out(form, parts, x), *pairs], in_place, counters)
 
 
 def multiply_slots(
@@ -45,7 +46,15 @@ def multiply_slots(
     counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply rows by the weights of experts in slots, as ``products.multiply_slots`` does."""
-    return _multiply_slots(form, parts, list(rest.values()), [x, *pairs], counters)
+    inputs = [_lay_out(form, parts, x), *pairs]
+    return _multiply_slots(form, parts, list(rest.values()), inputs, counters)
+
+
+def _lay_out(form: Form, parts: Components, x: torch.Tensor) -> torch.Tensor:
+    """Lay inputs out where torch's compiler sees it, and joins it with what makes them."""
+    if not (kernel_sizes.FUSES_STEPS and torch.compiler.is_compiling()):
+        return x
+    return products.lay_out(form, parts, x)
 
 
 def multiply_groups(
@@ -190,7 +199,8 @@ _multiply, _multiply_all = _operator(
     "Tensor[] inputs, bool in_place, Tensor? counters=None",
     _product,
     lambda form, parts, inputs, *_: inputs[0].new_empty(
-        len(inputs[0]) if len(inputs) == 1 else inputs[1].numel(), operands_of(form, parts).num_out
+        inputs[0].shape[-2] if len(inputs) == 1 else inputs[1].numel(),
+        operands_of(form, parts).num_out,
     ),
 )
 
@@ -266,7 +276,7 @@ _together_operator = torch.library.custom_op(
 )
 _together_operator.register_fake(
     lambda names, block, tensors, count, x, _: x.new_empty(
-        len(x) * sum(count_out(*_several(names, block, tensors, count)))
+        x.shape[-2] * sum(count_out(*_several(names, block, tensors, count)))
     )
 )
 
@@ -281,4 +291,4 @@ def can_join(
 ) -> bool:
     """Return True if ``offplan::multiply_together`` takes these weights, as it is given them."""
     several = _several(names, block, tensors, count)
-    return products.are_alike(*several, len(x), x.device.index or 0)
+    return products.are_alike(*several, x.shape[-2], x.device.index or 0)

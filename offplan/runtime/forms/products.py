@@ -142,11 +142,12 @@ def multiply_rows(
     """Multiply rows, [rows, in], by a weight: [rows, out].
 
     With ``counters``, int32 of COUNTERS that are 0 and are so again, programs that multiply parts
-    of rows add these up themselves, bit for bit as without.
+    of rows add these up themselves, bit for bit as without. Rows may be what ``lay_out`` makes.
     """
-    block_m = max(MIN_ROWS, min(128, triton.next_power_of_2(len(x))))
+    num_rows = x.shape[-2]
+    block_m = max(MIN_ROWS, min(128, triton.next_power_of_2(num_rows)))
     x, parts = sort_inputs(x, parts)
-    return _multiply(form, parts, x, len(x), None, block_m, counters=counters)
+    return _multiply(form, parts, x, num_rows, None, block_m, counters=counters)
 
 
 def multiply_pairs(
@@ -260,16 +261,26 @@ def choose_tile(weight: Operands, block_m: int, shared_bytes: int) -> tuple[int,
         block_k //= 2
 
 
-def _planes_of(form: Form, weight: Operands, x: torch.Tensor) -> torch.Tensor:
+PER_WORD = dict.fromkeys((Kind.MXFP4, Kind.NVFP4, Kind.NF4, Kind.FP4, Kind.W4A16), 8)
+"""Weights in an element, of the kinds that have several."""
+
+
+def lay_out(form: Form, parts: Components, x: torch.Tensor) -> torch.Tensor:
     """Lay inputs, [rows, in], out by their place in an element: [places, rows, elements].
 
-    Weights of one element meet inputs of separate planes, which are read in a row. Packed weights
-    take inputs as they are, in words of two.
+    Weights of one element meet inputs of separate planes, which are read in a row. Inputs that lie
+    so already, that are yet to be sorted, or that meet weights one by one, stay as they are.
     """
-    if form.kind is Kind.PACKED:
-        x = x.contiguous()
-        return x if x.data_ptr() % 4 == 0 else x.clone()
-    return x.unflatten(-1, (weight.length, weight.pack)).permute(2, 0, 1).contiguous()
+    pack = PER_WORD.get(form.kind, 1)
+    if pack == 1 or x.ndim == 3 or Component.GROUP_INDEX in parts:
+        return x
+    return x.unflatten(-1, (-1, pack)).permute(2, 0, 1).contiguous()
+
+
+def _planes_of(form: Form, parts: Components, x: torch.Tensor) -> torch.Tensor:
+    """Lay inputs out. Packed weights take them as they are, in words of two."""
+    x = lay_out(form, parts, x).contiguous()
+    return x if form.kind is not Kind.PACKED or x.data_ptr() % 4 == 0 else x.clone()
 
 
 def _multiply(
@@ -303,12 +314,13 @@ def _multiply(
     out = x.new_empty(splits, *shape, dtype=torch.float32 if splits > 1 else x.dtype)
     counters = counters if splits > 1 else None
     made = out[0] if splits == 1 else x.new_empty(shape)
-    planes = _planes_of(form, weight, x)
+    planes = _planes_of(form, parts, x)
+    per_row = num_pairs // x.shape[-2]
     sources = [(weight, pairs), *((operands_of(form, rest), of) for rest, of in more)]
     for source, of_source in sources:
         way.kernel[(num_blocks_out, way.num_blocks, splits)](
             planes, out, made, counters, *(of_source or (None, None)),
-            num_pairs, num_out, length, split, num_pairs // len(x), weight.num_experts, further,
+            num_pairs, num_out, length, split, per_row, weight.num_experts, further,
             *source.arguments,
             **source.constants,
             EXPERTS=0 if pairs is None else triton.next_power_of_2(weight.num_experts),
@@ -390,9 +402,10 @@ def multiply_together(
     are bit for bit those of ``multiply_rows``, whose ``counters`` these are.
     """
     first, *others = weights
-    block_m = max(MIN_ROWS, min(128, triton.next_power_of_2(len(x))))
+    num_rows = x.shape[-2]
+    block_m = max(MIN_ROWS, min(128, triton.next_power_of_2(num_rows)))
     return _multiply(
-        form, first, x, len(x), None, block_m, counters=counters, beside=others
+        form, first, x, num_rows, None, block_m, counters=counters, beside=others
     ).flatten()
 
 

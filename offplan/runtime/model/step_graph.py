@@ -20,6 +20,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 
 from offplan.kernel_sizes import FEW_ROWS, KERNEL_TYPES, ROUTED_TOKENS
 
+Node = Any
+"""A node of a graph; what its arguments are its operator says."""
 _TYPES = tuple(getattr(torch, name) for name in KERNEL_TYPES)
 _ATEN = torch.ops.aten
 _VIEWS = (_ATEN.view.default, _ATEN.reshape.default, _ATEN._unsafe_view.default)
@@ -62,7 +64,7 @@ def reuse_order(graph: fx.Graph) -> None:
             graph.erase_node(user)
 
 
-def _join_codes(graph: fx.Graph, nodes: list[fx.Node], operators: Any) -> None:
+def _join_codes(graph: fx.Graph, nodes: list[Node], operators: Any) -> None:
     """Multiply the rows of several products by codes in one launch."""
     first = nodes[0]
     names, block, _, (x,), _, *counters = first.args
@@ -75,7 +77,7 @@ def _join_codes(graph: fx.Graph, nodes: list[fx.Node], operators: Any) -> None:
     _replace(graph, nodes, torch.ops.offplan.multiply_together.default, arguments)
 
 
-def _join_values(graph: fx.Graph, nodes: list[fx.Node], operators: Any) -> None:
+def _join_values(graph: fx.Graph, nodes: list[Node], operators: Any) -> None:
     """Multiply very few rows by weights in their values in one launch."""
     weights = [_weight(node) for node in nodes]
     biases = [node.args[0] for node in nodes if node.target is _ATEN.addmm.default]
@@ -83,7 +85,7 @@ def _join_values(graph: fx.Graph, nodes: list[fx.Node], operators: Any) -> None:
     _replace(graph, nodes, torch.ops.offplan.multiply_few.default, (x, weights, biases))
 
 
-def _replace(graph: fx.Graph, nodes: list[fx.Node], target: Any, arguments: Any) -> None:
+def _replace(graph: fx.Graph, nodes: list[Node], target: Any, arguments: Any) -> None:
     """Put one operator in the place of products, which lie in what it returns one by one."""
     shapes = [_value(node).shape for node in nodes]
     fake = _value(nodes[0])
@@ -104,13 +106,13 @@ def _replace(graph: fx.Graph, nodes: list[fx.Node], target: Any, arguments: Any)
         graph.erase_node(node)
 
 
-def _alike(graph: fx.Graph, kind: str) -> Iterator[list[fx.Node]]:
+def _alike(graph: fx.Graph, kind: str) -> Iterator[list[Node]]:
     """Yield products that may become one operator, those of the same rows together, in order.
 
     Weights and biases are the graph's inputs, so that all of them are there when the first is
     multiplied.
     """
-    groups: dict[Any, list[fx.Node]] = {}
+    groups: dict[Any, list[Node]] = {}
     for node in graph.nodes:
         key = _key_of_codes(node) if kind == "multiply" else _key_of_values(node)
         if key is not None:
@@ -120,20 +122,19 @@ def _alike(graph: fx.Graph, kind: str) -> Iterator[list[fx.Node]]:
             yield nodes
 
 
-def _key_of_codes(node: fx.Node) -> Any:
+def _key_of_codes(node: Node) -> Any:
     """Return what products by codes have in common that may be one; None for anything else."""
     if not _is(node, "multiply"):
         return None
     names, block, tensors, inputs, in_place, *counters = node.args
     if len(inputs) != 1 or in_place or not all(map(_is_input, tensors)):
         return None
-    rows = _value(inputs[0])
-    if len(rows) > ROUTED_TOKENS:
+    if _value(inputs[0]).shape[-2] > ROUTED_TOKENS:
         return None
     return names, tuple(block), _same_rows(inputs[0]), *counters
 
 
-def _key_of_values(node: fx.Node) -> Any:
+def _key_of_values(node: Node) -> Any:
     """Return what products of very few rows by values have in common that may be one, or None."""
     if node.target not in (_ATEN.mm.default, _ATEN.addmm.default) or node.kwargs:
         return None
@@ -155,7 +156,7 @@ def _key_of_values(node: fx.Node) -> Any:
     return _same_rows(x), has_bias, is_small(values), values.dtype
 
 
-def _weight(node: fx.Node) -> Any:
+def _weight(node: Node) -> Any:
     """Return the input of the graph, [out, in], that a product's second factor is a view of."""
     factor: Any = node.args[-1]
     if (
@@ -167,7 +168,7 @@ def _weight(node: fx.Node) -> Any:
     return source if _is_input(source) else None
 
 
-def _same_rows(x: fx.Node) -> Any:
+def _same_rows(x: Node) -> Any:
     """Return what inputs have in common that are views of the same tensor as the same rows."""
     return _source(x), tuple(_value(x).shape)
 
@@ -187,7 +188,7 @@ def _value(node: Any) -> torch.Tensor:
     return value
 
 
-def _calls(graph: fx.Graph, name: str) -> list[fx.Node]:
+def _calls(graph: fx.Graph, name: str) -> list[Node]:
     return [node for node in graph.nodes if _is(node, name)]
 
 
@@ -196,11 +197,11 @@ def _is(node: Any, name: str, index: int | None = None) -> bool:
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return False
     if index is not None:
-        return node.target is operator.getitem and node.args[1] == index
+        return bool(node.target is operator.getitem and node.args[1] == index)
     return node.target is getattr(getattr(torch.ops.offplan, name), "default", None)
 
 
-def _item(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
+def _item(graph: fx.Graph, node: Node, index: int) -> Node:
     made = graph.call_function(operator.getitem, (node, index))
     made.meta["val"] = node.meta["val"][index]
     return made
