@@ -20,11 +20,14 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 
 from offplan.kernel_sizes import FEW_ROWS, KERNEL_TYPES, ROUTED_TOKENS
 
+DEVICES = ("cuda",)
+"""Types of devices that kernels run on."""
 Node = Any
 """A node of a graph; what its arguments are its operator says."""
 _TYPES = tuple(getattr(torch, name) for name in KERNEL_TYPES)
 _ATEN = torch.ops.aten
 _VIEWS = (_ATEN.view.default, _ATEN.reshape.default, _ATEN._unsafe_view.default)
+_LAID_OUT = (_ATEN.permute.default, _ATEN.clone.default)
 
 
 class FewerLaunches(CustomGraphPass):
@@ -142,7 +145,7 @@ def _key_of_values(node: Node) -> Any:
     if weight is None:
         return None
     values, rows = _value(weight), _value(x)
-    is_known = values.is_cuda and values.is_contiguous() and values.dtype in _TYPES
+    is_known = values.device.type in DEVICES and values.is_contiguous() and values.dtype in _TYPES
     if not is_known or rows.dtype is not values.dtype or len(rows) not in FEW_ROWS:
         return None
     has_bias = node.target is _ATEN.addmm.default
@@ -169,8 +172,13 @@ def _weight(node: Node) -> Any:
 
 
 def _same_rows(x: Node) -> Any:
-    """Return what inputs have in common that are views of the same tensor as the same rows."""
-    return _source(x), tuple(_value(x).shape)
+    """Return what two inputs have in common that hold the same rows, laid out alike."""
+    if x.target in _VIEWS:
+        source = _source(x)
+        return "view", tuple(_value(x).shape), _same_rows(source)
+    if x.target in _LAID_OUT:
+        return x.target, repr(x.args[1:]), repr(x.kwargs), _same_rows(x.args[0])
+    return x
 
 
 def _source(node: Any) -> Any:
