@@ -18,7 +18,8 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from offplan.kernel_sizes import FEW_ROWS, KERNEL_TYPES, ROUTED_TOKENS
+from offplan import kernel_sizes
+from offplan.kernel_sizes import KERNEL_TYPES, ROUTED_TOKENS
 
 DEVICES = ("cuda",)
 """Types of devices that kernels run on."""
@@ -45,8 +46,12 @@ class FewerLaunches(CustomGraphPass):
         graph.eliminate_dead_code()
 
     def uuid(self) -> Any:
-        """Return what torch's cache of compiled graphs tells versions of this pass by."""
-        return get_hash_for_files((__file__,))
+        """Return what torch's cache of compiled graphs tells this pass from others by."""
+        from offplan.runtime.forms import products, value_kernels  # need triton
+
+        files = (kernel_sizes, products, value_kernels)
+        names = (__file__, *(str(each.__file__) for each in files))
+        return get_hash_for_files(names, extra=repr(kernel_sizes.FEW_ROWS))
 
 
 def reuse_order(graph: fx.Graph) -> None:
@@ -146,7 +151,7 @@ def _key_of_values(node: Node) -> Any:
         return None
     values, rows = _value(weight), _value(x)
     is_known = values.device.type in DEVICES and values.is_contiguous() and values.dtype in _TYPES
-    if not is_known or rows.dtype is not values.dtype or len(rows) not in FEW_ROWS:
+    if not is_known or rows.dtype is not values.dtype or len(rows) not in kernel_sizes.FEW_ROWS:
         return None
     has_bias = node.target is _ATEN.addmm.default
     if has_bias:
