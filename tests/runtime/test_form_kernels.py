@@ -489,3 +489,38 @@ def test_kernels_of_powers_compile(target: int) -> None:
         assert "atom.global.gpu.acq_rel.add" in added
         tile = {"BLOCK_N": 8, "GROUPS": 16, "CHUNK": 16}
         assert "entry" in compile_for(kernels.expand, layout | tile)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="compiles kernels")
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_of_words_compile(target: int) -> None:
+    """For GPUs that are not here: by one input each or several, alone or beside other weights."""
+    need_triton()
+    from offplan.runtime.forms import kernels, packed_kernels
+    from offplan.runtime.forms.operands import Layout, Weight
+
+    kinds: dict[str, Any] = {"x": "*bf16", "made": "*bf16", "counters": "*i32"}
+    kinds |= {"order": "*i32", "starts": "*i32"}
+    further = {"more": ("i32", "i32", "i64", "i64") * 2}
+    words: Any = Weight("*i32", "*u8", *["constexpr"] * 3, "i32", "i32")
+    codes = kinds | {"weight": words}
+    layout = {"FORM": Layout("fp4", 8, "exponent", "", 1, "", 1, 4)}
+    packed = kinds | {"weight": "*i32", "exponent": "*i32", "base": "*u8", "patches": "*i32"}
+    packed |= {"patch_blocks": "*i32"}
+    for name, block_n in (("multiply", 64), ("multiply_each", 16)):
+        splits = name == "multiply"
+        own = {"out": "*fp32" if splits else "*bf16"}
+        tile: dict[Any, Any] = {"BLOCK_M": 16, "BLOCK_N": block_n, "BLOCK_K": 64}
+        tile |= {} if splits else {"counters": None}
+        kernel: Any = getattr(kernels, name)
+        at = kernel.arg_names.index("weight")
+        none = {(at, place): None for place in (2, 3, 4)}
+        of_experts = {"EXPERTS": 32, "more": None}
+        of_rows = {"EXPERTS": 0, "order": None, "starts": None}
+        compile_ptx(kernel, target, codes | own, tile | layout | none | of_experts)
+        compile_ptx(kernel, target, codes | own | further, tile | layout | none | of_rows)
+        kernel = getattr(packed_kernels, name)
+        whole = {"WHOLE": True, "BLOCK_K": 32, "more": None}
+        for experts in (of_experts, of_rows):
+            compile_ptx(kernel, target, packed | own, tile | experts | whole)

@@ -249,7 +249,7 @@ def multiply(  # type: ignore[no-untyped-def]
     if EXPERTS:  # noqa: SIM102 (a constant, apart from what is computed)
         if expert >= num_experts:
             return
-    n, num_out, before, total, at_codes, at_scales = find_weight(more, num_out, BLOCK_N)
+    n, num_out, before, all_out, at_codes, at_scales = find_weight(more, num_out, BLOCK_N)
     is_row = n < num_out
     m = begin + tl.arange(0, BLOCK_M)
     is_pair = m < stop_pair
@@ -320,7 +320,7 @@ def multiply(  # type: ignore[no-untyped-def]
     if FORM.code == "fp4" and FORM.scale == "exponent" and x.dtype.element_ty == tl.bfloat16:
         sums *= 2.0**63
     inside = is_pair[None, :] & is_row[:, None]
-    size = tl.cast(num_pairs, tl.int64) * total
+    size = tl.cast(num_pairs, tl.int64) * all_out
     before = tl.cast(num_pairs, tl.int64) * before
     if counters is not None:
         made += before
@@ -351,7 +351,7 @@ def multiply_each(  # type: ignore[no-untyped-def]
     if EXPERTS:  # noqa: SIM102 (a constant, apart from what is computed)
         if expert >= num_experts:
             return
-    n, num_out, before, total, at_codes, at_scales = find_weight(more, num_out, BLOCK_N)
+    n, num_out, before, _all_out, at_codes, at_scales = find_weight(more, num_out, BLOCK_N)
     is_row = n < num_out
     pair = begin
     if EXPERTS:
