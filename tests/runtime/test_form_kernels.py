@@ -503,8 +503,8 @@ def test_kernels_of_words_compile(target: int) -> None:
     kinds: dict[str, Any] = {"x": "*bf16", "made": "*bf16", "counters": "*i32"}
     kinds |= {"order": "*i32", "starts": "*i32"}
     further = {"more": ("i32", "i32", "i64", "i64") * 2}
-    words: Any = Weight("*i32", "*u8", *["constexpr"] * 3, "i32", "i32")
-    codes = kinds | {"weight": words}
+    types: Any = ("*i32", "*u8", *["constexpr"] * 3, "i32", "i32")
+    codes = kinds | {"weight": Weight(*types)}
     layout = {"FORM": Layout("fp4", 8, "exponent", "", 1, "", 1, 4)}
     packed = kinds | {"weight": "*i32", "exponent": "*i32", "base": "*u8", "patches": "*i32"}
     packed |= {"patch_blocks": "*i32"}
@@ -518,8 +518,11 @@ def test_kernels_of_words_compile(target: int) -> None:
         none = {(at, place): None for place in (2, 3, 4)}
         of_experts = {"EXPERTS": 32, "more": None}
         of_rows = {"EXPERTS": 0, "order": None, "starts": None}
-        compile_ptx(kernel, target, codes | own, tile | layout | none | of_experts)
-        compile_ptx(kernel, target, codes | own | further, tile | layout | none | of_rows)
+        staged = {} if splits else {"STAGES": 3}
+        made = compile_ptx(kernel, target, codes | own, tile | layout | none | of_experts | staged)
+        assert "cp.async" in made
+        alone: dict[Any, Any] = {} if splits else {"STAGES": None}
+        compile_ptx(kernel, target, codes | own | further, tile | layout | none | of_rows | alone)
         kernel = getattr(packed_kernels, name)
         whole = {"WHOLE": True, "BLOCK_K": 32, "more": None}
         for experts in (of_experts, of_rows):

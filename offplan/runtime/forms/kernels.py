@@ -342,10 +342,13 @@ def multiply_each(  # type: ignore[no-untyped-def]
     x, out, made, counters, order, starts, num_pairs, num_out, row_elements, split_elements,
     pairs_per_row, num_experts, more, weight, FORM: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr = None,
 ):  # fmt: skip
     """One program for BLOCK_N rows of a weight in words, times one input.
 
     Tensor cores want weights laid out anew; for one input, multiplying where they are is faster.
+    ``STAGES`` are the tiles on their way at a time. The compiler asks for no tile ahead of what no
+    tensor core multiplies unless a loop says so.
     """
     expert, begin, _ = find_block(starts, num_pairs, num_experts, EXPERTS, 1)
     if EXPERTS:  # noqa: SIM102 (a constant, apart from what is computed)
@@ -365,7 +368,7 @@ def multiply_each(  # type: ignore[no-untyped-def]
     FACTOR: tl.constexpr = 2.0**64 if FORM.code == "fp4" else 1.0
     GROUPS: tl.constexpr = BLOCK_K // FORM.elements if FORM.elements < BLOCK_K else 1
     sums = tl.zeros([BLOCK_N, GROUPS, BLOCK_K // GROUPS], dtype=tl.float32)
-    for start in range(0, row_elements, BLOCK_K):
+    for start in tl.range(0, row_elements, BLOCK_K, num_stages=STAGES):
         k = start + tl.arange(0, BLOCK_K)
         inside = k < row_elements
         is_word = is_row[:, None] & inside[None, :]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from offplan import kernel_sizes
 from offplan.forms.form import Component, Form, Kind
 from offplan.kernel_sizes import IN_PLACE_ROWS, MIN_ROWS
 from offplan.runtime.forms import kernels, packed_kernels
@@ -45,6 +46,9 @@ EACH_ROWS = 1
 Source: ``gate_up_proj`` of gpt-oss-20b on an H200. 1 / 8 / 16 tokens take 28 / 183 / 355 us each by
 itself, 47 / 211 / 288 us by tensor cores.
 """
+EACH_STAGES = 3
+"""Tiles of words on their way where each input is multiplied by itself, if FUSES_STEPS. Source:
+estimated."""
 STAGES = 3
 """Tiles that a program has on their way at a time, at most."""
 PACKED_STAGES, MANY_ROWS = 2, 32
@@ -360,6 +364,8 @@ def _choose_way(
     own_kernels: Any = packed_kernels if is_packed else kernels
     if weight.pack > 1 and num_pairs <= EACH_ROWS * weight.num_experts:
         options = {"maxnreg": EACH_REGISTERS} if is_packed else {}
+        if kernel_sizes.FUSES_STEPS and not is_packed and weight.constants["FORM"].code != "table":
+            options = {"STAGES": EACH_STAGES}
         tile = EACH_OUT, EACH_ELEMENTS, num_stages
         return _Way(own_kernels.multiply_each, *tile, num_pairs, 1, options)
     num_blocks = triton.cdiv(num_pairs, block_m)
