@@ -39,11 +39,11 @@ class FewerLaunches(CustomGraphPass):
         from offplan.runtime.forms import operators  # needs triton, and registers operators
 
         reuse_order(graph)
+        # what is left without a use has no effect, and makes no kernel
         for nodes in list(_alike(graph, "multiply")):
             _join_codes(graph, nodes, operators)
         for nodes in list(_alike(graph, "values")):
-            _join_values(graph, nodes, operators)
-        graph.eliminate_dead_code()
+            _join_values(graph, nodes)
 
     def uuid(self) -> Any:
         """Return what torch's cache of compiled graphs tells this pass from others by."""
@@ -70,6 +70,7 @@ def reuse_order(graph: fx.Graph) -> None:
                 made = _item(graph, router, user.args[1] + 2)
             user.replace_all_uses_with(made)
             graph.erase_node(user)
+        graph.erase_node(node)
 
 
 def _join_codes(graph: fx.Graph, nodes: list[Node], operators: Any) -> None:
@@ -85,7 +86,7 @@ def _join_codes(graph: fx.Graph, nodes: list[Node], operators: Any) -> None:
     _replace(graph, nodes, torch.ops.offplan.multiply_together.default, arguments)
 
 
-def _join_values(graph: fx.Graph, nodes: list[Node], operators: Any) -> None:
+def _join_values(graph: fx.Graph, nodes: list[Node]) -> None:
     """Multiply very few rows by weights in their values in one launch."""
     weights = [_weight(node) for node in nodes]
     biases = [node.args[0] for node in nodes if node.target is _ATEN.addmm.default]
