@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from offplan.runtime.forms.kernels import find_weight
+
 FEW_OUT = 256
 """Outputs below which a program takes one row of a weight, all of its length at once."""
 BLOCK_OUT, BLOCK_IN = 8, 512
@@ -20,22 +22,9 @@ def multiply_few(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One program for BLOCK_N rows of one of several weights: times ROWS inputs.
 
-    ``more`` are four numbers of each further weight: its rows, the first of its blocks, and how far
-    its values and its biases lie behind the first weight's.
+    ``more`` is what ``find_weight`` is told of further weights, with biases in place of scales.
     """
-    block = tl.program_id(0)
-    own, rows, before, total = block, num_out, 0, num_out
-    at_values, at_biases = tl.cast(0, tl.int64), tl.cast(0, tl.int64)
-    if more is not None:
-        for i in tl.static_range(len(more) // 4):
-            is_own = block >= more[4 * i + 1]
-            own = tl.where(is_own, block - more[4 * i + 1], own)
-            rows = tl.where(is_own, more[4 * i], rows)
-            before = tl.where(is_own, total, before)
-            at_values = tl.where(is_own, more[4 * i + 2], at_values)
-            at_biases = tl.where(is_own, more[4 * i + 3], at_biases)
-            total += more[4 * i]
-    n = own * BLOCK_N + tl.arange(0, BLOCK_N)
+    n, rows, before, _, at_values, at_biases = find_weight(more, num_out, BLOCK_N)
     is_row = n < rows
     m = tl.arange(0, ROWS)
     values = weight + at_values + n.to(tl.int64)[:, None] * num_in
