@@ -141,9 +141,9 @@ def test_chunks_that_are_multiplied_alike_meet_parts_together(
         SimpleNamespace(hidden=hidden, chosen=torch.zeros(tokens, 2))
         for tokens in (least, least, least - 1)
     ]
-    ExpertsInParts.meet(parted, chunks)
-    monkeypatch.setattr(kernel_sizes, "GROUPS_EXPERTS", True)
-    ExpertsInParts.meet(parted, chunks)
+    for groups in (False, True):
+        monkeypatch.setattr(kernel_sizes, "GROUPS_EXPERTS", groups)
+        ExpertsInParts.meet(parted, chunks)
     assert met == [(chunks, True), (chunks[:2], True), (chunks[2:], True)]
 
 

@@ -18,6 +18,7 @@ from offplan.runtime.forms.experts import (
     holds_codes,
 )
 from offplan.runtime.forms.gates import find_gates
+from offplan.runtime.forms.runnable import is_transposed
 from offplan.runtime.model.cache_mask import FindFilled, filled_blocks, filled_mask, filled_up_to
 from offplan.transformers_private import ExpertsInterface, list_experts
 
@@ -46,8 +47,12 @@ class ExpertKernels:
         """Experts held by their values, in a model of which others need ``_shared_name``."""
         self._groups_freely = groups_freely(model.dtype, device)
         self._num_grouped = 0
-        """Experts of a layer whose values prompts may multiply group by group; 0 for none."""
-        if plain and with_own and model.dtype in KERNEL_TYPES:
+        """Experts of a layer whose values prompts may multiply group by group; 0 for none.
+
+        Values that lie as inputs by outputs took six times as long so as by torch's product.
+        """
+        turned = any(map(is_transposed, plain))
+        if plain and with_own and model.dtype in KERNEL_TYPES and not turned:
             self._num_grouped = max(part.num_experts for part in plain)
         self._current = ""
         """The way that was chosen; empty if that is not known."""
