@@ -204,7 +204,7 @@ def activation_parts(
 def cached_value_bytes(stage: Stage, workload: Workload, prefill_chunk: int) -> int:
     """Bytes of the scratch in which prompts make the values of one layer's codes, of all rows.
 
-    Source: ``runtime.model.cache_codes.Scratch``.
+    Source: ``runtime.model.codes_scratch.Scratch``.
     """
     if not stage.is_own:
         return 0

@@ -50,6 +50,12 @@ PROMPT = PassShape(Phase.PREFILL, 1, 512, 512)
 BF16 = Format(None, lambda out, columns: {"weight": ("BF16", (out, columns))}, RAW)
 
 
+@pytest.fixture(autouse=True)
+def from_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts' codes are multiplied as they are, but where a test has their values made."""
+    monkeypatch.setattr(kernel_sizes, "GROUPS_EXPERTS", False)
+
+
 @pytest.fixture(scope="module")
 def raw(tmp_path_factory: pytest.TempPathFactory) -> Stage:
     return open_stage(write_quantised(tmp_path_factory.mktemp("raw"), BF16))

@@ -27,7 +27,6 @@ from offplan.runtime.loading.skeleton import build_skeleton, decoder_layers
 from offplan.runtime.model import cache_codes, caches
 from offplan.runtime.model.attention import weigh
 from offplan.runtime.model.cache_codes import (
-    Scratch,
     decode_to,
     encode,
     encode_by_bits,
@@ -35,6 +34,7 @@ from offplan.runtime.model.cache_codes import (
 )
 from offplan.runtime.model.cache_mask import filled_up_to
 from offplan.runtime.model.caches import Ring, _Layer
+from offplan.runtime.model.codes_scratch import Scratch
 from offplan.runtime.model.probe import check_codes
 from offplan.runtime.rows import Rows
 from offplan.runtime.session import Session

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from offplan.row_cache import SCALE_BYTES
-from offplan.runtime.model.cache_codes import BITS, Scratch, decode_to, encode, scales_of
+from offplan.runtime.model.cache_codes import BITS, decode_to, encode, scales_of
+from offplan.runtime.model.codes_scratch import Scratch
 from tests.runtime.interpreted import (
     HAS_GPU,
     INTERPRETED,

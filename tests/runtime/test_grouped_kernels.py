@@ -389,9 +389,7 @@ def test_kernels_compile(target: int) -> None:
         assert "entry" in compile_ptx(gated, target, types, kind)
 
 
-def test_shapes_choose_and_nothing_is_grouped_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not are_grouped(10**9, 1, ["raw"])
-    monkeypatch.setattr(kernel_sizes, "GROUPS_EXPERTS", True)
+def test_forms_and_shapes_choose_what_is_grouped() -> None:
     least = 8 * kernel_sizes.GROUPED_ROWS["fp8_block"]
     assert not are_grouped(least - 1, 8, ["mxfp4", "fp8_block"])
     assert are_grouped(least, 8, ["mxfp4", "fp8_block"])

@@ -12,7 +12,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 from offplan import kernel_sizes
 from offplan.placement import align
 from offplan.row_cache import RowCache
-from offplan.runtime.model.cache_codes import Scratch, encode, is_coded, scales_of
+from offplan.runtime.model.cache_codes import encode, is_coded, scales_of
+from offplan.runtime.model.codes_scratch import Scratch
 
 BLOCK_BYTES = 64 * 2**20
 """Bytes of one allocation, unless one tensor is larger. torch gives allocations of 1 to 10 MiB a

@@ -16,9 +16,9 @@ from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.gpu_memory import PeakMemory
 from offplan.runtime.model.active_rows import ExtendedRows
-from offplan.runtime.model.cache_codes import Scratch
 from offplan.runtime.model.cache_mask import FindFilled, Way, filled_mask
 from offplan.runtime.model.caches import ALL, LayerCaches, Position, Swap
+from offplan.runtime.model.codes_scratch import Scratch
 from offplan.runtime.model.frequencies import Frequencies
 from offplan.runtime.model.kernels import ExpertKernels, find_filled
 from offplan.runtime.model.latent import keep_latents
