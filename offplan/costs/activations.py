@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from functools import partial
 
 from offplan.checkpoint.architecture import Attention
 from offplan.checkpoint.layers import output_width
@@ -15,6 +14,7 @@ from offplan.costs.work import (
     attention_dims,
     expands,
     gathers_codes,
+    groups_codes,
     head_expands,
     is_absorbed,
     prefill_shapes,
@@ -186,14 +186,14 @@ def activation_parts(
         prompt, step = stage.passes.activation_bytes(batch, prefill_chunk, context)
         return {
             "temporaries of transformers' passes": round(SEGMENTS * max(prompt, step)),
-            "scratch": scratch_bytes(stage),
+            "scratch": scratch_bytes(stage, batch * prefill_chunk),
             "experts stored as codes": coded_experts_bytes(stage),
         }
     prompt, step = phase_bytes(stage, workload, prefill_chunk, in_pieces=in_pieces)
     parts = {
         "temporaries of the larger phase": max(prompt, step),
         "temporaries of a step, for captured graphs": step,
-        "scratch": scratch_bytes(stage),
+        "scratch": scratch_bytes(stage, workload.batch * prefill_chunk),
         "experts stored as codes": coded_experts_bytes(stage),
     }
     if values := cached_value_bytes(stage, workload, prefill_chunk):
@@ -211,22 +211,23 @@ def cached_value_bytes(stage: Stage, workload: Workload, prefill_chunk: int) -> 
     return workload.batch * stage.row_cache(workload.context).most_values(prefill_chunk)
 
 
-def scratch_bytes(stage: Stage) -> int:
-    """Bytes of the memory that layers make the values of their codes in, for many tokens.
+def scratch_bytes(stage: Stage, num_tokens: int) -> int:
+    """Bytes of the memory that layers make the values of their codes in, for so many tokens.
 
     It holds those of the largest dense weight, as the runner fuses weights, or of a group of
-    experts if they are more. There are as many as the passes that run the model need.
-    Source: ``runtime.forms.stored.share_scratch``.
+    experts if they are more, and if so many tokens have them made. There are as many as the passes
+    that run the model need. Source: ``runtime.forms.stored.SharedScratch``.
     """
     if stage.dtype not in KERNEL_TYPES:
         return 0
     coded = (p for layer in stage.layers for p in layer.parameters if not p.form.is_raw)
     most = max((p.num_weights for p in coded if not p.is_expert), default=0)
-    most = max(most, stage.layout.fused_weights, *map(partial(_expert_values, stage), stage.layers))
+    of_experts = (_expert_values(stage, layer, num_tokens) for layer in stage.layers)
+    most = max(most, stage.layout.fused_weights, *of_experts)
     return most * stage.element_bytes * stage.way.num_scratch
 
 
-def _expert_values(stage: Stage, layer: Layer) -> int:
+def _expert_values(stage: Stage, layer: Layer, num_tokens: int) -> int:
     """Values that a layer's experts, stored as codes, are made at a time in the scratch.
 
     Values that are put in order once they are made, as of GPTQ's groups, count twice. The rows
@@ -235,6 +236,9 @@ def _expert_values(stage: Stage, layer: Layer) -> int:
     if stage.experts is None or stage.pass_rules is not None:
         return 0
     coded = [p for p in layer.parameters if p.is_expert and not p.form.is_raw]
+    kinds = {p.form.kind.value for p in coded}
+    if not kinds or not groups_codes(stage.experts, num_tokens, kinds):
+        return 0
     of_role, num_experts = Counter[Role | None](), stage.experts.num_experts
     for p in coded:
         of_role[role_of(p)] += p.num_weights

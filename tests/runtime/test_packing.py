@@ -18,11 +18,11 @@ from offplan.runtime.forms import packing
 from offplan.runtime.forms.packing import TooManyEscapes, pack, pack_in_runs
 from offplan.runtime.forms.reference import expand
 from offplan.runtime.forms.stored import (
+    SharedScratch,
     StoredEmbedding,
     StoredLinear,
     component_name,
     hold_stored,
-    share_scratch,
 )
 
 PACKED = Form(Kind.PACKED)
@@ -187,7 +187,7 @@ def test_many_rows_are_multiplied_as_if_nothing_was_packed(device: str) -> None:
     assert set(module.state_dict()) == {"bias", *(component_name("weight", part) for part in parts)}
     x = torch.randn(CODES_ROWS + 1, 256, device=device).to(torch.bfloat16)
     assert torch.equal(module(x), plain(x))
-    share_scratch(nn.ModuleList([module]), torch.bfloat16, torch.device(device))
+    SharedScratch(nn.ModuleList([module]), torch.bfloat16, torch.device(device))
     assert torch.equal(module(x[: PACKED_ROWS + 1]), plain(x[: PACKED_ROWS + 1]))
 
 

@@ -7,8 +7,13 @@ import torch
 from torch import nn
 
 from offplan.forms.form import Component
-from offplan.kernel_sizes import SUMS_AT_ONCE, are_gathered, are_grouped
-from offplan.runtime.forms.stored import KERNEL_DTYPES, StoredWeight, component_name
+from offplan.kernel_sizes import SUMS_AT_ONCE, are_gathered
+from offplan.runtime.forms.stored import (
+    KERNEL_DTYPES,
+    StoredWeight,
+    component_name,
+    multiplies_values,
+)
 from offplan.transformers_private import (
     ExpertsInterface,
     apply_gate,
@@ -36,12 +41,6 @@ FEW_TOKENS = 16
 def holds_codes(experts: nn.Module) -> bool:
     """Return True if these experts' weights are stored in another form than their values."""
     return "stored_experts" in vars(experts)
-
-
-def multiplies_values(experts: Any, num_pairs: int) -> bool:
-    """Return True if so many pairs multiply the values of these experts' codes group by group."""
-    kinds = [stored.form.kind.value for stored in experts.stored_experts.values()]
-    return are_grouped(num_pairs, experts.num_experts, kinds)
 
 
 def mark_in_place(module: nn.Module, names: Collection[str]) -> None:

@@ -13,7 +13,13 @@ from offplan import kernel_sizes
 from offplan.capabilities.table import Recoding
 from offplan.errors import PlanError
 from offplan.forms.form import Component, Form, Kind
-from offplan.kernel_sizes import CODES_ROWS, KERNEL_TYPES, PACKED_ROWS, expert_scratch
+from offplan.kernel_sizes import (
+    CODES_ROWS,
+    KERNEL_TYPES,
+    PACKED_ROWS,
+    are_grouped,
+    expert_scratch,
+)
 from offplan.runtime.forms.operands import operands_of
 from offplan.runtime.forms.reference import Components, expand, gather_rows
 from offplan.transformers_private import INITIALISED
@@ -161,28 +167,65 @@ def leave_part(module: nn.Module, name: str, unread: Component) -> None:
     holder[key] = replace(holder[key], components=parts)
 
 
-def share_scratch(parent: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Have all stored linear layers and experts of ``parent`` make their values in one memory.
+def multiplies_values(experts: Any, num_pairs: int) -> bool:
+    """Return True if so many pairs multiply the values of these experts' codes group by group."""
+    kinds = [stored.form.kind.value for stored in experts.stored_experts.values()]
+    return are_grouped(num_pairs, experts.num_experts, kinds)
+
+
+class SharedScratch:
+    """One memory in which stored linear layers and experts of a model make their values.
 
     They run one after another, and each value is read before the next one is made. On the CPU,
     and in types that no kernel multiplies, each is made in memory of its own. Likewise they share
     the counters of products whose programs add up parts.
     """
-    if device.type != "cuda" or dtype not in KERNEL_DTYPES:
-        return
-    if kernel_sizes.FUSES_STEPS:
-        from offplan.runtime.forms.products import COUNTERS  # needs triton
 
-        counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-        for module in parent.modules():
-            if isinstance(module, StoredLinear) or "stored_experts" in vars(module):
-                vars(module)["counters"] = counters
-    sizes = {module: size for module in parent.modules() if (size := scratch_size(module))}
-    if not sizes:
-        return
-    scratch = torch.empty(max(sizes.values()), dtype=dtype, device=device)
-    for module in sizes:
-        vars(module)["scratch"] = scratch
+    def __init__(self, parent: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        """Take memory for the linear layers of ``parent``; experts may need more."""
+        self._dtype, self._device = dtype, device
+        self._sizes: dict[nn.Module, int] = {}
+        self._taken = 0
+        if device.type != "cuda" or dtype not in KERNEL_DTYPES:
+            return
+        self._sizes = {each: size for each in parent.modules() if (size := scratch_size(each))}
+        if kernel_sizes.FUSES_STEPS:
+            from offplan.runtime.forms.products import COUNTERS  # needs triton
+
+            counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+            for module in parent.modules():
+                if isinstance(module, StoredLinear) or "stored_experts" in vars(module):
+                    vars(module)["counters"] = counters
+        self.make_room(0)
+
+    def make_room(self, num_pairs: int) -> None:
+        """Have memory for passes in which so many pairs of a token and an expert meet experts.
+
+        It is smaller where so few multiply codes. The device must be idle, and no pass captured.
+        """
+        sizes = {
+            module: size
+            for module, size in self._sizes.items()
+            if isinstance(module, StoredLinear) or multiplies_values(module, num_pairs)
+        }
+        most = max(sizes.values(), default=0)
+        if most == self._taken:
+            return
+        self._drop("scratch")
+        scratch = torch.empty(most, dtype=self._dtype, device=self._device)
+        self._taken = most
+        for module in sizes:
+            vars(module)["scratch"] = scratch
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._taken = 0
+        self._drop("scratch")
+        self._drop("counters")
+
+    def _drop(self, name: str) -> None:
+        for module in self._sizes:
+            vars(module).pop(name, None)
 
 
 def scratch_size(module: nn.Module) -> int:
@@ -193,13 +236,6 @@ def scratch_size(module: nn.Module) -> int:
     weights = [operands_of(stored.form, stored.of(module)) for stored in coded.values()]
     values = ((each.num_experts, each.num_out * each.length * each.pack) for each in weights)
     return max((expert_scratch(*each) for each in values), default=0)
-
-
-def drop_scratch(parent: nn.Module) -> None:
-    """Give back what ``share_scratch`` took."""
-    for module in parent.modules():
-        vars(module).pop("scratch", None)
-        vars(module).pop("counters", None)
 
 
 def weight_of(module: nn.Linear, dtype: torch.dtype) -> torch.Tensor:

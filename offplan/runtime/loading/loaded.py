@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from offplan.placement import Phase
 from offplan.progress import Progress
 from offplan.runtime.forms.experts import mark_in_place
-from offplan.runtime.forms.stored import drop_scratch, share_scratch
+from offplan.runtime.forms.stored import SharedScratch
 from offplan.runtime.loading.capability import Prepared
 from offplan.runtime.loading.checks import verify_places
 from offplan.runtime.loading.contents import apply_contents
@@ -41,6 +41,7 @@ class LoadedModel:
         self._places = find_places(self.module)
         self._phase: Phase | None = None
         """The phase whose parameters are in place; None if they may be mixed."""
+        self._scratch: SharedScratch | None = None
         materialise_buffers(self.module, device, targets)
         self.store = WeightStore(
             self.placement,
@@ -65,7 +66,8 @@ class LoadedModel:
             loaded |= shared
             self.store.page_lock()
             dtype = self.model.dtype
-            share_scratch(decoder_layers(self.module), getattr(torch, dtype), device)
+            layers = decoder_layers(self.module)
+            self._scratch = SharedScratch(layers, getattr(torch, dtype), device)
             apply_contents(self.module, targets, loaded, device, dtype, is_random=folder is None)
             assign(self._places, self.store.resident | shared)
             for each in self.executors.values():
@@ -87,6 +89,12 @@ class LoadedModel:
             each.enter(phase)
         self._phase = phase
 
+    def make_room(self, num_tokens: int) -> None:
+        """Have memory for what passes of so many tokens, over all sequences, make of codes."""
+        experts = self.model.experts
+        if self._scratch is not None and experts is not None:
+            self._scratch.make_room(num_tokens * experts.num_experts_per_token)
+
     def invalidate(self) -> None:
         """Rely on nothing that passes left: phase, what executors keep, what servers have begun."""
         self._phase = None
@@ -101,7 +109,8 @@ class LoadedModel:
 
     def close(self) -> None:
         """Give the weights' memory back; the device must be idle, and the module runs no more."""
-        drop_scratch(self.module)
+        if self._scratch is not None:
+            self._scratch.close()
         for each in self.executors.values():
             each.close()
         self.module.to_empty(device="meta")

@@ -23,11 +23,10 @@ from offplan.runtime.forms.experts import (
     forward_groups,
     forward_stored,
     holds_codes,
-    multiplies_values,
     multiply_sorted,
     sum_up,
 )
-from offplan.runtime.forms.stored import KERNEL_DTYPES
+from offplan.runtime.forms.stored import KERNEL_DTYPES, multiplies_values
 from offplan.transformers_private import ExpertsInterface, chosen_experts
 
 

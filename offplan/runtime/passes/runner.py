@@ -434,6 +434,7 @@ class ModelRunner:
         if self.layers.cache is not None:
             # blocks of the old cache do not fit the new one and would be kept beside it
             self._give_back(self._forget_cache)
+        self._loaded.make_room(batch * self.chunk)
         scratch, most = None, self._row_cache.most_values(self.chunk)
         if most:
             scratch = Scratch(batch * most, self._loaded.store.device)
