@@ -189,8 +189,13 @@ def test_counts_of_captured_steps_are_those_of_uncaptured_ones(folder: Path) -> 
             with session.stream():
                 cached_of(session)._drain()
                 check_contents(session)
-    # a captured prompt's settle comes at the same places; steps bring the same experts
-    assert counts[0] == counts[1]
+    # a captured prompt's settle comes at the same places. What is compiled rounds otherwise, which
+    # sends a few tokens to other experts: steps meet as many, and about as many are found
+    for index, found in counts[0].items():
+        other = counts[1][index]
+        assert found.from_prompts == other.from_prompts
+        assert abs(found.hits - other.hits) <= 0.1 * found.hits
+        assert abs(found.later - other.later) <= 2
     require_near(runs[1], runs[0])
 
 
