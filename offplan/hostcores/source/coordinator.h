@@ -78,7 +78,7 @@ struct Coordinator {
   Team* team = nullptr;
   Words* words = nullptr;
   int core = -1;
-  Job jobs[MOST_JOBS];
+  Job jobs[MOST_JOBS]{};  // the first is that of a number which is none: it does nothing
   std::atomic<int64_t> num_jobs{0}, why{0}, began_ns{0}, limit_ns{0}, num_done{0};
   std::atomic<int64_t> asked{0}, drained{0};
   std::atomic<bool> ends{false}, has_ended{false};
