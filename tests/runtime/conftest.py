@@ -99,6 +99,8 @@ OTHERS: dict[str, PreTrainedConfig] = {
     ),
     "mixtral": MixtralConfig(**SIZES, **HEADS, num_local_experts=4),
     "deepseek_v3": DeepseekV3Config(**SIZES, **LATENTS, q_lora_rank=16),
+    # latents that the kernels read in place
+    "latents": DeepseekV3Config(**SIZES, **{**LATENTS, "qk_rope_head_dim": 16}, q_lora_rank=16),
     "deepseek_v32": DeepseekV32Config(
         **SIZES,
         **LATENTS,

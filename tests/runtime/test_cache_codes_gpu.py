@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
-NAMES = ["qwen3", "sinks", "deepseek_v3", "mistral_windowed", "chunked", "soft_caps"]
+NAMES = ["qwen3", "sinks", "latents", "mistral_windowed", "chunked", "soft_caps"]
 LEAST, MORE = 0.01, 3.0
 """Part of the largest logit by which logits may differ, and times by which they may differ more."""
 
