@@ -59,6 +59,8 @@ def _lock(file: IO[str]) -> None:
 _BATCH_KEYS = {"custom_id", "method", "url", "body"}
 """Keys of a line of OpenAI's batch files."""
 _OPTIONS = {"max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop"}
+_OPTIONS |= {"min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
+_OPTIONS |= {"logit_bias", "min_tokens", "ignore_eos", "stop_token_ids"}
 _OPTIONS |= {"logprobs", "top_logprobs", "tools", "tool_choice"}
 """Fields of OpenAI's API that a line may have beside its prompt."""
 _KEYS = {"prompt", "messages", "id"} | _OPTIONS
@@ -150,6 +152,10 @@ def _read_request(record: Any, where: str) -> Request:
         raise InputError(f"{where}: a line has one prompt, as a text")
     if request.stream:
         raise InputError(f"{where}: a file has no streams: leave stream out")
+    if request.n > 1 or request.echoes:
+        raise InputError(f"{where}: a line makes one text behind its prompt: leave n and echo out")
+    if ignored := request.list_ignored():
+        raise InputError(f"{where}: offplan reads no {quote(min(ignored))}: leave it out")
     return request
 
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from offplan.runtime.joined import Continued
 from offplan.runtime.prompts import load_tokenizer, read_chat, read_prompt, tokenizer_sha256
 from offplan.runtime.rendering import Renderer
 from offplan.runtime.rules import TokenRules, read_rules
-from offplan.runtime.sampling import MAX_SEED, Sampling
+from offplan.runtime.sampling import Sampling
 from offplan.runtime.texts import Text
+from offplan.serve.errors import ApiError
+from offplan.serve.reading import DRAWN, change_rules, read_drawing
 from offplan.serve.requests import ChatRequest
 
 _END = re.compile(r"\r?\n\Z")
@@ -73,13 +75,14 @@ class GenerationRequest:
                     tools = asked.shown_tools if isinstance(asked, ChatRequest) else None
                     tokens = read_chat(model, tokenizer, renderer, prompt, tools)[0].tolist()
                 check_context(plan, len(tokens), num_tokens)
+                own_rules = change_rules(asked, rules, model) if asked else rules
             except InputError as error:
                 raise InputError(f"{name}: {error}" if len(self.prompts) > 1 else error) from None
             text = Text(
                 tokenizer,
                 tokens,
                 num_tokens=num_tokens,
-                rules=rules,
+                rules=own_rules,
                 stop_strings=self.stop_strings if not asked or asked.stop is None else asked.stop,
                 number=number,
             )
@@ -94,21 +97,20 @@ class GenerationRequest:
         if not self.lines:
             return Continued(text, self.sampling)
         asked = self.lines[text.number].request
-        named = (asked.temperature, asked.top_k, asked.top_p, asked.seed)
-        if named == (None, None, None, None):
+        named = [key for key in (*DRAWN, "seed") if getattr(asked, key) is not None]
+        if not named:
             return Continued(text, self.sampling, asked.num_logprobs)
-        usual = self.sampling or Sampling(0 if named[1:3] == (None, None) else 1)
-        temperature = usual.temperature if asked.temperature is None else asked.temperature
-        if temperature == 0:
+        usual = self.sampling or Sampling(1.0 if {*DRAWN[1:]} & {*named} else 0)
+        own = {key: value for key in DRAWN if (value := getattr(usual, key)) is not None}
+        try:
+            drawing = read_drawing(asked, own)
+        except ApiError as error:
+            raise InputError(error.message) from None
+        if drawing is None:
             return Continued(text, None, asked.num_logprobs)
-        has_seed = asked.seed is not None
-        sampling = Sampling(
-            temperature,
-            asked.top_k or usual.top_k,
-            asked.top_p or usual.top_p,
-            (asked.seed or 0) % MAX_SEED if has_seed else usual.seed,
-        )
-        return Continued(text, sampling, asked.num_logprobs, 0 if has_seed else None)
+        if asked.seed is None:
+            return Continued(text, replace(drawing, seed=usual.seed), asked.num_logprobs)
+        return Continued(text, drawing, asked.num_logprobs, 0)
 
     def fingerprint(self, model: Model, rules: TokenRules, *, dummy_weights: bool) -> str:
         """Sum up in twelve digits what the texts depend on beside their prompts.

@@ -3,8 +3,10 @@
 import contextlib
 import os
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -53,6 +55,25 @@ def serve(
     cors: Annotated[
         list[str] | None,
         typer.Option(metavar="ORIGIN", help="Origin whose pages may call the server; * for all."),
+    ] = None,
+    generation_config: Annotated[
+        Literal["auto", "none"],
+        typer.Option(
+            help="`none` draws by OpenAI's defaults, and not as the model's generation_config says."
+        ),
+    ] = "auto",
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="Temperature of requests that name none. [default: the model's]"),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=0, help="Their likeliest tokens to draw from; 0 for all.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Their likeliest tokens of this probability together.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Their tokens of this part of the likeliest's probability.")
     ] = None,
     max_waiting: Annotated[
         int, typer.Option(min=0, help="Texts that may wait beyond the batch; more get 503.")
@@ -119,7 +140,7 @@ def serve(
             from offplan.runtime.joined import JoinedTexts
             from offplan.runtime.prompts import load_tokenizer
             from offplan.runtime.rendering import Renderer
-            from offplan.runtime.rules import read_rules
+            from offplan.runtime.rules import read_recommended, read_rules
             from offplan.serve.app import Service, make_app
             from offplan.serve.metrics import Metrics
             from offplan.serve.reading import Reader
@@ -127,7 +148,22 @@ def serve(
 
         with printing_to_stderr():
             tokenizer = load_tokenizer(found)
-        rules, renderer = read_rules(found, tokenizer), Renderer()
+        rules, drawing = read_rules(found, tokenizer), dict[str, float]()
+        if generation_config == "auto":
+            drawing = read_recommended(found)
+        else:
+            rules = replace(rules, repetition_penalty=1.0)
+        of_file = dict(drawing)
+        for field, value in (
+            ("temperature", temperature),
+            ("top_k", top_k),
+            ("top_p", top_p),
+            ("min_p", min_p),
+        ):
+            if value is not None:
+                drawing[field] = value
+        _check_drawing(drawing)
+        renderer = Renderer()
         renderer.start()  # while the model is loaded
         name = name or _name_model(loaded.model.source)
         context, batch = loaded.workload.context, loaded.workload.batch
@@ -154,7 +190,7 @@ def serve(
             service = Service(
                 name=name,
                 created_s=int(time.time()),
-                reader=Reader.of(found, tokenizer, rules, context, name, renderer),
+                reader=Reader.of(found, tokenizer, rules, context, name, renderer, drawing),
                 worker=Worker(
                     texts,
                     metrics,
@@ -165,14 +201,38 @@ def serve(
                 metrics=metrics,
                 guard=limits,
                 on_fault=_print_fault,
+                on_note=_note,
                 shares_prefixes=share_prefixes,
             )
+            _note(_describe_drawing(drawing, of_file, rules.repetition_penalty))
             predicted = format_seconds(loaded.prediction.decode.step_s)
             ready = (
                 f"{name} is served at {at}/v1: {rows.num_rows} at a time, contexts of up to "
                 f"{context} tokens, predicted {predicted} a token"
             )
             serving.serve(service, make_app(service, cors or ()), on_ready=lambda: _note(ready))
+
+
+def _check_drawing(drawing: Mapping[str, Any]) -> None:
+    """Raise InputError for options that nothing can be drawn with."""
+    from offplan.runtime.sampling import Sampling
+
+    Sampling(**{key: value for key, value in drawing.items() if (key, value) != ("top_k", 0)})
+
+
+def _describe_drawing(
+    drawing: Mapping[str, float], of_file: Mapping[str, float], penalty: float
+) -> str:
+    """Say how tokens are drawn where a request names nothing, and who says so."""
+    told = [
+        f"{field} {value:g} ({'generation_config' if of_file.get(field) == value else 'option'})"
+        for field, value in drawing.items()
+    ]
+    if "temperature" not in drawing:
+        told.insert(0, "temperature 1 (OpenAI's default)")
+    if penalty != 1:
+        told.append(f"repetition_penalty {penalty:g} (generation_config)")
+    return f"requests that name no sampling are drawn with {', '.join(told)}"
 
 
 def require_extra() -> None:

@@ -34,6 +34,10 @@ class Scored(NamedTuple):
     logprob: float
 
 
+_Scores = tuple[torch.Tensor, torch.Tensor]
+"""Logarithms of a token and of the likeliest in its place, and which these are."""
+
+
 @dataclass(frozen=True)
 class Added:
     """The piece that one token added to a text."""
@@ -49,6 +53,9 @@ class Added:
     finish: Literal["stop", "length"] | None
     """Reason that the text ended with this token, as ``Text.finish`` has it; None while it goes
     on."""
+    prompt_scores: Sequence[Sequence[Scored]] = ()
+    """Tokens of the prompt from the second on, each before the likeliest in its place; empty but
+    for a text's first token, where the text was to have them."""
 
 
 @dataclass(eq=False)
@@ -64,6 +71,8 @@ class Continued:
     """Number that is added to the seed of ``sampling``; None for the text's own."""
     owner: Hashable = None
     """Whose text it is: it goes on from the cache of no other owner's text."""
+    scores_prompt: bool = False
+    """True to tell the same of the prompt's tokens, whose logits the prompt's pass then makes."""
     num_read: int = field(default=0, init=False)
     """Tokens of the prompt that a pass read; the cache had the others."""
     made: list[int] = field(default_factory=list, init=False)
@@ -71,6 +80,8 @@ class Continued:
     _row: int | None = field(default=None, init=False)
     """The row of the cache; None before the text joins, and once it needs none."""
     _choose: Choose = field(default=choose_likeliest, init=False)
+    _prompt_scores: list["_Scores"] = field(default_factory=list, init=False)
+    """Scores of the prompt's tokens, on the device until the first token is taken."""
     _num_chosen: int = field(default=0, init=False)
     """Tokens that the device has chosen; the host may not have them yet."""
 
@@ -82,7 +93,7 @@ class _Chosen:
     texts: Mapping[int, Continued]
     """The texts that they are of, by their rows."""
     arrival: Arrival
-    scores: Mapping[Continued, tuple[torch.Tensor, torch.Tensor]]
+    scores: Mapping[Continued, _Scores]
     began_s: float | None
     """Time at which their prompts were begun, by ``perf_counter``; None for a step's."""
 
@@ -141,13 +152,17 @@ class JoinedTexts:
         which of the others are gone, too.
         """
         began, moved = time.perf_counter(), self._session.link_bytes
+        for each in texts:
+            if each.scores_prompt:
+                self._score_prompt(each)
         joined = self._rows.join_all(
             [each.text.prompt for each in texts], [each.owner for each in texts]
         )
         try:
             with self._session.stream(), torch.inference_mode():
                 for each, (row, _, num_read) in zip(texts, joined, strict=True):
-                    each._row, each.num_read = row, num_read
+                    each._row = row
+                    each.num_read = len(each.text.prompt) if each.scores_prompt else num_read
                     self._joined[each] = None
                     each._choose = self._make_chooser(each)
                 logits = joined[0].logits.new_zeros(self._rows.num_rows, len(joined[0].logits))
@@ -211,6 +226,21 @@ class JoinedTexts:
         if row is not None and row in self._rows.in_use:
             self._rows.leave(row)
 
+    def _score_prompt(self, each: Continued) -> None:
+        """Read a prompt into the row that it joins next, and score all of its tokens."""
+        prompt, num_seen = each.text.prompt, 0
+        with self._session.stream():
+            tokens = torch.tensor([*prompt[1:], 0]).to(self._session.device)
+        each._prompt_scores = []
+
+        def see(logits: torch.Tensor) -> None:
+            nonlocal num_seen
+            following = tokens[num_seen : num_seen + len(logits), None]
+            num_seen += len(logits)
+            each._prompt_scores.append(_score(logits, following, each.num_logprobs or 0))
+
+        self._rows.score(prompt, each.owner, see)
+
     def _make_chooser(self, each: Continued) -> Choose:
         text, device = each.text, self._session.device
         processors = text.rules.make_processors(len(text.prompt), device)
@@ -228,13 +258,15 @@ class JoinedTexts:
             tokens = choose_likeliest(logits, ())
             for row, each in texts.items():
                 if each._choose is not choose_likeliest:
-                    own = logits[row : row + 1]
-                    chosen = each._choose(own, (0,))
-                    check_tokens(chosen, own)
+                    of_row = logits[row : row + 1]
+                    chosen = each._choose(of_row, (0,))
+                    check_tokens(chosen, of_row)
                     tokens[row] = chosen[0]
                 each._num_chosen += 1
                 if each.num_logprobs is not None:
-                    scores[each] = _score(logits[row], tokens[row], each.num_logprobs)
+                    scores[each] = _score(
+                        logits[row : row + 1], tokens[row : row + 1], each.num_logprobs
+                    )
             arrival = Arrival(mark_nan(tokens, logits), self._find_host()[: len(tokens)])
             if not self._rows.in_use <= texts.keys():  # others wait for a step with their last one
                 kept = self._tokens.clone()  # the rows keep the one before
@@ -279,18 +311,22 @@ class JoinedTexts:
             self.leave(each)
         first, likeliest = None, list[Scored]()
         if each in chosen.scores:
-            values, names = chosen.scores[each]
-            first, *likeliest = map(Scored, names.tolist(), values.tolist())
-        return Added(text, piece, token, first, likeliest, text.finish)
+            ((first, *likeliest),) = _read_scores(chosen.scores[each])
+        before, each._prompt_scores = each._prompt_scores, []
+        of_prompt = [scored for part in before for scored in _read_scores(part)][:-1]
+        return Added(text, piece, token, first, likeliest, text.finish, of_prompt)
 
 
-def _score(
-    logits: torch.Tensor, token: torch.Tensor, num_likeliest: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logarithms of a token and of the likeliest ones, and which these are."""
-    logarithms = logits.float().log_softmax(-1)
-    values, names = logarithms.topk(min(num_likeliest, len(logarithms)))
-    return torch.cat((logarithms[token], values)), torch.cat((token, names))
+def _score(logits: torch.Tensor, tokens: torch.Tensor, num_likeliest: int) -> _Scores:
+    """Score tokens, [tokens, 1], by their logits, [tokens, vocabulary], beside the likeliest."""
+    logarithms = logits.log_softmax(-1, dtype=torch.float32)
+    values, names = logarithms.topk(min(num_likeliest, logits.shape[-1]))
+    return torch.cat((logarithms.gather(1, tokens), values), 1), torch.cat((tokens, names), 1)
+
+
+def _read_scores(scores: _Scores) -> list[list[Scored]]:
+    values, names = scores
+    return [[*map(Scored, *each)] for each in zip(names.tolist(), values.tolist(), strict=True)]
 
 
 def generate_texts(

@@ -1,7 +1,7 @@
 """Texts of unlike lengths that are generated together: a row of the cache for each."""
 
 import sys
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -108,6 +108,11 @@ class _OneText:
     def read(self, readings: Sequence[Reading], *, may_capture: bool) -> torch.Tensor:
         """Read the one text from its beginning on."""
         made: torch.Tensor = self._runner.prefill(readings[0].tokens)
+        return made
+
+    def read_all(self, reading: Reading, num_last: int) -> Iterator[torch.Tensor]:
+        """Read the one text, and make logits of its last tokens."""
+        made: Iterator[torch.Tensor] = self._runner.prefill_all(reading.tokens, num_last)
         return made
 
     def step(self, tokens: torch.Tensor, length: int, rows: object) -> torch.Tensor:
@@ -257,18 +262,7 @@ class Rows:
                 f"{len(prompts)} prompts for {self.num_free} free rows of {self.num_rows}: let a "
                 "text leave first"
             )
-        context, vocabulary = self.session.context, self._vocabulary
-        for prompt in prompts:
-            if not 0 < len(prompt) <= context:
-                raise InputError(
-                    f"the prompt has {len(prompt)} tokens; the plan's context is {context}"
-                )
-            for token in (min(prompt), max(prompt)):  # a GPU would fail for good
-                if not 0 <= token < vocabulary:
-                    raise InputError(
-                        f"the prompt has token {token}; the model has tokens from 0 to "
-                        f"{vocabulary - 1}"
-                    )
+        self._check_prompts(prompts)
         with self._running("reading the prompt"):
             owners = [None] * len(prompts) if owners is None else owners
             parts = self._assign([[*prompt] for prompt in prompts], owners)
@@ -290,15 +284,58 @@ class Rows:
                 raise
         return [joined[part.row] for part in parts]
 
+    def score(
+        self, prompt: Sequence[int], owner: Hashable, see: Callable[[torch.Tensor], object]
+    ) -> None:
+        """Read a prompt of ``owner`` into a free row, which stays free and holds it afterwards.
+
+        ``see`` is called with the logits of some tokens at a time, [tokens, vocabulary], in order;
+        it runs on the session's stream. A prompt that joins next goes on from the row. Raises what
+        ``join`` raises.
+        """
+        if not self.num_free:
+            raise InputError("no row is free to read a prompt in: let a text leave first")
+        self._check_prompts([prompt])
+        row = self._choose_free([row for row in range(self.num_rows) if row not in self.in_use])
+        with self._running("reading the prompt"):
+            self._rows[row].forget()
+            tokens = torch.tensor([[*prompt]]).to(self.session.device)
+            reading = Reading(tokens, 0, self._rows_of(row))
+            for logits in self._runner.read_all(reading, len(prompt)):
+                see(logits[0])
+            self._runner.keep(reading.rows)
+            self._note(_Part(row, [*prompt], 0, row, owner=owner))
+            self._num_left += 1
+            self._rows[row].left = self._num_left
+            self._set_lengths()
+
+    def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        context, vocabulary = self.session.context, self._vocabulary
+        for prompt in prompts:
+            if not 0 < len(prompt) <= context:
+                raise InputError(
+                    f"the prompt has {len(prompt)} tokens; the plan's context is {context}"
+                )
+            for token in (min(prompt), max(prompt)):  # a GPU would fail for good
+                if not 0 <= token < vocabulary:
+                    raise InputError(
+                        f"the prompt has token {token}; the model has tokens from 0 to "
+                        f"{vocabulary - 1}"
+                    )
+
     def _join(self, parts: Sequence[_Part], logits: torch.Tensor) -> dict[int, Joined]:
         """Note what rows hold now; ``logits``, [parts, vocabulary], follow."""
         joined = dict[int, Joined]()
         for part, each in zip(parts, logits, strict=True):
-            row = self._rows[part.row]
-            row.owner = part.owner  # before the tokens: they are never another owner's
-            row.num_begun, row.tokens, row.is_at_end = len(part.prompt), [*part.prompt], True
+            self._note(part)
             joined[part.row] = Joined(part.row, each, len(part.prompt) - part.start)
         return joined
+
+    def _note(self, part: _Part) -> None:
+        """Note what a row holds by now."""
+        row = self._rows[part.row]
+        row.owner = part.owner  # before the tokens: they are never another owner's
+        row.num_begun, row.tokens, row.is_at_end = len(part.prompt), [*part.prompt], True
 
     def step(self, tokens: Mapping[int, int | torch.Tensor]) -> dict[int, torch.Tensor]:
         """Extend the texts of some rows by a token each, in one pass; the others stay as they are.
@@ -463,7 +500,7 @@ class Rows:
             source = self._choose_source(held)
             is_copied, row = source in used, source
             if is_copied or not held[source].num_tokens:
-                row = max(free, key=lambda row: (not self._rows[row].length, -self._rows[row].left))
+                row = self._choose_free(free)
             free.remove(row)
             parts.append(
                 _Part(
@@ -476,6 +513,10 @@ class Rows:
                 )
             )
         return parts
+
+    def _choose_free(self, free: Sequence[int]) -> int:
+        """Choose the free row that holds nothing, or else the one left longest ago."""
+        return max(free, key=lambda row: (not self._rows[row].length, -self._rows[row].left))
 
     def _choose_source(self, held: dict[int, _Held]) -> int:
         """Choose the row that holds most of a prompt without NaN, and correct what it holds.

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from transformers import (
     GenerationConfig,
+    LogitsProcessor,
     LogitsProcessorList,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
 )
@@ -51,6 +53,25 @@ _MOST_TOKEN = 2**31
 """Beyond any token, of either sign, and within what tensors of numbers hold."""
 
 
+class MadePenalty(LogitsProcessor):
+    """Lowers the logits of tokens that a text has, its prompt not counted.
+
+    Source: OpenAI's API, "Frequency and presence penalties"; transformers has none.
+    """
+
+    def __init__(self, prompt_tokens: int, presence: float, frequency: float) -> None:
+        """Lower by ``presence`` once, and by ``frequency`` for each time that a token was made."""
+        self._begin, self._presence, self._frequency = prompt_tokens, presence, frequency
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores, float32 of [texts, vocabulary]; the host waits for nothing."""
+        made = input_ids[:, self._begin :]
+        counts = torch.zeros_like(scores).scatter_add_(
+            1, made, torch.ones_like(made, dtype=scores.dtype)
+        )
+        return scores - self._frequency * counts - self._presence * (counts > 0)
+
+
 @dataclass(frozen=True)
 class TokenRules:
     """The rules on which tokens may follow and what ends a text, by transformers' names."""
@@ -69,6 +90,12 @@ class TokenRules:
     """Tokens of prompt and text before which no token ends the text."""
     min_new_tokens: int = 0
     """Tokens of the text before which none ends it."""
+    presence_penalty: float = 0.0
+    """Lowers the logits of tokens that the text has."""
+    frequency_penalty: float = 0.0
+    """Lowers the logits of tokens for each time that the text has them."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Tokens of the vocabulary, and what is added to the logit of each."""
 
     def make_processors(self, prompt_tokens: int, device: torch.device) -> LogitsProcessorList:
         """Return what changes the logits of a text behind so many tokens, in stock's order.
@@ -76,8 +103,15 @@ class TokenRules:
         Runs on the current stream of ``device``.
         """
         processors = LogitsProcessorList()
+        if self.logit_bias:
+            biases = {(token,): bias for token, bias in self.logit_bias}
+            processors.append(SequenceBiasLogitsProcessor(biases))
         if self.repetition_penalty != 1:
             processors.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+        if self.presence_penalty or self.frequency_penalty:
+            processors.append(
+                MadePenalty(prompt_tokens, self.presence_penalty, self.frequency_penalty)
+            )
         ends, on = sorted(self.end_tokens), str(device)
         if ends and self.min_length > 0:
             processors.append(MinLengthLogitsProcessor(self.min_length, ends, on))
@@ -92,6 +126,55 @@ class TokenRules:
                 SuppressTokensAtBeginLogitsProcessor(self.begin_suppress_tokens, prompt_tokens, on)
             )
         return processors
+
+
+_DRAWN = {
+    "temperature": "a number from 0 on",
+    "top_k": "a number of tokens",
+    "top_p": "a number above 0 and up to 1",
+    "min_p": "a number from 0 to 1",
+    "typical_p": "a number above 0 and up to 1",
+}
+"""Settings of drawing that are used, and what each is to be."""
+_NOT_DRAWN: Mapping[str, tuple[float, ...]] = {
+    "top_h": (),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+}
+"""Settings of drawing that are not, with the values beside null that leave it as it is."""
+
+
+def read_recommended(model: Model) -> dict[str, float]:
+    """Read how a model's generation config draws tokens, by the names of ``Sampling``.
+
+    ``do_sample: false`` is a temperature of 0. What the file does not name is not there, and
+    transformers' own default of 50 for ``top_k`` is not either. Raises InputError for a value that
+    cannot be drawn with, and for a setting that is not supported. Raises HubError.
+    """
+    found, where = _read(model)
+    for key, neutral in _NOT_DRAWN.items():
+        value = getattr(found, key, None)
+        if value is not None and value not in neutral:
+            raise InputError(
+                f"{where} has {key} {quote(value)}, by which offplan does not draw: leave its "
+                "drawing out by --generation-config none"
+            )
+    drawn = {}
+    for key, expected in _DRAWN.items():
+        value = getattr(found, key, None)
+        if value is None:
+            continue
+        kind = int if key == "top_k" else (int, float)
+        least = 0 if key in ("temperature", "min_p") else 1e-9
+        most = math.inf if key in ("temperature", "top_k") else 1
+        is_off = key == "top_k" and value == 0
+        if not _is(value, kind) or not (is_off or (least <= value <= most and value < math.inf)):
+            raise _wrong(key, value, expected, where)
+        if not is_off:
+            drawn[key] = value
+    if getattr(found, "do_sample", None) is False:
+        return {"temperature": 0.0}
+    return drawn
 
 
 def read_rules(model: Model, tokenizer: Any) -> TokenRules:
@@ -117,7 +200,7 @@ def read_rules(model: Model, tokenizer: Any) -> TokenRules:
     penalty = found.repetition_penalty
     if penalty is not None and not (_is(penalty, (int, float)) and 0 < penalty < math.inf):
         raise _wrong("repetition_penalty", penalty, "a number above 0", where)
-    lengths: dict[str, int] = {}
+    lengths: dict[str, Any] = {}
     for key in ("min_length", "min_new_tokens"):
         lengths[key] = getattr(found, key) or 0
         if not _is(lengths[key], int):

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import torch
 from transformers import (
     LogitsProcessorList,
+    MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from offplan.errors import InputError
@@ -70,6 +72,10 @@ class Sampling:
     """Probability that the likeliest tokens have together which are drawn from; None for all."""
     seed: int = 0
     """Text 0 is drawn with it, text 1 with the next number, and so on."""
+    min_p: float | None = None
+    """Part of the likeliest token's probability that others need to be drawn; None for all."""
+    typical_p: float | None = None
+    """Probability that the most typical tokens have together which are drawn from."""
 
     def __post_init__(self) -> None:
         """Raise InputError for a value that cannot be drawn with."""
@@ -81,6 +87,12 @@ class Sampling:
             ),
             ("top_k", self.top_k is None or self.top_k >= 1, "1 or more"),
             ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0 and up to 1"),
+            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "from 0 to 1"),
+            (
+                "typical_p",
+                self.typical_p is None or 0 < self.typical_p <= 1,
+                "above 0 and up to 1",
+            ),
             ("seed", 0 <= self.seed < MAX_SEED, "0 or more and below 2**62"),
         ):
             if not is_right:
@@ -98,8 +110,12 @@ class Sampler:
         self._warp = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature))])
         if sampling.top_k is not None:
             self._warp.append(TopKLogitsWarper(sampling.top_k))
-        if sampling.top_p is not None:
+        if sampling.top_p is not None and sampling.top_p < 1:
             self._warp.append(TopPLogitsWarper(sampling.top_p))
+        if sampling.min_p:
+            self._warp.append(MinPLogitsWarper(sampling.min_p))
+        if sampling.typical_p is not None and sampling.typical_p < 1:
+            self._warp.append(TypicalLogitsWarper(sampling.typical_p))
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Draw a token for each of ``rows``, as ``Choose`` says.

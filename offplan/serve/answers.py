@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from offplan.runtime.joined import Added
+from offplan.runtime.joined import Added, Scored
 from offplan.serve.requests import ChatRequest, Request
 from offplan.transformers_private import REASONING, ResponseParser
 
@@ -127,12 +127,20 @@ class Choice:
     """Tokens of its prompt that a pass read; the others were in the cache."""
     made: list[Added] = field(default_factory=list)
     finish: str | None = None
+    makes_nothing: bool = False
+    """True if its one token is not shown: the request asks for the prompt alone."""
+    prompt: Sequence[int] = ()
+    """Tokens of its prompt, where the answer begins with it."""
+    echo: str | None = None
+    """The prompt that the answer begins with; None if it does not."""
     calls: CallParser | None = None
     """The parser of tool calls; None leaves the text as it is."""
 
     @property
     def reason(self) -> str | None:
         """Why it ended, as the API has it; None while it goes on."""
+        if self.finish and self.makes_nothing:
+            return "length"
         return "tool_calls" if self.finish == "stop" and self._has_calls else self.finish
 
     @property
@@ -182,6 +190,13 @@ class Answer:
         }
         return self._chunk([told])
 
+    def shows(self, index: int, added: Added) -> bool:
+        """Return True if a stream has a chunk for a token."""
+        choice = self.choices[index]
+        begins = choice.echo is not None and choice.made[0] is added
+        says = added.piece or added.scored or added.finish or begins
+        return bool(says) or self.request.wants_usage_always
+
     def opening(self) -> list[dict[str, Any]]:
         """Return the chunks that begin a stream."""
         return []
@@ -191,18 +206,22 @@ class Answer:
         return [{**self._chunk([]), "usage": self._usage()}] if self.request.wants_usage else []
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        usage = {"usage": None} if self.request.wants_usage else {}
+        usage: dict[str, Any] = {"usage": None} if self.request.wants_usage else {}
+        if self.request.wants_usage_always:
+            usage = {"usage": self._usage()}
         return {**self._head, "object": self.chunk_kind, "choices": choices, **usage}
 
     def _usage(self) -> dict[str, Any]:
-        prompt = sum(choice.num_prompt for choice in self.choices)
-        made = sum(len(choice.made) for choice in self.choices)
+        # the texts of one prompt count it once, as the first of them read it
+        firsts = self.choices[:: self.request.n]
+        prompt = sum(choice.num_prompt for choice in firsts)
+        made = sum(len(choice.made) for choice in self.choices if not choice.makes_nothing)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": made,
             "total_tokens": prompt + made,
             "prompt_tokens_details": {
-                "cached_tokens": prompt - sum(choice.num_read for choice in self.choices)
+                "cached_tokens": prompt - sum(choice.num_read for choice in firsts)
             },
         }
 
@@ -278,31 +297,52 @@ class CompletionAnswer(Answer):
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
     def _tell_text(self, choice: Choice, text: str) -> dict[str, Any]:
-        return {"text": text}
+        return {"text": (choice.echo or "") + ("" if choice.makes_nothing else text)}
 
     def _tell_piece(self, choice: Choice, added: Added) -> dict[str, Any]:
-        return {"text": added.piece}
+        if choice.made[0] is added:
+            return self._tell_text(choice, added.piece)
+        return {"text": "" if choice.makes_nothing else added.piece}
 
     def _tell_logprobs(self, choice: Choice, made: Sequence[Added]) -> dict[str, Any] | None:
         if self.request.num_logprobs is None:
             return None
-        scored = self._scored(made)
-        tokens = [self._names.name(each.token) for each in scored]
-        before = self._scored(choice.made[: len(choice.made) - len(made)])
-        offset = sum(len(self._names.name(each.token)) for each in before)
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [each.scored and each.scored.logprob for each in scored],
-            "top_logprobs": [
-                {self._names.name(other.token): other.logprob for other in each.likeliest}
-                for each in scored
-            ],
-            "text_offset": offsets,
+        before = self._list_entries(choice, choice.made[: len(choice.made) - len(made)])
+        offset = sum(len(self._names.name(token)) for token, *_ in before)
+        told: dict[str, list[Any]] = {
+            key: [] for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         }
+        for token, logprob, likeliest in self._list_entries(choice, made):
+            name = self._names.name(token)
+            told["tokens"].append(name)
+            told["token_logprobs"].append(logprob)
+            told["text_offset"].append(offset)
+            told["top_logprobs"].append(
+                None
+                if likeliest is None
+                else {self._names.name(other.token): other.logprob for other in likeliest}
+            )
+            offset += len(name)
+        return told
+
+    def _list_entries(
+        self, choice: Choice, made: Sequence[Added]
+    ) -> list[tuple[int, float | None, Sequence[Scored] | None]]:
+        """List tokens with their logprobs and the likeliest: of the prompt, if shown, and made."""
+        entries: list[tuple[int, float | None, Sequence[Scored] | None]] = []
+        if choice.echo is None:
+            shown = self._scored(made)
+        else:
+            # all of them, so that clients find each token by its place
+            shown = [] if choice.makes_nothing else [each for each in made if each.scored]
+            if made and made[0] is choice.made[0]:
+                entries.append((choice.prompt[0], None, None))
+                for scored, *likeliest in made[0].prompt_scores:
+                    entries.append((scored.token, scored.logprob, likeliest))
+        for each in shown:
+            assert each.scored is not None, "others are left out"
+            entries.append((each.token, each.scored.logprob, each.likeliest))
+        return entries
 
 
 def make_answer(

@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from offplan.checkpoint.jsontext import quote
 from offplan.runtime.joined import Added, Continued
 from offplan.serve.answers import Answer, Choice, TokenNames, make_answer
 from offplan.serve.errors import ApiError
@@ -42,6 +43,10 @@ _SMALL_BODY_BYTES = 2**14
 """Bytes of a body that is parsed on the event loop, within a millisecond."""
 _PATHS = ("/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions")
 """Paths that are counted by their names; those that clients make up are counted together."""
+_MOST_IGNORED = 64
+"""Unknown fields that the log names; clients may make up any number."""
+_MOST_NAMED = 16
+"""Unknown fields that the header of an answer names."""
 _LATER = {"retry-after": "1"}
 _SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
@@ -68,6 +73,8 @@ class Service:
     guard: Guard
     on_fault: Callable[[BaseException], None]
     """Hears of each mistake of the server itself."""
+    on_note: Callable[[str], None] = lambda text: None
+    """Hears of what the log has of requests."""
     shares_prefixes: bool = False
     """True if a client's text may reuse prefixes that other clients sent."""
     num_open: int = 0
@@ -95,6 +102,17 @@ class Service:
     def __post_init__(self) -> None:
         """Make what names tokens."""
         self.names = TokenNames(self.reader.tokenizer)
+        self._ignored: set[str] = set()
+
+    def note_ignored(self, asked: Asked) -> str:
+        """Log each unknown field once; return a header's value that names those of a request."""
+        names = [quote(name)[1:-1] for name in sorted(asked.list_ignored())]
+        for name in names:
+            if name not in self._ignored and len(self._ignored) < _MOST_IGNORED:
+                self._ignored.add(name)
+                self.on_note(f"requests have the unknown field {name}, which is ignored")
+        shown = names[:_MOST_NAMED]
+        return ", ".join([*shown, *(["..."] if len(names) > len(shown) else [])])
 
     async def parse(self, kind: type[R], body: bytes) -> R:
         """Read a request from a body, off the event loop if it is large; raises ApiError."""
@@ -233,6 +251,13 @@ async def _send_in_time(send: Send, message: Message) -> None:
         timer.cancel()
 
 
+async def _send_with(send: Send, header: tuple[bytes, bytes], message: Message) -> None:
+    """Send a part of an answer, whose headers get one more."""
+    if message["type"] == "http.response.start":
+        message = {**message, "headers": [*message["headers"], header]}
+    await send(message)
+
+
 class _Endpoints:
     """The endpoints that answer at once."""
 
@@ -287,8 +312,15 @@ class _Generating:
         asked = await service.parse(self._kind, body)
         if asked.model is not None:
             _check_name(service, asked.model)
-        drawing = read_drawing(asked)
-        num_texts = len(asked.prompt) if isinstance(asked, CompletionRequest) else 1
+        if ignored := service.note_ignored(asked):
+            send = partial(_send_with, send, (b"x-offplan-ignored", ignored.encode()))
+        drawing = read_drawing(asked, service.reader.drawing)
+        if asked.n > (most := service.worker.num_rows):
+            raise ApiError(
+                400, f"n is {asked.n}: this server continues {most} texts at a time", param="n"
+            )
+        num_prompts = len(asked.prompt) if isinstance(asked, CompletionRequest) else 1
+        num_texts = num_prompts * asked.n
         address = request.client.host if request.client else ""
         client = identify(asked, service.guard, address, shares_prefixes=service.shares_prefixes)
         service.worker.reserve(num_texts, client.turn)
@@ -304,15 +336,27 @@ class _Generating:
             texts = await service.call(service.tokenizing, read)
             for index, text in enumerate(texts):
                 tell = partial(_tell, loop, events, index)
-                continued = Continued(text, drawing, asked.num_logprobs, owner=client.owner)
+                continued = Continued(
+                    text,
+                    drawing,
+                    asked.num_logprobs,
+                    scores_prompt=asked.echoes and asked.num_logprobs is not None,
+                    owner=client.owner,
+                )
                 jobs.append(Job(continued, tell, client.turn))
                 num_left -= 1
                 service.worker.submit(jobs[-1])
             running = _Running(jobs, events)
             make: Make = partial(service.make, asked)
+            read_echo = service.reader.read_echo
             choices = [
                 Choice(
                     len(text.prompt),
+                    makes_nothing=asked.num_tokens == 0,
+                    prompt=text.prompt,
+                    echo=await service.call(service.tokenizing, read_echo, asked, text)
+                    if asked.echoes
+                    else None,
                     calls=await make(service.reader.make_call_parser, asked, text),
                 )
                 for text in texts
@@ -407,8 +451,8 @@ async def _stream(answer: Answer, running: _Running, make: Make, send: Send) -> 
                 await write(_event(error.payload), more=False)
                 return
             # before the next token, which changes the choice that this one belongs to
-            says = added.piece or added.scored or added.finish
-            chunk = await make(answer.chunk, index, added) if says else None
+            shows = answer.shows(index, added)
+            chunk = await make(answer.chunk, index, added) if shows else None
             next_token = asyncio.ensure_future(tokens.__anext__())
             if chunk is not None:
                 await write(_event(chunk))

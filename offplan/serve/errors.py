@@ -42,13 +42,24 @@ class ApiError(Exception):
         }
 
 
+class FieldError(ValueError):
+    """Says what is wrong with a field, where a check of the whole object finds it."""
+
+    def __init__(self, name: str, why: str) -> None:
+        """Say ``why`` the field ``name`` is wrong."""
+        super().__init__(why)
+        self.name = name
+
+
 def refuse_fields(error: ValidationError) -> ApiError:
     """Say with status 400 which fields of a request are wrong, and why."""
     told, first = [], None
-    found = error.errors(include_url=False, include_context=False, include_input=False)
+    found = error.errors(include_url=False, include_input=False)
     for each in found[:_MOST_TOLD]:
         # unions and validators have a place in the path: a client knows fields and indices alone
         path = [str(part) for part in each["loc"] if not _IS_BRANCH.search(str(part))]
+        if isinstance(cause := each.get("ctx", {}).get("error"), FieldError):
+            path.append(cause.name)
         where = shorten(".".join(path), _MOST_SHOWN)
         first = first or where or None
         why = _IN_REQUESTS.get(each["type"], each["msg"].removeprefix("Value error, "))
@@ -59,7 +70,6 @@ def refuse_fields(error: ValidationError) -> ApiError:
 
 
 _IN_REQUESTS = {
-    "extra_forbidden": "offplan knows no such field, and would ignore it: leave it out",
     "missing": "it is missing",
 }
 """pydantic's errors in the words of who writes the request."""

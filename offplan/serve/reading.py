@@ -1,7 +1,7 @@
 """A request as texts that are to be continued: tokens, rules and limits of the served model."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,8 @@ class Reader:
     context: int
     """Tokens that a prompt and its text may have together."""
     renderer: Renderer
+    drawing: Mapping[str, float] = field(default_factory=dict)
+    """Values by which tokens are drawn where a request names none, by the names of its fields."""
     template: Any = field(init=False)
     """Template of calls of tools; None if that is not known."""
 
@@ -46,9 +48,10 @@ class Reader:
         context: int,
         name: str,
         renderer: Renderer,
+        drawing: Mapping[str, float] | None = None,
     ) -> "Reader":
         """Make a reader whose errors call the model ``name``, and name no path."""
-        return cls(replace(model, source=name), tokenizer, rules, context, renderer)
+        return cls(replace(model, source=name), tokenizer, rules, context, renderer, drawing or {})
 
     def render(self, request: ChatRequest) -> str:
         """Return a chat as the model's template has it; raises ApiError with 400."""
@@ -61,16 +64,28 @@ class Reader:
             raise ApiError(400, error.facts) from None
 
     def read(self, request: Request, rendered: str = "") -> list[Text]:
-        """Return the texts that a request asks for, one for each of its prompts.
+        """Return the texts that a request asks for, ``n`` for each of its prompts.
 
         ``rendered`` is what ``render`` made of a chat. Raises ApiError with 400 for what cannot be
         read, and beyond the context.
         """
         try:
             prompts = self._read_prompts(request, rendered)
+            rules = change_rules(request, self.rules, self.model)
         except InputError as error:
             raise ApiError(400, error.facts) from None
-        return [self._make_text(request, number, each) for number, each in enumerate(prompts)]
+        return [
+            self._make_text(request, rules, number * request.n + again, each)
+            for number, each in enumerate(prompts)
+            for again in range(request.n)
+        ]
+
+    def read_echo(self, request: Request, text: Text) -> str | None:
+        """Return the prompt as the answer shows it before a text; None if it does not."""
+        if not isinstance(request, CompletionRequest) or not request.echo:
+            return None
+        asked = request.prompt[text.number // request.n]
+        return asked if isinstance(asked, str) else str(self.tokenizer.decode(asked))
 
     def finds_calls(self, request: Request) -> bool:
         """Return True if the server parses calls of tools from an answer's text."""
@@ -102,15 +117,18 @@ class Reader:
             )
         return list(prompt)
 
-    def _make_text(self, request: Request, number: int, prompt: list[int]) -> Text:
+    def _make_text(
+        self, request: Request, rules: TokenRules, number: int, prompt: list[int]
+    ) -> Text:
         room, asked = self.context - len(prompt), request.num_tokens
-        if room < (asked or 1):
+        if room < (1 if asked is None else asked):
             raise refuse_length(self.context, len(prompt), asked)
         return Text(
             self.tokenizer,
             prompt,
-            num_tokens=asked or min(room, request.usual_tokens or room),
-            rules=self.rules,
+            # the token that follows an echoed prompt costs nothing, and is not shown
+            num_tokens=max(1, min(room, request.usual_tokens or room) if asked is None else asked),
+            rules=rules,
             stop_strings=request.stop or (),
             number=number,
             keeps_special=self.finds_calls(request),
@@ -122,18 +140,48 @@ def _list_tools(request: Request) -> list[dict[str, Any]]:
     return (isinstance(request, ChatRequest) and request.shown_tools) or []
 
 
-def read_drawing(request: Request, temperature: float = 1.0) -> Sampling | None:
+def change_rules(request: Request, rules: TokenRules, model: Model) -> TokenRules:
+    """Return a model's rules as a request changes them; raises InputError for unknown tokens."""
+    known = model.architecture.vocabulary_size or 0
+    biases = {int(token): bias for token, bias in (request.logit_bias or {}).items()}
+    for token in (*biases, *(request.stop_token_ids or ())):
+        if token >= known:  # of a bias, a pass would fail
+            raise InputError(f"there is no token {token}: the model's last one is {known - 1}")
+    named: dict[str, Any] = {
+        "repetition_penalty": request.repetition_penalty,
+        "presence_penalty": request.presence_penalty,
+        "frequency_penalty": request.frequency_penalty,
+        "min_new_tokens": request.min_tokens,
+        "logit_bias": tuple(biases.items()) or None,
+    }
+    if request.ignore_eos:
+        named |= {"end_tokens": frozenset(), "stop_strings": ()}
+    if request.stop_token_ids:
+        ends = named.get("end_tokens", rules.end_tokens)
+        named["end_tokens"] = ends | {*request.stop_token_ids}
+    changed = {key: value for key, value in named.items() if value is not None}
+    return replace(rules, **changed) if changed else rules
+
+
+DRAWN = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+"""Fields by which a request says how its tokens are drawn."""
+
+
+def read_drawing(request: Request, usual: Mapping[str, float] | None = None) -> Sampling | None:
     """Return how a request's tokens are drawn: None, greedily, for a temperature of 0.
 
-    ``temperature`` is for a request without one: 1, as OpenAI's API has it. Without a seed each
-    request draws anew. Raises ApiError with 400 for what cannot be drawn with.
+    ``usual`` is for what a request does not name, and then OpenAI's temperature of 1. Without a
+    seed each request draws anew. Raises ApiError with 400 for what cannot be drawn with.
     """
-    named = temperature if request.temperature is None else request.temperature
-    if named == 0:
+    named = {key: value for key in DRAWN if (value := getattr(request, key)) is not None}
+    drawn: dict[str, Any] = {"temperature": 1.0, **(usual or {}), **named}
+    if drawn["temperature"] == 0:
         return None
+    if drawn.get("top_k") in (0, -1):
+        del drawn["top_k"]
     seed = secrets.randbelow(MAX_SEED) if request.seed is None else request.seed % MAX_SEED
     try:
         # the texts of a request take the seeds behind its own
-        return Sampling(named, request.top_k, request.top_p, min(seed, MAX_SEED - 2**16))
+        return Sampling(**drawn, seed=min(seed, MAX_SEED - 2**16))
     except InputError as error:
         raise ApiError(400, str(error)) from None

@@ -5,6 +5,7 @@ Source: the reference of OpenAI's API, "Create chat completion" and "Create comp
 
 import contextlib
 import json
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -13,11 +14,14 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    field_validator,
     model_validator,
 )
 from typing_extensions import Self
 
-from offplan.serve.errors import ApiError, refuse_fields
+from offplan.checkpoint.jsontext import shorten
+from offplan.serve.errors import ApiError, FieldError, refuse_fields
+from offplan.serve.fields import IN_MESSAGES, MEANT, Path, find_meant, sift
 
 MAX_FIELDS = 100
 """Fields of one object of the API; those of tools' parameters are the client's own."""
@@ -45,32 +49,10 @@ MAX_STOP_STRINGS = 16
 """Stop strings of one request; OpenAI's API takes four."""
 MAX_PROMPTS = 64
 """Prompts of one completion request."""
+MAX_BIASES = 1024
+"""Tokens that one request may name one by one."""
 MAX_TOP_LOGPROBS = 20
 """Likeliest tokens that a request may ask to see at each position, as in OpenAI's API."""
-
-_IGNORED = frozenset(
-    {"metadata", "store", "service_tier", "prompt_cache_retention", "parallel_tool_calls"}
-)
-"""Fields that change nothing in a text, and that clients send as a matter of course."""
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "echo": (False,),
-    "suffix": ("",),
-    "functions": ([],),
-    "function_call": (),
-    "audio": (),
-    "modalities": (["text"],),
-    "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "web_search_options": (),
-}
-"""Fields that offplan does not support, with the values beside null that leave a text as it is."""
 
 Short = Annotated[str, Field(max_length=1024)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -79,6 +61,7 @@ StopStrings = Annotated[
     Field(fail_fast=True),
     BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
 ]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 TokenPrompt = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 
@@ -94,18 +77,45 @@ def _list_prompts(prompt: Any) -> Any:
 
 
 class _Object(BaseModel):
-    """Base of all objects in a request: frozen, strict, and an unknown field is an error."""
+    """Base of all objects in a request: frozen and strict; an unknown field is ignored.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    An unknown field that looks like a typo of a known one is an error.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _has_few_fields(cls, data: Any) -> Any:
-        if isinstance(data, dict) and len(data) > MAX_FIELDS:
+    def _has_few_fields_and_no_typo(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        if len(data) > MAX_FIELDS:
             raise ValueError(
                 f"{len(data)} fields in one object; the API knows {MAX_FIELDS} at most"
             )
+        for name in data.keys() - cls.model_fields.keys() - IN_MESSAGES:
+            if (meant := find_meant(name, cls._list_meant())) and meant not in data:
+                raise FieldError(
+                    shorten(name, 64), f"there is no such field: did you mean {meant}?"
+                )
         return data
+
+    @classmethod
+    def _list_meant(cls) -> Iterable[str]:
+        """List the fields that a typo may have meant."""
+        return cls.model_fields
+
+    def list_ignored(self, prefix: str = "") -> set[str]:
+        """Return the names of unknown fields, of objects within too; they change nothing."""
+        extra = (self.model_extra or {}).items()
+        found = {f"{prefix}{name}" for name, value in extra if value is not None}
+        found -= {f"{prefix}{name}" for name in IN_MESSAGES}
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            each = value if isinstance(value, list) else [value]
+            if each and isinstance(each[0], _Object):
+                found.update(*(within.list_ignored(f"{prefix}{name}.") for within in each))
+        return found
 
 
 class TextPart(_Object):
@@ -141,6 +151,8 @@ class Message(_Object):
     ] = None
     name: Short | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same, as vLLM and OpenRouter call it."""
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: Short | None = None
     # clients send an answer back as they got it, with null in these
@@ -154,17 +166,28 @@ class Message(_Object):
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError("content is missing: only an assistant that calls tools has none")
+        has_other = self.tool_calls or self.thoughts is not None
+        if self.content is None and not (self.role == "assistant" and has_other):
+            raise ValueError(
+                "content is missing: only an assistant that calls tools or thinks has none"
+            )
         return self
+
+    @property
+    def thoughts(self) -> str | None:
+        """Text that the assistant thought."""
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates know it: parts joined, arguments as an object."""
         content = "\n".join(part.text for part in self.content or ())
         message: dict[str, Any] = {"role": self.role, "content": content}
-        for key in ("name", "reasoning_content", "tool_call_id"):
-            if (value := getattr(self, key)) is not None:
-                message[key] = value
+        told = {
+            "name": self.name,
+            "reasoning_content": self.thoughts,
+            "tool_call_id": self.tool_call_id,
+        }
+        message |= {key: value for key, value in told.items() if value is not None}
         if self.tool_calls:
             message["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
         return message
@@ -202,21 +225,39 @@ class StreamOptions(_Object):
     """The options of a stream."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """True if each chunk has the numbers of tokens so far. Source: vLLM's field."""
     include_obfuscation: bool | None = None
 
 
 class Request(_Object):
     """The fields that both kinds of requests have."""
 
+    path: ClassVar[Path]
+    """The path, as the table of fields has it."""
     usual_tokens: ClassVar[int | None] = None
     """Tokens that are made where the request leaves it open; None for all that fit the context."""
 
     model: Short | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    n: Annotated[int, Field(ge=1, lt=2**16)] = 1
+    """Texts for each prompt."""
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    """Likeliest tokens that are drawn from; not in OpenAI's API."""
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    """Likeliest tokens that are drawn from; 0 and -1 for all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
+    """Numbers that are added to logits, by the token's number."""
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_BIASES, fail_fast=True)] | None = (
+        None
+    )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[StopStrings, Field(max_length=MAX_STOP_STRINGS)] | None = None
     stream: bool | None = None
@@ -230,26 +271,31 @@ class Request(_Object):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_what_changes_nothing(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        kept = {}
-        for key, value in data.items():
-            if key in _IGNORED:
-                continue
-            if key in _NEUTRAL:
-                if value is not None and value not in _NEUTRAL[key]:
-                    raise ValueError(
-                        f"{key} other than {json.dumps((*_NEUTRAL[key], None)[0])} is not "
-                        "supported: leave it out"
-                    )
-                continue
-            kept[key] = value
-        return kept
+        return sift(data, cls.path) if isinstance(data, dict) else data
+
+    @classmethod
+    def _list_meant(cls) -> Iterable[str]:
+        return MEANT
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _has_tokens(cls, biases: dict[str, float] | None) -> dict[str, float] | None:
+        for name in biases or ():
+            if not (name.isascii() and name.isdigit() and len(name) < 10):
+                raise ValueError("a bias is of the number of a token")
+        return biases
+
+    @model_validator(mode="after")
+    def _ends_behind_its_least(self) -> Self:
+        least, most = self.min_tokens or 0, self.num_tokens
+        if most is not None and least > most:
+            raise FieldError("min_tokens", f"{least} are more than max_tokens")
+        return self
 
     @model_validator(mode="after")
     def _streams_what_it_says(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is for stream: true")
+            raise FieldError("stream_options", "it is for stream: true")
         return self
 
     @property
@@ -273,9 +319,23 @@ class Request(_Object):
         """True if a stream ends with the numbers of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def wants_usage_always(self) -> bool:
+        """True if each chunk of a stream has the numbers of tokens so far."""
+        return self.wants_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+    @property
+    def echoes(self) -> bool:
+        """True if the answer begins with the prompt."""
+        return False
+
 
 class ChatRequest(Request):
     """A request for the next message of a chat."""
+
+    path = "chat"
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -287,9 +347,10 @@ class ChatRequest(Request):
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs is for logprobs: true")
-        if None not in (self.max_tokens, self.max_completion_tokens):
-            raise ValueError("max_tokens and max_completion_tokens mean the same: name one")
+            raise FieldError("top_logprobs", "it is for logprobs: true")
+        named = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(named) > 1:
+            raise FieldError("max_tokens", "max_completion_tokens means the same: name one")
         return self
 
     @property
@@ -307,21 +368,45 @@ class ChatRequest(Request):
         """Tools as chat templates know them; None without any, or where none is to be called."""
         if not self.tools or self.tool_choice == "none":
             return None
-        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+        known = set(ToolFunction.model_fields)
+        return [
+            {
+                "type": tool.type,
+                "function": tool.function.model_dump(include=known, exclude_none=True),
+            }
+            for tool in self.tools
+        ]
 
 
 class CompletionRequest(Request):
     """A request for what follows texts."""
 
+    path = "completions"
     usual_tokens = 16
 
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     prompt: Annotated[
         list[str | TokenPrompt],
         Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
         BeforeValidator(_list_prompts),
     ]
     """Prompts as texts or tokens; a single one becomes a list."""
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: Annotated[
+        Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None,
+        BeforeValidator(lambda asked: None if asked is False else asked),
+    ] = None
+    echo: bool | None = None
+
+    @model_validator(mode="after")
+    def _makes_something(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise FieldError("max_tokens", "0 is for echo: true")
+        return self
+
+    @property
+    def echoes(self) -> bool:
+        """True if the answer begins with the prompt."""
+        return bool(self.echo)
 
     @property
     def num_logprobs(self) -> int | None:

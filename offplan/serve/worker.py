@@ -76,6 +76,11 @@ class Worker:
         self._is_draining = self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="offplan-session", daemon=True)
 
+    @property
+    def num_rows(self) -> int:
+        """Texts that are continued at a time, at most."""
+        return self._texts.num_rows
+
     def start(self) -> None:
         """Begin to take jobs."""
         self._thread.start()

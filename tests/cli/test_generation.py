@@ -275,7 +275,10 @@ def test_results_of_a_model_that_says_otherwise(
         ('{"url": "/v1/completions", "body": {"prompt": [1]}}', "a line has one prompt"),
         ('{"url": "/v1/completions", "body": {"prompt": "x", "stream": true}}', "no streams"),
         ('{"url": "/v1/embeddings", "body": {}}', "expected POST with one of /v1/chat/compl"),
-        ('{"url": "/v1/completions", "body": {"promt": "x"}}', "promt: offplan knows no such"),
+        (
+            '{"url": "/v1/completions", "body": {"promt": "x"}}',
+            "promt: there is no such field: did you mean prompt?",
+        ),
         ('{"url": "/v1/completions", "body": 1}', "line 2: the body: "),
         ('{"body": {}, "prompt": "x"}', "reads no 'prompt'"),
         ('{"messages": [{"role": "user"}]}', "objects with a role and a content"),

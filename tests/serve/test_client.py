@@ -142,15 +142,15 @@ def test_errors(served: Served) -> None:
         client.completions.create(model=NAME, prompt="a" * 200, max_tokens=100)
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.completions.create(model=NAME, prompt="a", temperature=-1)
-    with pytest.raises(openai.BadRequestError, match="n other than 1"):
-        client.completions.create(model=NAME, prompt="a", n=2)
-    for field in ("presence_penalty", "frequency_penalty", "echo"):
-        with pytest.raises(openai.BadRequestError, match=f"{field} other than"):
-            client.completions.create(model=NAME, prompt="a", extra_body={field: 1})
-        neutral = {field: False if field == "echo" else 0}
-        client.completions.create(model=NAME, prompt="a", max_tokens=1, extra_body=neutral)
-    with pytest.raises(openai.BadRequestError, match="offplan knows no such field"):
-        client.completions.create(model=NAME, prompt="a", extra_body={"min_p": 0.1})
+    with pytest.raises(openai.BadRequestError, match="n is 5: this server continues 4 texts"):
+        client.completions.create(model=NAME, prompt="a", n=5)
+    with pytest.raises(openai.BadRequestError, match="there is no token 300") as refused:
+        client.completions.create(model=NAME, prompt="a", logit_bias={"300": 1})
+    with pytest.raises(openai.BadRequestError, match="mirostat: values other than 0") as refused:
+        client.completions.create(model=NAME, prompt="a", extra_body={"mirostat": 2})
+    assert refused.value.param == "mirostat"
+    with pytest.raises(openai.BadRequestError, match="did you mean temperature"):
+        client.completions.create(model=NAME, prompt="a", extra_body={"temprature": 1})
     with pytest.raises(openai.BadRequestError, match="there is no token 300"):
         client.completions.create(model=NAME, prompt=[1, 300])
     assert not served.faults

@@ -160,7 +160,7 @@ def test_no_error_speaks_of_options(
         ("context", CONTEXT, {"prompt": ["a"] * 64}),
         ("context", CONTEXT, {"prompt": "a", "top_p": 2}),
         ("context", CONTEXT, {"prompt": "a", "n": 3}),
-        ("context", CONTEXT, {"prompt": "a", "wrong": 3}),
+        ("context", CONTEXT, {"prompt": "a", "mirostat": 3}),
         ("context", CONTEXT, {"prompt": "a", "fails": long}),
         ("context", CONTEXT, {"prompt": "a", "fails": MemoryLimitError("no `gpu_memory`")}),
         ("context", CONTEXT, {"prompt": "a", "fails": RuntimeError("--secret")}),

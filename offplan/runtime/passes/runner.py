@@ -113,14 +113,18 @@ class ModelRunner:
         than a chunk of the prompt does. Nothing is captured.
         """
         prompt = self._make_room(prompt)
-        readings = [Reading(prompt)]
-        texts: ChunkedTexts = self._read(
-            readings, lambda _: self._run_layers(readings), may_capture=False
-        )
+        parts = self.read_all(Reading(prompt), num_last)
         self._begin(prompt)
+        return parts
+
+    def read_all(self, reading: Reading, num_last: int) -> Iterator[torch.Tensor]:
+        """Read a text into rows of the cache, and make logits as ``prefill_all`` does."""
+        texts: ChunkedTexts = self._read(
+            [reading], lambda _: self._run_layers([reading]), may_capture=False
+        )
         config = self._loaded.module.config.get_text_config()
         # a chunk has six hidden states of each token at a time, and a head makes two of the logits
-        most = min(self.chunk, prompt.shape[1]) * config.hidden_size // config.vocab_size
+        most = min(self.chunk, reading.tokens.shape[1]) * config.hidden_size // config.vocab_size
         return texts.finish_all(num_last, max(1, most))
 
     def _make_room(self, prompt: torch.Tensor) -> torch.Tensor:
