@@ -277,7 +277,7 @@ def test_results_of_a_model_that_says_otherwise(
         ('{"url": "/v1/embeddings", "body": {}}', "expected POST with one of /v1/chat/compl"),
         (
             '{"url": "/v1/completions", "body": {"promt": "x"}}',
-            "promt: there is no such field: did you mean prompt?",
+            "promt: there is no such field: did",
         ),
         ('{"url": "/v1/completions", "body": 1}', "line 2: the body: "),
         ('{"body": {}, "prompt": "x"}', "reads no 'prompt'"),
