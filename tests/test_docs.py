@@ -12,7 +12,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from docs import make_cli_reference
+from docs import make_cli_reference, make_fields
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.costs.activations import (
@@ -88,6 +88,11 @@ def test_every_page_is_in_the_index() -> None:
 def test_the_reference_is_what_the_commands_declare() -> None:
     written = make_cli_reference.PAGE.read_text("utf-8")
     assert written == make_cli_reference.render_page(), "run python docs/make_cli_reference.py"
+
+
+def test_the_table_of_fields_is_the_servers() -> None:
+    written = make_fields.PAGE.read_text("utf-8")
+    assert written == make_fields.render_page(), "run python docs/make_fields.py"
 
 
 @pytest.mark.parametrize("command", make_cli_reference.list_commands())
