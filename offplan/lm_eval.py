@@ -11,6 +11,7 @@ from typing import Any
 if __name__ == "__main__" and find_spec("lm_eval") is None:
     sys.exit("offplan: found no lm_eval, which evaluates; install it: pip install 'lm_eval[hf]'")
 
+import torch
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
@@ -34,12 +35,14 @@ class OffplanLM(HFLM):
     ) -> None:
         """Load what the file ``plan`` says; ``model`` is read instead of where the plan says.
 
-        ``device`` is ``open_session``'s, ``batch_size`` the plan's where it is left out, and
-        ``options`` are those of lm_eval's own class. Raises what ``open_session`` raises.
+        ``device`` is ``open_session``'s, or the CPU where there is no GPU, since lm_eval names one
+        by itself. ``batch_size`` is the plan's where it is left out, and ``options`` are those of
+        lm_eval's own class. Raises what ``open_session`` raises.
         """
         loaded = offplan.load_plan(plan)
         found = open_planned_model(loaded, model)
-        chosen = device if device in (None, "cpu") or str(device).startswith("cuda") else None
+        is_here = device == "cpu" or (torch.cuda.is_available() and str(device).startswith("cuda"))
+        chosen = device if is_here else None
         session = offplan.open_session(loaded, model=found, device=chosen)
         super().__init__(
             pretrained=offplan.OffplanForCausalLM(session),

@@ -4,6 +4,7 @@ A plan is a small YAML file with a stable order and nothing volatile in it. It i
 YAML's safe loader; an unknown key, or one given twice, is an error.
 """
 
+import os
 import reprlib
 from pathlib import Path
 from typing import Any, Literal
@@ -257,8 +258,14 @@ class Plan(Record):
         return any(rule.decode.is_by_cores for rule in self.offload.rules)
 
     def locate(self, path: str) -> str:
-        """Return a path that the plan names as it is from here: it starts at the plan's file."""
-        return str((Path() if self._file is None else self._file.parent) / path)
+        """Return a path that the plan names as it is from here: it starts at the plan's file.
+
+        Errors and records show it, so it has no ``..`` where the same file has a path without.
+        """
+        joined = str((Path() if self._file is None else self._file.parent) / path)
+        plain = os.path.normpath(joined)
+        is_other = os.path.realpath(joined) != os.path.realpath(plain)  # by a link before the ..
+        return joined if is_other else plain
 
     @property
     def weights_file(self) -> Path | None:

@@ -482,3 +482,15 @@ def test_what_takes_everything_is_written_as_all() -> None:
     assert parse_plan(load_yaml(text.replace(": all,", ": [],")), "plan") == plan
     with pytest.raises(PlanError, match="should be a list of segments, or all"):
         parse_plan(load_yaml(text.replace(": all,", ": every,")), "plan")
+
+
+def test_located_paths_are_plain(tmp_path: Path) -> None:
+    """A path has no ``..`` but where the path without is another file's."""
+    plan = load_plan(ROOT / "plans" / "tiny-moe.yaml")
+    plan._file = tmp_path / "plans" / "here" / "plan.yaml"
+    assert plan.locate("../../models/a") == str(tmp_path / "models" / "a")
+    assert plan.locate("/models/b") == "/models/b"
+    (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
+    (tmp_path / "plans" / "here").mkdir(parents=True)
+    (tmp_path / "plans" / "here" / "link").symlink_to(tmp_path / "elsewhere" / "deep")
+    assert plan.locate("link/../c") == str(tmp_path / "plans" / "here" / "link" / ".." / "c")

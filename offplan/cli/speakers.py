@@ -101,7 +101,9 @@ class LocalSpeaker:
         finally:
             self._texts.leave(continued)
             took = format_seconds(perf_counter() - began)
-            self.told = _tell(continued.num_read, len(prompt), text.num_made, took)
+            self.told = _tell(
+                continued.num_read, len(prompt), text.num_made, took, is_cut=text.finish == "length"
+            )
 
     def stop(self) -> None:
         """Stop before the next token, and the chat template at once."""
@@ -121,6 +123,7 @@ class RemoteSpeaker:
         """
         self._url = _read_url(url)
         self._api_key, self._options = api_key, options
+        self._is_cut = False
         # a server that sends elsewhere would be given the key there
         self._opener = urllib.request.build_opener(_StaysHere)
         self.told = ""
@@ -135,7 +138,7 @@ class RemoteSpeaker:
             "stream_options": {"include_usage": True},
             **self._options,
         }
-        self.told, is_whole = "", False
+        self.told, is_whole, self._is_cut = "", False, False
         with self._open("/chat/completions", json.dumps(asked).encode()) as response:
             for line in response:
                 kind, _, data = line.decode("utf-8", "replace").strip().partition(":")
@@ -158,13 +161,14 @@ class RemoteSpeaker:
             raise OffplanError(f"the server says: {_find_message(chunk)}")
         for choice in chunk.get("choices") or ():
             piece = (choice.get("delta") or {}).get("content")
+            self._is_cut |= choice.get("finish_reason") == "length"
             if isinstance(piece, str):
                 yield piece
         if isinstance(usage := chunk.get("usage"), dict):
             num_prompt = usage.get("prompt_tokens", 0)
             cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
             num_made = usage.get("completion_tokens", 0)
-            self.told = _tell(num_prompt - cached, num_prompt, num_made)
+            self.told = _tell(num_prompt - cached, num_prompt, num_made, is_cut=self._is_cut)
 
     def _find_name(self) -> str:
         with self._open("/models") as response:
@@ -221,6 +225,11 @@ def _find_message(payload: dict[str, Any]) -> str:
     return str(error.get("message") if isinstance(error, dict) else error)
 
 
-def _tell(num_read: int, num_prompt: int, num_made: int, took: str = "") -> str:
+def _tell(
+    num_read: int, num_prompt: int, num_made: int, took: str = "", *, is_cut: bool = False
+) -> str:
     within = f" in {took}" if took else ""
-    return f"read {num_read:,} of the prompt's {num_prompt:,} tokens, made {num_made:,}{within}"
+    cut = "; the answer was cut there: no more tokens were allowed or fit" if is_cut else ""
+    return (
+        f"read {num_read:,} of the prompt's {num_prompt:,} tokens, made {num_made:,}{within}{cut}"
+    )

@@ -160,5 +160,6 @@ def _locate(plan: Plan) -> str:
     """
     source = plan.model.source
     located = plan.locate(source)
-    is_path = plan.model.revision is None and (os.path.exists(located) or os.path.exists(source))
-    return located if is_path else source
+    is_written_so = source.startswith((".", os.sep))
+    is_there = is_written_so or os.path.exists(located) or os.path.exists(source)
+    return located if plan.model.revision is None and is_there else source

@@ -505,7 +505,12 @@ def _answer_error(request: Request, error: Exception) -> Response:
 
 def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "it is registered for these alone"
-    told = ApiError(error.status_code, f"{error.detail}: {request.method} is not served here")
-    if error.status_code == 404:
-        told = ApiError(404, "there is no such path here; the API's paths begin with /v1")
+    path = quote(request.scope["path"])[1:-1]
+    served = f"{', '.join(_PATHS[:-1])} and {_PATHS[-1]}"
+    told = ApiError(
+        error.status_code,
+        f"{request.method} {path} is not served here: this server continues texts, at {served}",
+    )
+    if f"/v1{path}" in _PATHS:
+        told = ApiError(404, f"{path} is not served here: the base URL ends with /v1")
     return JSONResponse(told.payload, error.status_code, error.headers)

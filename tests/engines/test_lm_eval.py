@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.cli import RULES, TINY_MOE, write_plan
 
@@ -47,7 +48,9 @@ def test_the_same_numbers_as_stock(tmp_path: Path) -> None:
     ):
         result = lm_eval.simple_evaluate(
             model=model,
-            model_args={**arguments, "device": "cpu", "batch_size": 2},
+            model_args={**arguments, "batch_size": 2},
+            # its command line names none either, and lm_eval then names a GPU that may not be here
+            device="cpu" if model == "hf" or torch.cuda.is_available() else "cuda:0",
             tasks=["choose", "continue"],
             task_manager=lm_eval.tasks.TaskManager(
                 include_path=str(tmp_path / "tasks"), include_defaults=False

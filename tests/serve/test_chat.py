@@ -61,6 +61,7 @@ def test_a_conversation_with_a_plan(
     # of the second prompt the cache held all but the last token made, and two new ones
     assert "read 7 of the prompt's 7 tokens, made 5" in err
     assert "read 3 of the prompt's 14 tokens, made 5" in err
+    assert err.count("the answer was cut there") == 3
     assert f"wrote {saved}" in err
     assert f"{saved} exists" in err
     messages = json.loads(saved.read_text())["messages"]
@@ -90,7 +91,8 @@ def test_a_conversation_with_a_server(talk: Talk, served: Served) -> None:
     arguments = ("--url", served.url, "--temperature", 0, "--max-new-tokens", 5)
     code, out, err = talk("Weights\ndo\n", *arguments)
     assert (code, out) == (0, " that\n not \n")
-    assert "read 3 of the prompt's 14 tokens, made 5" in err
+    assert "read 3 of the prompt's 14 tokens, made 5; the answer was cut there" in err
+    assert "cut there" not in talk("Weights\n", "--url", served.url, "--temperature", 0).err
     assert talk("ts\n", *arguments, "--system", "Weigh").out == " that\n"
     code, out, err = talk("a\nWeights\n", *arguments, "--model", "other")
     assert (code, out) == (0, "")

@@ -156,6 +156,23 @@ def test_errors(served: Served) -> None:
     assert not served.faults
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "message"),
+    [
+        ("POST", "/chat/completions", 404, "the base URL ends with /v1"),
+        ("POST", "/v1/embeddings", 404, "POST /v1/embeddings is not served here: this server"),
+        ("GET", "/v1/completions", 405, "GET /v1/completions is not served here"),
+        ("POST", "/v1/a%0Ab/../c", 404, r"POST /v1/a\nb/../c is not served here"),
+    ],
+)
+def test_paths_that_are_not_served(
+    scripted: Served, method: str, path: str, status: int, message: str
+) -> None:
+    answered = scripted.ask(path, {} if method == "POST" else None, method=method)
+    assert answered.status == status
+    assert message in answered.data["error"]["message"]
+
+
 def test_more_prompts_than_will_ever_have_room(scripted: Served) -> None:
     client = scripted.client()
     with pytest.raises(openai.BadRequestError, match="5 prompts, and this server takes 4"):

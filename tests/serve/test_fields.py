@@ -323,26 +323,24 @@ def save_config(tiny: Tiny, folder: Path, **settings: Any) -> Any:
 
 
 def test_what_the_generation_config_recommends(tiny: Tiny, tmp_path: Path) -> None:
-    for number, (settings, expected) in enumerate(
-        [
-            ({}, {}),
-            ({"do_sample": True, "temperature": 0.6, "top_p": 0.95}, None),
-            ({"temperature": 0.6, "top_k": 20, "min_p": 0.01, "typical_p": 0.5}, None),
-            ({"do_sample": False, "temperature": 0.9, "top_p": 0.6}, {"temperature": 0.0}),
-            ({"top_k": 0}, {}),
-        ]
-    ):
+    cases: list[tuple[dict[str, Any], Any]] = [
+        ({}, {}),
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.95}, None),
+        ({"temperature": 0.6, "top_k": 20, "min_p": 0.01, "typical_p": 0.5}, None),
+        ({"do_sample": False, "temperature": 0.9, "top_p": 0.6}, {"temperature": 0.0}),
+        ({"top_k": 0}, {}),
+    ]
+    for number, (settings, expected) in enumerate(cases):
         model = save_config(tiny, tmp_path / str(number), **settings)
         usual = {key: value for key, value in settings.items() if key != "do_sample"}
         assert read_recommended(model) == (usual if expected is None else expected)
-    for number, (settings, message) in enumerate(
-        [
-            ({"temperature": -1}, "-1 as temperature"),
-            ({"top_p": 1.5}, "1.5 as top_p"),
-            ({"top_k": 2.5}, "2.5 as top_k"),
-            ({"eta_cutoff": 0.1}, "--generation-config none"),
-        ]
-    ):
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"temperature": -1}, "-1 as temperature"),
+        ({"top_p": 1.5}, "1.5 as top_p"),
+        ({"top_k": 2.5}, "2.5 as top_k"),
+        ({"eta_cutoff": 0.1}, "--generation-config none"),
+    ]
+    for number, (settings, message) in enumerate(wrong):
         with pytest.raises(InputError, match=message):
             read_recommended(save_config(tiny, tmp_path / f"wrong{number}", **settings))
 
