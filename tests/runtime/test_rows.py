@@ -61,6 +61,31 @@ def test_every_text_is_as_if_alone(tmp_path: Path, name: str, chunk: int) -> Non
         texts.check(Alone(folder, chunk))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_scored_prompt_leaves_the_others_as_they_are(tmp_path: Path, name: str) -> None:
+    folder = save_tiny(name, tmp_path)
+    with open_session(folder, offload(group(2, 1), prefill_chunk=4)) as session:
+        parts = session.prefill_all(torch.tensor([LONG]))
+        expected = torch.cat([part[0].clone() for part in parts])
+        session.runner.length = 0
+        texts, seen = Greedy(Rows(session, 3)), list[torch.Tensor]()
+        texts.join(PROMPTS[1])
+        texts.step()
+        for _ in range(2):  # the second is read as a whole, though a row holds it
+            seen.clear()
+            texts.rows.score(LONG, None, lambda logits: seen.append(logits.clone()))
+            torch.testing.assert_close(torch.cat(seen), expected, atol=1e-4, rtol=1e-4)
+            assert texts.rows.num_free == 2
+        texts.step()
+        texts.join(LONG, PROMPTS[3])
+        for _ in range(3):
+            texts.step()
+        with pytest.raises(InputError, match="no row is free"):
+            texts.rows.score(LONG, None, seen.append)
+        texts.check(Alone(folder, 4))
+
+
 @pytest.mark.parametrize("name", first_quick(["qwen3", "deepseek_v2"]))
 @pytest.mark.slow
 def test_texts_that_join_and_leave_at_random(tmp_path: Path, name: str) -> None:
