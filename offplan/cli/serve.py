@@ -59,7 +59,8 @@ def serve(
     generation_config: Annotated[
         Literal["auto", "none"],
         typer.Option(
-            help="`none` draws by OpenAI's defaults, and not as the model's generation_config says."
+            case_sensitive=False,
+            help="`none` draws by OpenAI's defaults, and not as the model's generation_config says.",
         ),
     ] = "auto",
     temperature: Annotated[

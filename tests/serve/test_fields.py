@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessorList
 
 from offplan.checkpoint.open import open_model
+from offplan.cli.serve import _check_drawing, _describe_drawing
 from offplan.errors import InputError
 from offplan.runtime.rules import MadePenalty, TokenRules, read_recommended
 from offplan.runtime.sampling import Sampling
@@ -382,3 +383,17 @@ def test_rules_of_a_request(tiny: Tiny) -> None:
     for field in ({"stop_token_ids": [9999]}, {"logit_bias": {"9999": 1}}):
         with pytest.raises(InputError, match="there is no token 9999"):
             change(**field)
+
+
+def test_the_start_says_how_tokens_are_drawn() -> None:
+    of_file = {"temperature": 0.6, "top_p": 0.95}
+    for drawing, penalty, told in (
+        ({}, 1.0, "temperature 1 (OpenAI's default)"),
+        (of_file, 1.0, "temperature 0.6 (generation_config), top_p 0.95 (generation_config)"),
+        ({**of_file, "top_p": 0.5}, 1.0, "temperature 0.6 (generation_config), top_p 0.5 (option)"),
+        ({}, 1.1, "temperature 1 (OpenAI's default), repetition_penalty 1.1 (generation_config)"),
+    ):
+        assert _describe_drawing(drawing, of_file, penalty).endswith(f"are drawn with {told}")
+    _check_drawing({"temperature": 0.5, "top_k": 0})
+    with pytest.raises(InputError, match="top_p is 2"):
+        _check_drawing({"top_p": 2})
