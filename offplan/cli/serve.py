@@ -60,7 +60,7 @@ def serve(
         Literal["auto", "none"],
         typer.Option(
             case_sensitive=False,
-            help="`none` draws by OpenAI's defaults, and not as the model's generation_config says.",
+            help="`none` draws by OpenAI's defaults, not by the model's generation_config.",
         ),
     ] = "auto",
     temperature: Annotated[

@@ -156,8 +156,8 @@ def read_recommended(model: Model) -> dict[str, float]:
         value = getattr(found, key, None)
         if value is not None and value not in neutral:
             raise InputError(
-                f"{where} has {key} {quote(value)}, by which offplan does not draw: leave its "
-                "drawing out by --generation-config none"
+                f"{where} has {key} {quote(value)}, by which offplan does not draw: serve "
+                "without the file's drawing (generation config `none`)"
             )
     drawn = {}
     for key, expected in _DRAWN.items():

@@ -39,6 +39,11 @@ TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 )
 """A chat is what was said, behind the names of tools."""
+WEIGHTS = (
+    "Weights that do not fit the GPU wait in host memory and cross the link before their layer."
+)
+REST = WEIGHTS.removeprefix("Weights")
+"""What the tiny checkpoint says behind ``Weights``."""
 KEY = "sk-secret"
 RENDERER = Renderer()
 """One for all servers of a test run: its process takes a second to start."""

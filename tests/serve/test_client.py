@@ -7,13 +7,8 @@ import subprocess
 import openai
 import pytest
 
-from tests.serve import NAME, NAN, TIMEOUT_S, ScriptedRows, Served
+from tests.serve import NAME, NAN, REST, TIMEOUT_S, ScriptedRows, Served
 from tests.serve.conftest import Tiny
-
-WEIGHTS = (
-    "Weights that do not fit the GPU wait in host memory and cross the link before their layer."
-)
-REST = WEIGHTS.removeprefix("Weights")
 
 
 @pytest.mark.slow

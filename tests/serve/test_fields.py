@@ -18,9 +18,8 @@ from offplan.serve.errors import ApiError
 from offplan.serve.fields import BOTH, FIELDS
 from offplan.serve.reading import change_rules, read_drawing
 from offplan.serve.requests import ChatRequest, CompletionRequest, parse_request
-from tests.serve import NAME, TIMEOUT_S, Served
+from tests.serve import NAME, REST, TIMEOUT_S, Served
 from tests.serve.conftest import Tiny
-from tests.serve.test_client import REST
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Weights"}], "temperature": 0}
 PROMPT: dict[str, Any] = {"prompt": "Weights", "temperature": 0}
@@ -339,7 +338,7 @@ def test_what_the_generation_config_recommends(tiny: Tiny, tmp_path: Path) -> No
         ({"temperature": -1}, "-1 as temperature"),
         ({"top_p": 1.5}, "1.5 as top_p"),
         ({"top_k": 2.5}, "2.5 as top_k"),
-        ({"eta_cutoff": 0.1}, "--generation-config none"),
+        ({"eta_cutoff": 0.1}, "generation config `none`"),
     ]
     for number, (settings, message) in enumerate(wrong):
         with pytest.raises(InputError, match=message):

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.engines.test_lm_eval import CHOOSE, DOCUMENTS
-from tests.serve import NAME, TIMEOUT_S, Served
+from tests.engines.lm_eval_tasks import CHOOSE, DOCUMENTS
+from tests.serve import NAME, REST, TIMEOUT_S, Served
 from tests.serve.conftest import Tiny
-from tests.serve.test_client import REST
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("ignore")]
 
