@@ -1,5 +1,6 @@
 """Texts that are continued together: each joins and leaves between two steps of the others."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -302,7 +303,9 @@ class JoinedTexts:
 
     def _add(self, each: Continued, token: int, chosen: _Chosen) -> Added | NotANumberError:
         text = each.text
-        if token == NO_TOKEN:
+        before, each._prompt_scores = each._prompt_scores, []
+        of_prompt = [scored for part in before for scored in _read_scores(part)][:-1]
+        if token == NO_TOKEN or any(math.isnan(first.logprob) for first, *_ in of_prompt):
             self.leave(each)
             return self.explain_nan(each, "its layer is not known")
         each.made.append(token)
@@ -312,8 +315,6 @@ class JoinedTexts:
         first, likeliest = None, list[Scored]()
         if each in chosen.scores:
             ((first, *likeliest),) = _read_scores(chosen.scores[each])
-        before, each._prompt_scores = each._prompt_scores, []
-        of_prompt = [scored for part in before for scored in _read_scores(part)][:-1]
         return Added(text, piece, token, first, likeliest, text.finish, of_prompt)
 
 

@@ -224,8 +224,8 @@ class Tool(_Object):
 class StreamOptions(_Object):
     """The options of a stream."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     """True if each chunk has the numbers of tokens so far. Source: vLLM's field."""
     include_obfuscation: bool | None = None
 
@@ -240,7 +240,7 @@ class Request(_Object):
 
     model: Short | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    n: Annotated[int, Field(ge=1, lt=2**16)] = 1
+    n: Annotated[int, Field(ge=1, lt=2**16), BeforeValidator(lambda n: 1 if n is None else n)] = 1
     """Texts for each prompt."""
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -317,7 +317,7 @@ class Request(_Object):
     @property
     def wants_usage(self) -> bool:
         """True if a stream ends with the numbers of tokens."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def wants_usage_always(self) -> bool:

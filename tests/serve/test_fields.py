@@ -61,6 +61,17 @@ def test_what_changes_nothing_is_accepted(path: str) -> None:
             assert (refused.value.status, refused.value.param) == (400, row.name)
 
 
+@pytest.mark.parametrize("path", BOTH)
+def test_null_is_as_if_left_out(path: str) -> None:
+    kind, asked = (ChatRequest, CHAT) if path == "chat" else (CompletionRequest, PROMPT)
+    names = [row.name for row in FIELDS if row.name not in asked]
+    for begin in range(0, len(names), 80):
+        body = {**asked, **dict.fromkeys(names[begin:][:80])}
+        assert parse_request(kind, json.dumps(body).encode()) == parse_request(kind, asked)
+    options = {"include_usage": None, "continuous_usage_stats": None}
+    parse_request(kind, {**asked, "stream": True, "stream_options": options})
+
+
 def test_equal_lengths_are_one() -> None:
     asked = {**CHAT, "max_tokens": 3, "max_completion_tokens": 3}
     assert parse_request(ChatRequest, asked).num_tokens == 3
