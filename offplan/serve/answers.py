@@ -136,6 +136,11 @@ class Choice:
         return "tool_calls" if self.finish == "stop" and self._has_calls else self.finish
 
     @property
+    def stop_string(self) -> str | None:
+        """The string that ended it; None if none did."""
+        return self.made[-1].text.ended_by if self.made else None
+
+    @property
     def _has_calls(self) -> bool:
         return self.calls is not None and self.calls.num_calls > 0
 
@@ -152,6 +157,7 @@ class Answer:
     ) -> None:
         """Answer ``request`` in the name of ``model``, with a choice for each of its texts."""
         self.request, self.choices, self._names = request, choices, names
+        self.model = model
         self._head = {
             "id": self.prefix + secrets.token_hex(12),
             "created": int(time.time()),

@@ -60,6 +60,28 @@ class Reader:
         except InputError as error:
             raise ApiError(400, error.facts) from None
 
+    def tokenize(self, text: str, adds_special: bool) -> list[int]:
+        """Return the tokens of a text; raises ApiError with 400."""
+        if not text:
+            return []
+        try:
+            found = read_prompt(self.model, self.tokenizer, text, add_special_tokens=adds_special)
+        except InputError as error:
+            raise ApiError(400, error.facts) from None
+        tokens: list[int] = found[0].tolist()
+        return tokens
+
+    @property
+    def chat_template(self) -> str:
+        """The chat template; empty if the model has none."""
+        found = getattr(self.tokenizer, "chat_template", None)
+        return found if isinstance(found, str) else ""
+
+    @property
+    def capabilities(self) -> list[str]:
+        """What the model does, in Ollama's words."""
+        return ["completion", *(["tools"] if self.template is not None else [])]
+
     def read(self, request: Request, rendered: str = "") -> list[Text]:
         """Return the texts that a request asks for, one for each of its prompts.
 
@@ -104,6 +126,8 @@ class Reader:
 
     def _make_text(self, request: Request, number: int, prompt: list[int]) -> Text:
         room, asked = self.context - len(prompt), request.num_tokens
+        if request.caps_tokens and asked is not None:
+            asked = min(asked, max(room, 1))
         if room < (asked or 1):
             raise refuse_length(self.context, len(prompt), asked)
         return Text(

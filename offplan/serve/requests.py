@@ -210,6 +210,8 @@ class Request(_Object):
 
     usual_tokens: ClassVar[int | None] = None
     """Tokens that are made where the request leaves it open; None for all that fit the context."""
+    caps_tokens: ClassVar[bool] = False
+    """True if the number of tokens is a bound, and the context may end the text before."""
 
     model: Short | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -313,7 +315,7 @@ class ChatRequest(Request):
 class CompletionRequest(Request):
     """A request for what follows texts."""
 
-    usual_tokens = 16
+    usual_tokens: ClassVar[int | None] = 16
 
     prompt: Annotated[
         list[str | TokenPrompt],
