@@ -39,6 +39,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 )
 """A chat is what was said, behind the names of tools."""
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "%s"}}\n</tool_call>'
 KEY = "sk-secret"
 RENDERER = Renderer()
 """One for all servers of a test run: its process takes a second to start."""

@@ -14,6 +14,7 @@ import pytest
 
 from offplan.serve.guard import Guard
 from tests.serve import (
+    CALL,
     CONTEXT,
     KEY,
     NAME,
@@ -23,8 +24,7 @@ from tests.serve import (
     scripted_texts,
     serving,
 )
-from tests.serve.conftest import Tiny
-from tests.serve.test_calls import CALL, set_script
+from tests.serve.conftest import Tiny, set_script
 
 SAID = f"<think>\nWhere?\n</think>\n\nI look.\n{CALL % 'Köln'}\n{CALL % '京都'}"
 CITIES = [{"city": "Köln"}, {"city": "京都"}]

@@ -10,8 +10,17 @@ import pytest
 
 from offplan.serve.answers import CallParser
 from offplan.transformers_private import find_response_template
-from tests.serve import NAME, TIMEOUT_S, ScriptedRows, Served, scripted_texts, serving, wait_for
-from tests.serve.conftest import Tiny
+from tests.serve import (
+    CALL,
+    NAME,
+    TIMEOUT_S,
+    ScriptedRows,
+    Served,
+    scripted_texts,
+    serving,
+    wait_for,
+)
+from tests.serve.conftest import Tiny, set_script
 
 WEATHER = {
     "type": "function",
@@ -27,7 +36,6 @@ ASKED: dict[str, Any] = {
     "temperature": 0,
     "max_tokens": 200,
 }
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "%s"}}\n</tool_call>'
 SAID = f"<think>\nWhere?\n</think>\n\nI look.\n{CALL % 'Köln'}\n{CALL % '京都'}"
 
 
@@ -37,10 +45,6 @@ def calling(rows: ScriptedRows, tiny: Tiny) -> Iterator[Served]:
     model = replace(tiny.model, model_type="qwen3")
     with serving(scripted_texts(rows), model, tiny.tokenizer) as served:
         yield served
-
-
-def set_script(rows: ScriptedRows, tiny: Tiny, text: str) -> None:
-    rows.script[:-1] = tiny.tokenizer(text).input_ids
 
 
 @pytest.mark.slow
