@@ -129,8 +129,8 @@ class Service:
         return await finish_before(self._ending, made)
 
     async def make(self, asked: Asked, call: Callable[..., T], *arguments: Any) -> T:
-        """Make a part of an answer; off the event loop where calls of tools are told from it."""
-        if self.reader.finds_calls(asked):
+        """Make a part of an answer; off the event loop where the model's patterns divide it."""
+        if self.reader.divides(asked) and self.reader.divider.is_foreign:
             return await self.call(self.dividing, call, *arguments)
         return call(*arguments)
 
@@ -346,7 +346,7 @@ class _Endpoints:
         reader = service.reader
         shown = ollama_api.show_model(
             reader.model.model_type,
-            reader.chat_template,
+            reader.showing.template,
             reader.context,
             service.created_s,
             reader.capabilities,

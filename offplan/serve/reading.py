@@ -14,8 +14,9 @@ from offplan.runtime.sampling import MAX_SEED, Sampling
 from offplan.runtime.texts import Text
 from offplan.serve.answers import CallParser
 from offplan.serve.errors import ApiError, refuse_length
+from offplan.serve.formats import Divider, find_divider
 from offplan.serve.requests import ChatRequest, CompletionRequest, Request
-from offplan.transformers_private import find_response_template
+from offplan.serve.showing import Showing
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,16 @@ class Reader:
     context: int
     """Tokens that a prompt and its text may have together."""
     renderer: Renderer
-    template: Any = field(init=False)
-    """Template of calls of tools; None if that is not known."""
+    divider: Divider = field(init=False)
+    """What divides answers into text, thoughts and calls."""
+    showing: Showing = field(init=False)
 
     def __post_init__(self) -> None:
-        """Find how the model calls tools."""
-        found = find_response_template(self.tokenizer, self.model.model_type)
-        object.__setattr__(self, "template", found)
+        """Find how the model thinks and calls tools."""
+        found = find_divider(self.tokenizer, self.model.model_type)
+        object.__setattr__(self, "divider", found)
+        showing = Showing(self.model, self.tokenizer, self.renderer)
+        object.__setattr__(self, "showing", showing)
 
     @classmethod
     def of(
@@ -52,10 +56,11 @@ class Reader:
 
     def render(self, request: ChatRequest) -> str:
         """Return a chat as the model's template has it; raises ApiError with 400."""
-        messages = [message.for_template() for message in request.messages]
+        variables, messages = self.showing.list_variables(request), self.showing.write(request)
+        self.showing.check(request)
         try:
             return render_chat(
-                self.model, self.tokenizer, self.renderer, messages, request.shown_tools
+                self.model, self.tokenizer, self.renderer, messages, request.shown_tools, variables
             )
         except InputError as error:
             raise ApiError(400, error.facts) from None
@@ -72,15 +77,10 @@ class Reader:
         return tokens
 
     @property
-    def chat_template(self) -> str:
-        """The chat template; empty if the model has none."""
-        found = getattr(self.tokenizer, "chat_template", None)
-        return found if isinstance(found, str) else ""
-
-    @property
     def capabilities(self) -> list[str]:
         """What the model does, in Ollama's words."""
-        return ["completion", *(["tools"] if self.template is not None else [])]
+        calls = self.divider.finds_calls and self.showing.has_tools
+        return ["completion", *["tools"] * calls, *["thinking"] * self.showing.thinks]
 
     def read(self, request: Request, rendered: str = "") -> list[Text]:
         """Return the texts that a request asks for, one for each of its prompts.
@@ -94,15 +94,20 @@ class Reader:
             raise ApiError(400, error.facts) from None
         return [self._make_text(request, number, each) for number, each in enumerate(prompts)]
 
-    def finds_calls(self, request: Request) -> bool:
-        """Return True if the server parses calls of tools from an answer's text."""
-        return self.template is not None and bool(_list_tools(request))
+    def divides(self, request: Request) -> bool:
+        """Return True if the server divides an answer into text, thoughts and calls."""
+        return self.divider.template is not None and isinstance(request, ChatRequest)
 
     def make_call_parser(self, request: Request, text: Text) -> CallParser | None:
-        """Return what finds calls of tools in a request's text; None if it stays as it is."""
-        if not self.finds_calls(request):
+        """Return what divides the answer to a request; None if it stays as it is."""
+        if not self.divides(request):
             return None
-        return CallParser(self.template, self.tokenizer.decode(text.prompt), _list_tools(request))
+        return CallParser(
+            self.divider.template,
+            self.tokenizer.decode(text.prompt),
+            _list_tools(request),
+            has_short_ids=self.divider.has_short_ids,
+        )
 
     def _read_prompts(self, request: Request, rendered: str) -> list[list[int]]:
         if isinstance(request, ChatRequest):
@@ -137,7 +142,7 @@ class Reader:
             rules=self.rules,
             stop_strings=request.stop or (),
             number=number,
-            keeps_special=self.finds_calls(request),
+            keeps_special=self.divides(request),
         )
 
 

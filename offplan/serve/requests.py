@@ -66,7 +66,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "modalities": (["text"],),
     "prediction": (),
-    "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -285,6 +284,9 @@ class ChatRequest(Request):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
+    reasoning_effort: Short | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template; not in OpenAI's API. Source: vLLM's field."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:

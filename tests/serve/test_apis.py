@@ -109,7 +109,7 @@ class TestAnthropic:
         ]
         set_script(rows, tiny, "Warm.")
         assert client.messages.create(**{**asked, "messages": said}).content[0].text == "Warm."
-        assert tiny.tokenizer.decode(rows.joined[-1]).endswith("12 degrees12 degrees")
+        assert tiny.tokenizer.decode(rows.joined[-1]).endswith("(get_weather)12 degrees12 degrees")
 
         with pytest.raises(anthropic.NotFoundError, match="there is no such model"):
             client.messages.create(**{**self.ASKED, "model": "claude"})
@@ -198,7 +198,8 @@ class TestResponses:
         said = [{"role": "user", "content": ASSISTANT}, *response.output, *given]
         set_script(rows, tiny, "Warm.")
         assert client.responses.create(**{**asked, "input": said}).output_text == "Warm."
-        assert tiny.tokenizer.decode(rows.joined[-1]).endswith("I look.12 degrees12 degrees")
+        calls, results = "(get_weather)" * 2, "12 degrees" * 2
+        assert tiny.tokenizer.decode(rows.joined[-1]).endswith(f"I look.{calls}{results}")
         assert not calling.faults
 
     @pytest.mark.parametrize("field", ["previous_response_id", "conversation"])
