@@ -82,6 +82,21 @@ class Reader:
         calls = self.divider.finds_calls and self.showing.has_tools
         return ["completion", *["tools"] * calls, *["thinking"] * self.showing.thinks]
 
+    @property
+    def notes(self) -> list[str]:
+        """What whoever starts the server should know of tools."""
+        if not self.showing.template:
+            return []
+        notes = []
+        if lacks := self.showing.lacks:
+            notes.append(
+                f"the chat template does not show {' and '.join(lacks)}: requests with them get "
+                "status 400"
+            )
+        if self.showing.has_tools and not self.divider.finds_calls:
+            notes.append("calls of tools stay in the text, since their format is not known")
+        return notes
+
     def read(self, request: Request, rendered: str = "") -> list[Text]:
         """Return the texts that a request asks for, one for each of its prompts.
 

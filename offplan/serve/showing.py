@@ -107,7 +107,8 @@ class Showing:
     def list_variables(self, request: ChatRequest) -> dict[str, Any]:
         """Return the variables that a request sets in the template; raises ApiError with 400.
 
-        A variable that the template does not have would change nothing.
+        A variable that the template does not have would change nothing. A model that always thinks
+        may be asked to, and one that never does may be asked not to.
         """
         variables = dict(request.chat_template_kwargs or {})
         thinks = next((name for name in _THINKS if self._has(name)), None)
@@ -115,7 +116,7 @@ class Showing:
             value = variables.pop("enable_thinking")
             if thinks:
                 variables[thinks] = value
-            elif value:
+            elif bool(value) != self.thinks:
                 raise self._refuse("chat_template_kwargs", "enable_thinking")
         for name in variables:
             if name in _RESERVED or not self._has(name):
@@ -127,7 +128,7 @@ class Showing:
             variables.setdefault("reasoning_effort", effort)
         elif thinks:
             variables.setdefault(thinks, effort != "none")
-        elif effort != "none":
+        elif effort != "none" or self.thinks:
             raise self._refuse("reasoning_effort", "reasoning_effort")
         return variables
 
