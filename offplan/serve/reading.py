@@ -7,7 +7,7 @@ from typing import Any
 
 from offplan.checkpoint.model import Model
 from offplan.errors import InputError
-from offplan.runtime.prompts import read_prompt, read_rendered, render_chat
+from offplan.runtime.prompts import read_prompt, read_rendered
 from offplan.runtime.rendering import Renderer
 from offplan.runtime.rules import TokenRules
 from offplan.runtime.sampling import MAX_SEED, Sampling
@@ -56,12 +56,8 @@ class Reader:
 
     def render(self, request: ChatRequest) -> str:
         """Return a chat as the model's template has it; raises ApiError with 400."""
-        variables, messages = self.showing.list_variables(request), self.showing.write(request)
-        self.showing.check(request)
         try:
-            return render_chat(
-                self.model, self.tokenizer, self.renderer, messages, request.shown_tools, variables
-            )
+            return self.showing.render(request)
         except InputError as error:
             raise ApiError(400, error.facts) from None
 

@@ -104,6 +104,18 @@ class Showing:
                 param=lacking[0].split()[0],
             )
 
+    def render(self, request: ChatRequest) -> str:
+        """Return a chat as the template has it, by the variables that the request sets.
+
+        Raises ApiError with 400 for what the template would leave out, and InputError for what it
+        does not take.
+        """
+        variables, messages = self.list_variables(request), self.write(request)
+        self.check(request)
+        return render_chat(
+            self.model, self.tokenizer, self.renderer, messages, request.shown_tools, variables
+        )
+
     def list_variables(self, request: ChatRequest) -> dict[str, Any]:
         """Return the variables that a request sets in the template; raises ApiError with 400.
 
