@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from pydantic import ValidationError, model_validator
+from pydantic import ConfigDict, ValidationError, model_validator
 
 from offplan.runtime.joined import Added
 from offplan.serve.answers import Answer
@@ -23,6 +23,8 @@ SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-
 
 class Fields(_Object):
     """An object of an API: frozen, strict, and an unknown field is an error."""
+
+    model_config = ConfigDict(extra="forbid")
 
     ignored: ClassVar[frozenset[str]] = frozenset()
     """Fields that change nothing in a text, and that clients send as a matter of course."""
