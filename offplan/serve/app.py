@@ -57,7 +57,7 @@ _GENERATING: dict[str, Translate] = {
     "/api/generate": Ollama.read_generate,
 }
 """Paths whose answers are made text, each with what reads its requests."""
-_NO_VECTORS = "this server continues texts and makes no embeddings: serve them by another"
+_NO_VECTORS = "this server continues texts and makes no embeddings"
 _ABSENT = {
     **dict.fromkeys(("/v1/embeddings", "/api/embed", "/api/embeddings"), _NO_VECTORS),
     "/v1/responses/{id:path}": NO_STATE,
@@ -186,7 +186,7 @@ def make_app(service: Service, origins: Sequence[str] = ()) -> ASGIApp:
     counted = {route.path for route in routes}
     for path, why in _ABSENT.items():
         methods = ["GET", "POST", "DELETE"]
-        routes.append(Route(path, partial(_refuse_path, why), methods=methods))
+        routes.append(Route(path, partial(_refuse_path, path, why), methods=methods))
     middleware = list[Middleware]()
     if origins:
         cors = Middleware(
@@ -367,8 +367,9 @@ class _Endpoints:
         return await service.call(service.tokenizing, service.reader.tokenize, rendered, False)
 
 
-async def _refuse_path(why: str, request: Request) -> Response:
-    raise ApiError(404, why, code="not_found")
+async def _refuse_path(path: str, why: str, request: Request) -> Response:
+    served = path.partition("{")[0]  # what stands behind it is the client's
+    raise ApiError(404, f"{request.method} {served} is not served here: {why}", code="not_found")
 
 
 class _Generating:
