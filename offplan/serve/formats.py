@@ -18,6 +18,8 @@ from typing import Any
 from offplan.transformers_private import find_response_template, load_template
 
 _NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+_ENDS = r"\s*(?:<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>|<｜end▁of▁sentence｜>)"
+"""Ends of turns, which not every generation config names; they are nothing that is said."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Format:
     @cached_property
     def template(self) -> Any:
         """The response template. A prompt's end matters where thoughts have begun there."""
-        fields = {"content": {"content": "text"}, **self.fields}
+        fields = {"content": {"content": "text", "close_pattern": _ENDS}, **self.fields}
         begins = "".join(f"\\{c}" if c in "[]<>|" else c for c in self.thinks)
         spec = {"start_anchor_pattern": rf"(?={begins}\s*\Z)", "fields": fields}
         return load_template({"defaults": {"role": "assistant"}, **spec})

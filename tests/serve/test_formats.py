@@ -133,6 +133,11 @@ def test_plain_text_stays(name: str, said: str) -> None:
         assert (message["content"], message["tool_calls"]) == (said, [])
 
 
+def test_the_end_of_a_turn_is_not_said() -> None:
+    for pieces in (["Yes.\n<|im_end|>"], [*"Yes.\n<|im_end|>", ""]):
+        assert parse(BY_NAME["hermes"], pieces, [])["content"] == "Yes."
+
+
 def test_deepseek_v3_has_its_arguments_in_a_fence() -> None:
     said = (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
