@@ -287,6 +287,13 @@ def find_response_template(tokenizer: Any, model_type: str) -> Any:
         return None
 
 
+def load_template(spec: dict[str, Any]) -> Any:
+    """Return a response template; raises ValueError for one that cannot be read."""
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    return load_response_template(spec)
+
+
 def asks_for_decoders(auto_class: Any, config: Any) -> bool:
     """Return True if the class of a config sees both sides of a token unless ``is_decoder`` is
     true."""

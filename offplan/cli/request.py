@@ -17,7 +17,13 @@ from offplan.errors import InputError
 from offplan.library.sessions import check_context
 from offplan.plan import Plan
 from offplan.runtime.joined import Continued
-from offplan.runtime.prompts import load_tokenizer, read_chat, read_prompt, tokenizer_sha256
+from offplan.runtime.prompts import (
+    load_tokenizer,
+    read_chat,
+    read_prompt,
+    read_rendered,
+    tokenizer_sha256,
+)
 from offplan.runtime.rendering import Renderer
 from offplan.runtime.rules import TokenRules, read_rules
 from offplan.runtime.sampling import Sampling
@@ -25,6 +31,7 @@ from offplan.runtime.texts import Text
 from offplan.serve.errors import ApiError
 from offplan.serve.reading import DRAWN, change_rules, read_drawing
 from offplan.serve.requests import ChatRequest
+from offplan.serve.showing import Showing
 
 _END = re.compile(r"\r?\n\Z")
 Chat = Sequence[Mapping[str, Any]]
@@ -64,20 +71,23 @@ class GenerationRequest:
         with printing_to_stderr():
             tokenizer = load_tokenizer(model)
         rules, renderer = read_rules(model, tokenizer), Renderer()
-        texts = []
+        showing, texts = Showing(model, tokenizer, renderer), []
         for number, (name, prompt) in enumerate(self.prompts):
             asked = self.lines[number].request if self.lines else None
             num_tokens = (asked and asked.num_tokens) or self.num_tokens
             try:
                 if isinstance(prompt, str):
-                    tokens = read_prompt(model, tokenizer, prompt)[0].tolist()
+                    found = read_prompt(model, tokenizer, prompt)
+                elif isinstance(asked, ChatRequest):
+                    found = read_rendered(model, tokenizer, showing.render(asked))
                 else:
-                    tools = asked.shown_tools if isinstance(asked, ChatRequest) else None
-                    tokens = read_chat(model, tokenizer, renderer, prompt, tools)[0].tolist()
+                    found = read_chat(model, tokenizer, renderer, prompt)
+                tokens = found[0].tolist()
                 check_context(plan, len(tokens), num_tokens)
                 own_rules = change_rules(asked, rules, model) if asked else rules
-            except InputError as error:
-                raise InputError(f"{name}: {error}" if len(self.prompts) > 1 else error) from None
+            except (InputError, ApiError) as error:
+                why = f"{name}: {error}" if len(self.prompts) > 1 else str(error)
+                raise InputError(why) from None
             text = Text(
                 tokenizer,
                 tokens,

@@ -188,10 +188,13 @@ def serve(
                 max_body or max(_LEAST_BODY_BYTES, _BYTES_PER_TOKEN * context),
                 max_connections or max(_MOST_CONNECTIONS, rows.num_rows + max_waiting),
             )
+            reader = Reader.of(found, tokenizer, rules, context, name, renderer, drawing)
+            for note in reader.notes:
+                _note(note)
             service = Service(
                 name=name,
                 created_s=int(time.time()),
-                reader=Reader.of(found, tokenizer, rules, context, name, renderer, drawing),
+                reader=reader,
                 worker=Worker(
                     texts,
                     metrics,

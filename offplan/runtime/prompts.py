@@ -142,18 +142,20 @@ def render_chat(
     renderer: Renderer,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Turn messages (``role``, ``content``) into a text by the chat template.
 
-    The answer is to follow. The template is given ``tools``, too. Raises InputError if the model
-    has no chat template, and if its own does not take the messages or exceeds a limit.
+    The answer is to follow. The template is given ``tools`` and ``variables``, too. Raises
+    InputError if the model has no chat template, and if its own does not take the messages or
+    exceeds a limit.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(
             f"{model.source} has no chat template, and so continues prompts and reads no messages"
         )
     try:
-        return renderer.render(tokenizer, messages, tools)
+        return renderer.render(tokenizer, messages, tools, variables)
     except TemplateError as error:
         raise InputError(f"the chat template of {model.source} {error}") from None
 

@@ -59,9 +59,11 @@ class Renderer:
         tokenizer: Any,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the text of a chat by a tokenizer's template; the answer is to follow.
 
+        ``variables`` are the template's own.
         Raises TemplateError if the template fails or exceeds a limit, and OffplanError if
         there is no process to render it. Whatever else is raised meanwhile ends the process.
         """
@@ -70,7 +72,7 @@ class Renderer:
                 "template": tokenizer.get_chat_template(tools=tools),
                 "messages": [*map(dict, messages)],
                 "tools": None if tools is None else [*tools],
-                "special_tokens": tokenizer.special_tokens_map,
+                "variables": {**(variables or {}), **tokenizer.special_tokens_map},
             }
             question = json.dumps(asked).encode()
         except Exception as error:  # a tokenizer's files may hold anything
@@ -178,7 +180,7 @@ def _answer(tokenizer: Any, question: bytes) -> bytes:
             chat_template=asked["template"],
             tokenize=False,
             add_generation_prompt=True,
-            **asked["special_tokens"],
+            **asked["variables"],
         )
         most = _MOST_GROWTH * len(question) + _MOST_FRAME
         if len(text) > most:

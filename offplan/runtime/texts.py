@@ -47,6 +47,8 @@ class Text:
         """Reason of its end: a token or a string that ends texts, or its length; None while it goes
         on.
         """
+        self.ended_by: str | None = None
+        """The string that ended it; None if none did."""
         self.tokenizer = tokenizer
         self.num_tokens, self.rules = num_tokens, rules or TokenRules()
         self._stop_strings = [each for each in stop_strings if each] + [*self.rules.stop_strings]
@@ -62,10 +64,13 @@ class Text:
         elif self.num_made == self.num_tokens:
             self.finish = "length"
         text = self._held + self._decode(token)
-        found = [at for at in map(text.find, self._stop_strings) if at >= 0]
+        found = [(at, each) for each in self._stop_strings if (at := text.find(each)) >= 0]
+        end = len(text)
         if found:
             self.finish = "stop"
-        end = min(found, default=len(text) if self.finish else len(text) - self._count_held(text))
+            end, self.ended_by = min(found, key=lambda each: each[0])
+        elif self.finish is None:
+            end -= self._count_held(text)
         self._held = text[end:]
         self.made += text[:end]
         return text[:end]

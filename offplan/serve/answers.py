@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -58,17 +58,46 @@ SAID = {"content": "content"} | dict.fromkeys(REASONING, "reasoning_content")
 """Fields of a template that are text, each with the message's field that it becomes."""
 
 
+_MOST_TAIL = 128
+"""Characters at the end of an answer in which its last call ends."""
+
+
 class CallParser:
     """Takes a chat's answer apart as it comes: into what is said, thought and called.
 
-    A call whose arguments cannot be read is left in the text.
+    A call whose arguments cannot be read is left in the text. Space around thoughts is left out.
     """
 
-    def __init__(self, template: Any, prompt: str, tools: list[dict[str, Any]]) -> None:
-        """Parse by a response ``template`` what follows ``prompt``, which shows ``tools``."""
-        self._parser: Any = ResponseParser(template, prefix=prompt, tools=tools)
-        self._body = ""
-        """Text so far of the call that is being made."""
+    def __init__(
+        self,
+        template: Any,
+        prompt: str,
+        tools: list[dict[str, Any]],
+        *,
+        has_short_ids: bool = False,
+    ) -> None:
+        """Parse by a response ``template`` what follows ``prompt``, which shows ``tools``.
+
+        Without tools calls stay in the text. ``has_short_ids`` gives calls identifiers of nine
+        letters and digits.
+        """
+        if not tools:
+            fields = {name: template.fields[name] for name in template.fields.keys() & SAID.keys()}
+            template = replace(template, fields=fields)
+        # of a prompt without the anchor the parser would read all that was said before
+        prefix = prompt if template.start_anchor_re.search(prompt) else ""
+        self._parser: Any = ResponseParser(template, prefix=prefix, tools=tools)
+        self._has_short_ids = has_short_ids
+        calls = template.fields.get("tool_calls")
+        is_json = calls is None or calls.content == "json"
+        self._closes = None if is_json else calls.close_re
+        """Pattern that ends a call whose arguments do not tell whether they are whole."""
+        self._body = self._tail = ""
+        """Text so far of the call that is being made, and the last of the answer."""
+        self._space: str | None = None
+        """Space at the end of thoughts so far; None before the first thought."""
+        self._is_behind = False
+        """True behind thoughts, until something is said."""
         self.num_calls = 0
 
     def feed(self, piece: str, *, is_last: bool) -> dict[str, Any]:
@@ -79,42 +108,72 @@ class CallParser:
         try:
             events = self._parser.feed(piece)
             if is_last:
-                events += self._parser.finalize()[1]
-        except ValueError:
+                events += self._finish(piece)
+        # a call may hold anything, and the transform looks into it
+        except (ValueError, KeyError, TypeError, AttributeError):
             self._parser = None
             return {"content": self._body + piece}
+        self._tail = (self._tail + piece)[-_MOST_TAIL:]
         for event in events:
             field, kind = event["field"], event["type"]
             if field in SAID and kind == "region_chunk":
                 said = SAID[field]
-                delta[said] = delta.get(said, "") + event["text"]
+                if text := self._trim(said, event["text"]):
+                    delta[said] = delta.get(said, "") + text
             elif field == "tool_calls" and kind == "region_chunk":
                 self._body += event["text"]
             elif field == "tool_calls" and kind == "region_close":
                 self._close(event["value"], delta)
         return delta
 
+    def _finish(self, piece: str) -> list[dict[str, Any]]:
+        """Return the parser's last events; a call that is cut off becomes text."""
+        events: list[dict[str, Any]] = self._parser.finalize()[1]
+        if self._closes is not None and not self._closes.search(self._tail + piece):
+            for event in events:
+                if event["field"] == "tool_calls":
+                    event |= {"value": None}
+        return events
+
+    def _trim(self, said: str, text: str) -> str:
+        """Return a piece without space at the ends of thoughts, and in front of what follows."""
+        if said == "content":
+            if self._space is not None:
+                self._space, self._is_behind = None, True
+            if self._is_behind:
+                text = text.lstrip()
+                self._is_behind = not text
+            return text
+        text = text.lstrip() if self._space is None else self._space + text
+        shown = text.rstrip()
+        self._space = text[len(shown) :] if shown or self._space is not None else None
+        return shown
+
     def _close(self, value: Any, delta: dict[str, Any]) -> None:
         body, self._body = self._body, ""
+        calls = [self._read(each) for each in (value if isinstance(value, list) else [value])]
+        if not all(calls):
+            delta["content"] = delta.get("content", "") + body
+            return
+        for call in calls:
+            delta.setdefault("tool_calls", []).append({"index": self.num_calls, **(call or {})})
+            self.num_calls += 1
+
+    def _read(self, value: Any) -> dict[str, Any] | None:
+        """Return a call as the API has it; None for what is none."""
         function = value.get("function") if isinstance(value, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(function, dict) or not isinstance(name, str):
-            delta["content"] = delta.get("content", "") + body
-            return
+            return None
         arguments = function.get("arguments")
-        call = {
-            "index": self.num_calls,
-            "id": f"call_{secrets.token_hex(12)}",
+        if not isinstance(arguments, str):
+            arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+        made = secrets.token_hex(5)[:9] if self._has_short_ids else f"call_{secrets.token_hex(12)}"
+        return {
+            "id": value.get("id") or made,
             "type": "function",
-            "function": {
-                "name": name,
-                "arguments": arguments
-                if isinstance(arguments, str)
-                else json.dumps(arguments if arguments is not None else {}, ensure_ascii=False),
-            },
+            "function": {"name": name.strip(), "arguments": arguments},
         }
-        self.num_calls += 1
-        delta.setdefault("tool_calls", []).append(call)
 
 
 @dataclass
@@ -144,6 +203,11 @@ class Choice:
         return "tool_calls" if self.finish == "stop" and self._has_calls else self.finish
 
     @property
+    def stop_string(self) -> str | None:
+        """The string that ended it; None if none did."""
+        return self.made[-1].text.ended_by if self.made else None
+
+    @property
     def _has_calls(self) -> bool:
         return self.calls is not None and self.calls.num_calls > 0
 
@@ -160,6 +224,7 @@ class Answer:
     ) -> None:
         """Answer ``request`` in the name of ``model``, with a choice for each of its texts."""
         self.request, self.choices, self._names = request, choices, names
+        self.model = model
         self._head = {
             "id": self.prefix + secrets.token_hex(12),
             "created": int(time.time()),

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -20,13 +20,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from offplan.checkpoint.jsontext import quote
 from offplan.runtime.joined import Added, Continued
+from offplan.serve import anthropic_api, ollama_api
 from offplan.serve.answers import Answer, Choice, TokenNames, make_answer
+from offplan.serve.anthropic_api import Messages
+from offplan.serve.api import CappedChat, Translate, Translation, read_fields
 from offplan.serve.errors import ApiError
 from offplan.serve.guard import Guard, finish_before
 from offplan.serve.metrics import Metrics
+from offplan.serve.ollama_api import Ollama
+from offplan.serve.openai_api import OpenAi
 from offplan.serve.reading import Reader, read_drawing
-from offplan.serve.requests import ChatRequest, CompletionRequest, R, parse_request
+from offplan.serve.requests import ChatRequest, CompletionRequest
 from offplan.serve.requests import Request as Asked
+from offplan.serve.responses_api import NO_STATE, Responses
+from offplan.serve.tokens_api import Detokenize, Tokenize, answer_text
 from offplan.serve.turns import identify
 from offplan.serve.worker import Event, Job, WatchedThread, Worker
 
@@ -41,14 +48,28 @@ _STUCK_S = 30.0
 """Seconds after which what is at one request counts as stuck: a million tokens take a few."""
 _SMALL_BODY_BYTES = 2**14
 """Bytes of a body that is parsed on the event loop, within a millisecond."""
-_PATHS = ("/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions")
-"""Paths that are counted by their names; those that clients make up are counted together."""
 _MOST_IGNORED = 64
 """Unknown fields that the log names; clients may make up any number."""
 _MOST_NAMED = 16
 """Unknown fields that the header of an answer names."""
 _LATER = {"retry-after": "1"}
-_SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+_GENERATING: dict[str, Translate] = {
+    "/v1/chat/completions": OpenAi.read_chat,
+    "/v1/completions": OpenAi.read_completion,
+    "/v1/responses": Responses.read,
+    "/v1/messages": Messages.read,
+    "/api/chat": Ollama.read_chat,
+    "/api/generate": Ollama.read_generate,
+}
+"""Paths whose answers are made text, each with what reads its requests."""
+_NO_VECTORS = "this server continues texts and makes no embeddings"
+_ABSENT = {
+    **dict.fromkeys(("/v1/embeddings", "/api/embed", "/api/embeddings"), _NO_VECTORS),
+    "/v1/responses/{id:path}": NO_STATE,
+}
+"""Paths that clients know, and that are not here, each with the reason."""
+_ERRORS = {"/v1/messages": anthropic_api.make_error, "/api/": ollama_api.make_error}
+"""Objects of errors by what a path begins with; all others are OpenAI's."""
 
 T = TypeVar("T")
 Make = Callable[..., Awaitable[Any]]
@@ -114,11 +135,11 @@ class Service:
         shown = names[:_MOST_NAMED]
         return ", ".join([*shown, *(["..."] if len(names) > len(shown) else [])])
 
-    async def parse(self, kind: type[R], body: bytes) -> R:
+    async def parse(self, read: Callable[[bytes], T], body: bytes) -> T:
         """Read a request from a body, off the event loop if it is large; raises ApiError."""
         if len(body) <= _SMALL_BODY_BYTES:
-            return parse_request(kind, body)
-        return await self.call(self.parsing, parse_request, kind, body)
+            return read(body)
+        return await self.call(self.parsing, read, body)
 
     async def call(self, thread: WatchedThread, call: Callable[..., T], *arguments: Any) -> T:
         """Have a thread make a call; raises ApiError if the server ends before it is made."""
@@ -126,8 +147,8 @@ class Service:
         return await finish_before(self._ending, made)
 
     async def make(self, asked: Asked, call: Callable[..., T], *arguments: Any) -> T:
-        """Make a part of an answer; off the event loop where calls of tools are told from it."""
-        if self.reader.finds_calls(asked):
+        """Make a part of an answer; off the event loop where the model's patterns divide it."""
+        if self.reader.divides(asked) and self.reader.divider.is_foreign:
             return await self.call(self.dividing, call, *arguments)
         return call(*arguments)
 
@@ -170,31 +191,42 @@ def make_app(service: Service, origins: Sequence[str] = ()) -> ASGIApp:
         Route("/metrics", endpoints.metrics),
         Route("/v1/models", endpoints.models),
         Route("/v1/models/{name:path}", endpoints.model),
-        Route("/v1/chat/completions", _Generating(service, ChatRequest), methods=["POST"]),
-        Route("/v1/completions", _Generating(service, CompletionRequest), methods=["POST"]),
+        Route("/v1/messages/count_tokens", endpoints.count, methods=["POST"]),
+        Route("/tokenize", endpoints.tokenize, methods=["POST"]),
+        Route("/detokenize", endpoints.detokenize, methods=["POST"]),
+        Route("/api/version", endpoints.version),
+        Route("/api/tags", endpoints.tags),
+        Route("/api/show", endpoints.show, methods=["POST"]),
     ]
+    for path, read in _GENERATING.items():
+        routes.append(Route(path, _Generating(service, read), methods=["POST"]))
+    # those that clients make up are counted together
+    counted = {route.path for route in routes}
+    for path, why in _ABSENT.items():
+        methods = ["GET", "POST", "DELETE"]
+        routes.append(Route(path, partial(_refuse_path, path, why), methods=methods))
     middleware = list[Middleware]()
     if origins:
         cors = Middleware(
             CORSMiddleware,
             allow_origins=list(origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type"],
+            allow_headers=["authorization", "content-type", "x-api-key", "anthropic-version"],
         )
         middleware.append(cors)
-    middleware.append(Middleware(_Watched, service=service))
+    middleware.append(Middleware(_Watched, service=service, counted=counted))
     return Starlette(
         routes=routes,
         middleware=middleware,
-        exception_handlers={HTTPException: _answer_http_error},
+        exception_handlers={HTTPException: partial(_answer_http_error, sorted(counted))},
     )
 
 
 class _Watched:
     """Lets in whom the guard lets in, counts requests, and answers for what goes wrong."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app, self._service = app, service
+    def __init__(self, app: ASGIApp, service: Service, counted: Set[str]) -> None:
+        self._app, self._service, self._counted = app, service, counted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -223,7 +255,7 @@ class _Watched:
         finally:
             service.num_open -= 1
             # 499, where the client did not wait for an answer, is nginx's
-            path = scope["path"] if scope["path"] in _PATHS else "other"
+            path = scope["path"] if scope["path"] in self._counted else "other"
             service.metrics.requests.labels(path, str(status or 499)).inc()
 
 
@@ -294,12 +326,82 @@ class _Endpoints:
             "max_model_len": self._service.reader.context,
         }
 
+    async def count(self, request: Request) -> Response:
+        asked = await self._read(request, anthropic_api.read_counted)
+        return JSONResponse({"input_tokens": len(await self._tokenize_chat(asked))})
+
+    async def tokenize(self, request: Request) -> Response:
+        service, asked = self._service, await self._read(request, Tokenize.read)
+        if asked.model is not None:
+            _check_name(service, asked.model)
+        if (chat := asked.chat) is not None:
+            tokens = await self._tokenize_chat(chat)
+        else:
+            text = asked.prompt if asked.content is None else asked.content
+            tokens = await service.call(
+                service.tokenizing, service.reader.tokenize, text, asked.adds_special
+            )
+        names = [service.names.find_bytes(token) for token in tokens] if asked.names else []
+        return JSONResponse(asked.answer(tokens, names, service.reader.context))
+
+    async def detokenize(self, request: Request) -> Response:
+        service, asked = self._service, await self._read(request, Detokenize.read)
+        if asked.model is not None:
+            _check_name(service, asked.model)
+        asked.check(service.reader.model.architecture.vocabulary_size)
+        decode = service.reader.tokenizer.decode
+        text = await service.call(service.tokenizing, decode, asked.tokens)
+        return JSONResponse(answer_text(text))
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": ollama_api.VERSION})
+
+    async def tags(self, request: Request) -> Response:
+        service = self._service
+        model = service.reader.model
+        described = ollama_api.describe_model(
+            service.name, model.model_type, model.total_bytes, service.created_s
+        )
+        return JSONResponse({"models": [described]})
+
+    async def show(self, request: Request) -> Response:
+        service = self._service
+        asked = await self._read(request, partial(read_fields, ollama_api.Shown))
+        _check_name(service, asked.asked)
+        reader = service.reader
+        shown = ollama_api.show_model(
+            reader.model.model_type,
+            reader.showing.template,
+            reader.context,
+            service.created_s,
+            reader.capabilities,
+        )
+        return JSONResponse(shown)
+
+    async def _read(self, request: Request, read: Callable[[bytes], T]) -> T:
+        guard = self._service.guard
+        body = await guard.read_body(request)
+        with guard.admit(request):
+            return await self._service.parse(read, body)
+
+    async def _tokenize_chat(self, asked: CappedChat) -> list[int]:
+        service = self._service
+        if asked.model is not None:
+            _check_name(service, asked.model)
+        rendered = await service.call(service.rendering, service.reader.render, asked)
+        return await service.call(service.tokenizing, service.reader.tokenize, rendered, False)
+
+
+async def _refuse_path(path: str, why: str, request: Request) -> Response:
+    served = path.partition("{")[0]  # what stands behind it is the client's
+    raise ApiError(404, f"{request.method} {served} is not served here: {why}", code="not_found")
+
 
 class _Generating:
     """Answers requests of one kind by texts that the worker continues."""
 
-    def __init__(self, service: Service, kind: type[Asked]) -> None:
-        self._service, self._kind = service, kind
+    def __init__(self, service: Service, read: Translate) -> None:
+        self._service, self._read = service, read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, guard = Request(scope, receive), self._service.guard
@@ -309,9 +411,13 @@ class _Generating:
 
     async def _generate(self, request: Request, body: bytes, send: Send) -> None:
         service = self._service
-        asked = await service.parse(self._kind, body)
+        translated = await service.parse(self._read, body)
+        asked = translated.asked
         if asked.model is not None:
             _check_name(service, asked.model)
+        if translated.at_once is not None:
+            await _send_whole(send, 200, translated.at_once)
+            return
         if ignored := service.note_ignored(asked):
             send = partial(_send_with, send, (b"x-offplan-ignored", ignored.encode()))
         drawing = read_drawing(asked, service.reader.drawing)
@@ -363,7 +469,8 @@ class _Generating:
             ]
             answer = make_answer(asked, choices, service.name, service.names)
             respond = _stream if asked.stream else _respond
-            await _until_gone(request.receive, respond(answer, running, make, send))
+            responding = respond(translated, answer, running, make, send)
+            await _until_gone(request.receive, responding)
         finally:
             service.worker.give_up(num_left, client.turn)
             for job in jobs:
@@ -404,10 +511,12 @@ class _Running:
             yield index, event
 
 
-async def _respond(answer: Answer, running: _Running, make: Make, send: Send) -> None:
+async def _respond(
+    translated: Translation, answer: Answer, running: _Running, make: Make, send: Send
+) -> None:
     async for _ in running.tokens(answer):
         pass
-    await _send_whole(send, 200, await make(answer.whole))
+    await _send_whole(send, 200, await make(translated.whole, answer))
 
 
 async def _send_whole(send: Send, status: int, payload: dict[str, Any]) -> None:
@@ -419,7 +528,9 @@ async def _send_whole(send: Send, status: int, payload: dict[str, Any]) -> None:
         await send({"type": "http.response.body", "body": piece, "more_body": more})
 
 
-async def _stream(answer: Answer, running: _Running, make: Make, send: Send) -> None:
+async def _stream(
+    translated: Translation, answer: Answer, running: _Running, make: Make, send: Send
+) -> None:
     """Send a chunk for each token; what fails before the first one still gets its status."""
     tokens = running.tokens(answer).__aiter__()
     has_begun = False
@@ -427,11 +538,10 @@ async def _stream(answer: Answer, running: _Running, make: Make, send: Send) -> 
     async def write(text: str, *, more: bool = True) -> None:
         nonlocal has_begun
         if not has_begun:
-            headers = [(name.encode(), value.encode()) for name, value in _SSE.items()]
+            said = translated.headers.items()
+            headers = [(name.encode(), value.encode()) for name, value in said]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             has_begun = True
-            for chunk in answer.opening():
-                text = f"{_event(chunk)}{text}"
         await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
     next_token = asyncio.ensure_future(tokens.__anext__())
@@ -439,7 +549,8 @@ async def _stream(answer: Answer, running: _Running, make: Make, send: Send) -> 
         while True:
             done, _ = await asyncio.wait({next_token}, timeout=_QUIET_S)
             if not done:
-                await write(": waiting\n\n")
+                waiting = translated.waiting()
+                await write(waiting if has_begun else translated.opening(answer) + waiting)
                 continue
             try:
                 index, added = next_token.result()
@@ -448,22 +559,17 @@ async def _stream(answer: Answer, running: _Running, make: Make, send: Send) -> 
             except ApiError as error:
                 if not has_begun:
                     raise
-                await write(_event(error.payload), more=False)
+                await write(translated.failed(error), more=False)
                 return
             # before the next token, which changes the choice that this one belongs to
-            shows = answer.shows(index, added)
-            chunk = await make(answer.chunk, index, added) if shows else None
+            opening = "" if has_begun else translated.opening(answer)
+            chunk = opening + await make(translated.chunk, answer, index, added)
             next_token = asyncio.ensure_future(tokens.__anext__())
-            if chunk is not None:
-                await write(_event(chunk))
-        closing = "".join(map(_event, answer.closing()))
-        await write(f"{closing}data: [DONE]\n\n", more=False)
+            if chunk:
+                await write(chunk)
+        await write(translated.closing(answer), more=False)
     finally:
         next_token.cancel()
-
-
-def _event(payload: dict[str, Any]) -> str:
-    return f"data: {json.dumps(payload)}\n\n"
 
 
 async def _until_gone(receive: Receive, answering: Awaitable[None]) -> None:
@@ -500,17 +606,24 @@ def _answer_error(request: Request, error: Exception) -> Response:
     headers = _LATER if error.status in (429, 503) else {}
     if error.status == 401:
         headers = {"www-authenticate": "Bearer"}
-    return JSONResponse(error.payload, error.status, headers)
+    return JSONResponse(_write_error(request, error), error.status, headers)
 
 
-def _answer_http_error(request: Request, error: Exception) -> Response:
+def _write_error(request: Request, error: ApiError) -> dict[str, Any]:
+    """Return an error's object in the words of the API that the path is of."""
+    path = request.scope["path"]
+    make = next((make for begin, make in _ERRORS.items() if path.startswith(begin)), None)
+    return error.payload if make is None else make(error)
+
+
+def _answer_http_error(paths: Sequence[str], request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "it is registered for these alone"
     path = quote(request.scope["path"])[1:-1]
-    served = f"{', '.join(_PATHS[:-1])} and {_PATHS[-1]}"
+    served = f"{', '.join(paths[:-1])} and {paths[-1]}"
     told = ApiError(
         error.status_code,
         f"{request.method} {path} is not served here: this server continues texts, at {served}",
     )
-    if f"/v1{path}" in _PATHS:
+    if f"/v1{path}" in paths:
         told = ApiError(404, f"{path} is not served here: the base URL ends with /v1")
-    return JSONResponse(told.payload, error.status_code, error.headers)
+    return JSONResponse(_write_error(request, told), error.status_code, error.headers)

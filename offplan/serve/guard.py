@@ -85,9 +85,10 @@ class Guard:
         if request.scope["path"] in _OPEN_PATHS:
             return
         kind, _, found = request.headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer":
+            found = request.headers.get("x-api-key", "")  # Anthropic's
         # as bytes, for compare_digest takes no letters beyond ASCII
-        is_key = hmac.compare_digest(found.strip().encode("latin-1"), self.api_key.encode())
-        if kind.lower() != "bearer" or not is_key:
+        if not hmac.compare_digest(found.strip().encode("latin-1"), self.api_key.encode()):
             raise ApiError(
                 401,
                 "the API key is missing or wrong: send the header Authorization: Bearer KEY",

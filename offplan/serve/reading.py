@@ -7,15 +7,16 @@ from typing import Any
 
 from offplan.checkpoint.model import Model
 from offplan.errors import InputError
-from offplan.runtime.prompts import read_prompt, read_rendered, render_chat
+from offplan.runtime.prompts import read_prompt, read_rendered
 from offplan.runtime.rendering import Renderer
 from offplan.runtime.rules import TokenRules
 from offplan.runtime.sampling import MAX_SEED, Sampling
 from offplan.runtime.texts import Text
 from offplan.serve.answers import CallParser
 from offplan.serve.errors import ApiError, refuse_length
+from offplan.serve.formats import Divider, find_divider
 from offplan.serve.requests import ChatRequest, CompletionRequest, Request
-from offplan.transformers_private import find_response_template
+from offplan.serve.showing import Showing
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,16 @@ class Reader:
     renderer: Renderer
     drawing: Mapping[str, float] = field(default_factory=dict)
     """Values by which tokens are drawn where a request names none, by the names of its fields."""
-    template: Any = field(init=False)
-    """Template of calls of tools; None if that is not known."""
+    divider: Divider = field(init=False)
+    """What divides answers into text, thoughts and calls."""
+    showing: Showing = field(init=False)
 
     def __post_init__(self) -> None:
-        """Find how the model calls tools."""
-        found = find_response_template(self.tokenizer, self.model.model_type)
-        object.__setattr__(self, "template", found)
+        """Find how the model thinks and calls tools."""
+        found = find_divider(self.tokenizer, self.model.model_type)
+        object.__setattr__(self, "divider", found)
+        showing = Showing(self.model, self.tokenizer, self.renderer)
+        object.__setattr__(self, "showing", showing)
 
     @classmethod
     def of(
@@ -55,13 +59,42 @@ class Reader:
 
     def render(self, request: ChatRequest) -> str:
         """Return a chat as the model's template has it; raises ApiError with 400."""
-        messages = [message.for_template() for message in request.messages]
         try:
-            return render_chat(
-                self.model, self.tokenizer, self.renderer, messages, request.shown_tools
-            )
+            return self.showing.render(request)
         except InputError as error:
             raise ApiError(400, error.facts) from None
+
+    def tokenize(self, text: str, adds_special: bool) -> list[int]:
+        """Return the tokens of a text; raises ApiError with 400."""
+        if not text:
+            return []
+        try:
+            found = read_prompt(self.model, self.tokenizer, text, add_special_tokens=adds_special)
+        except InputError as error:
+            raise ApiError(400, error.facts) from None
+        tokens: list[int] = found[0].tolist()
+        return tokens
+
+    @property
+    def capabilities(self) -> list[str]:
+        """What the model does, in Ollama's words."""
+        calls = self.divider.finds_calls and self.showing.has_tools
+        return ["completion", *["tools"] * calls, *["thinking"] * self.showing.thinks]
+
+    @property
+    def notes(self) -> list[str]:
+        """What whoever starts the server should know of tools."""
+        if not self.showing.template:
+            return []
+        notes = []
+        if lacks := self.showing.lacks:
+            notes.append(
+                f"the chat template does not show {' and '.join(lacks)}: requests with them get "
+                "status 400"
+            )
+        if self.showing.has_tools and not self.divider.finds_calls:
+            notes.append("calls of tools stay in the text, since their format is not known")
+        return notes
 
     def read(self, request: Request, rendered: str = "") -> list[Text]:
         """Return the texts that a request asks for, ``n`` for each of its prompts.
@@ -87,15 +120,20 @@ class Reader:
         asked = request.prompt[text.number // request.n]
         return asked if isinstance(asked, str) else str(self.tokenizer.decode(asked))
 
-    def finds_calls(self, request: Request) -> bool:
-        """Return True if the server parses calls of tools from an answer's text."""
-        return self.template is not None and bool(_list_tools(request))
+    def divides(self, request: Request) -> bool:
+        """Return True if the server divides an answer into text, thoughts and calls."""
+        return self.divider.template is not None and isinstance(request, ChatRequest)
 
     def make_call_parser(self, request: Request, text: Text) -> CallParser | None:
-        """Return what finds calls of tools in a request's text; None if it stays as it is."""
-        if not self.finds_calls(request):
+        """Return what divides the answer to a request; None if it stays as it is."""
+        if not self.divides(request):
             return None
-        return CallParser(self.template, self.tokenizer.decode(text.prompt), _list_tools(request))
+        return CallParser(
+            self.divider.template,
+            self.tokenizer.decode(text.prompt),
+            _list_tools(request),
+            has_short_ids=self.divider.has_short_ids,
+        )
 
     def _read_prompts(self, request: Request, rendered: str) -> list[list[int]]:
         if isinstance(request, ChatRequest):
@@ -121,6 +159,8 @@ class Reader:
         self, request: Request, rules: TokenRules, number: int, prompt: list[int]
     ) -> Text:
         room, asked = self.context - len(prompt), request.num_tokens
+        if request.caps_tokens and asked is not None:
+            asked = min(asked, max(room, 1))
         if room < (1 if asked is None else asked):
             raise refuse_length(self.context, len(prompt), asked)
         return Text(
@@ -131,7 +171,7 @@ class Reader:
             rules=rules,
             stop_strings=request.stop or (),
             number=number,
-            keeps_special=self.finds_calls(request),
+            keeps_special=self.divides(request),
         )
 
 

@@ -237,6 +237,8 @@ class Request(_Object):
     """The path, as the table of fields has it."""
     usual_tokens: ClassVar[int | None] = None
     """Tokens that are made where the request leaves it open; None for all that fit the context."""
+    caps_tokens: ClassVar[bool] = False
+    """True if the number of tokens is a bound, and the context may end the text before."""
 
     model: Short | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -343,6 +345,9 @@ class ChatRequest(Request):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
+    reasoning_effort: Short | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template; not in OpenAI's API. Source: vLLM's field."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -382,7 +387,7 @@ class CompletionRequest(Request):
     """A request for what follows texts."""
 
     path = "completions"
-    usual_tokens = 16
+    usual_tokens: ClassVar[int | None] = 16
 
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     prompt: Annotated[

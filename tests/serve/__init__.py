@@ -36,9 +36,11 @@ NAN = -1
 CONTEXT = 256
 TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
-    "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    "{% for m in messages %}{{ m['content'] }}"
+    "{% for call in m.tool_calls or [] %}({{ call.function.name }}){% endfor %}{% endfor %}"
 )
-"""A chat is what was said, behind the names of tools."""
+"""A chat is what was said and called, behind the names of tools."""
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "%s"}}\n</tool_call>'
 WEIGHTS = (
     "Weights that do not fit the GPU wait in host memory and cross the link before their layer."
 )

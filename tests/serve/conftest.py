@@ -58,6 +58,11 @@ def rows(tiny: Tiny) -> ScriptedRows:
     return ScriptedRows(tiny.tokenizer("Größe: 5 µm, ✓ 日本 🙂.").input_ids)
 
 
+def set_script(rows: ScriptedRows, tiny: Tiny, text: str) -> None:
+    """Have the scripted server say a text."""
+    rows.script[:-1] = tiny.tokenizer(text).input_ids
+
+
 @pytest.fixture
 def scripted(rows: ScriptedRows, tiny: Tiny) -> Iterator[Served]:
     with serving(scripted_texts(rows), tiny.model, tiny.tokenizer, most_waiting=2) as served:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -10,8 +11,17 @@ import pytest
 
 from offplan.serve.answers import CallParser
 from offplan.transformers_private import find_response_template
-from tests.serve import NAME, TIMEOUT_S, ScriptedRows, Served, scripted_texts, serving, wait_for
-from tests.serve.conftest import Tiny
+from tests.serve import (
+    CALL,
+    NAME,
+    TIMEOUT_S,
+    ScriptedRows,
+    Served,
+    scripted_texts,
+    serving,
+    wait_for,
+)
+from tests.serve.conftest import Tiny, set_script
 
 WEATHER = {
     "type": "function",
@@ -27,7 +37,6 @@ ASKED: dict[str, Any] = {
     "temperature": 0,
     "max_tokens": 200,
 }
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "%s"}}\n</tool_call>'
 SAID = f"<think>\nWhere?\n</think>\n\nI look.\n{CALL % 'Köln'}\n{CALL % '京都'}"
 
 
@@ -39,8 +48,14 @@ def calling(rows: ScriptedRows, tiny: Tiny) -> Iterator[Served]:
         yield served
 
 
-def set_script(rows: ScriptedRows, tiny: Tiny, text: str) -> None:
-    rows.script[:-1] = tiny.tokenizer(text).input_ids
+@pytest.fixture
+def foreign(rows: ScriptedRows, tiny: Tiny) -> Iterator[Served]:
+    """A server whose tokenizer has a response template of its own."""
+    tokenizer = copy(tiny.tokenizer)
+    fields = {"content": {"content": "text"}}
+    tokenizer.response_template = {"start_anchor": "assistant", "fields": fields}
+    with serving(scripted_texts(rows), tiny.model, tokenizer) as served:
+        yield served
 
 
 @pytest.mark.slow
@@ -91,13 +106,17 @@ def test_what_is_no_call_stays_text(calling: Served, rows: ScriptedRows, tiny: T
 
 
 @pytest.mark.slow
-def test_without_tools_or_a_known_family_all_is_text(
+def test_calls_are_text_without_tools_and_all_is_in_an_unknown_family(
     calling: Served, scripted: Served, rows: ScriptedRows, tiny: Tiny
 ) -> None:
     set_script(rows, tiny, SAID)
-    for served, asked in ((calling, {**ASKED, "tool_choice": "none"}), (scripted, ASKED)):
-        (choice,) = served.client().chat.completions.create(**asked).choices
-        assert (choice.message.content, choice.finish_reason) == (SAID, "stop")
+    (choice,) = scripted.client().chat.completions.create(**ASKED).choices
+    assert (choice.message.content, choice.finish_reason) == (SAID, "stop")
+    asked = {**ASKED, "tool_choice": "none"}
+    (choice,) = calling.client().chat.completions.create(**asked).choices
+    said = SAID.partition("</think>")[2].strip()
+    assert (choice.message.content, choice.finish_reason) == (said, "stop")
+    assert choice.message.reasoning_content == "Where?"
 
 
 def test_a_template_that_cannot_be_read_is_none(tiny: Tiny) -> None:
@@ -110,8 +129,8 @@ def test_a_template_that_cannot_be_read_is_none(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_template_that_hangs_holds_up_calls_alone(
-    calling: Served, rows: ScriptedRows, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, stream: bool
+def test_a_template_that_hangs_holds_up_chats_alone(
+    foreign: Served, rows: ScriptedRows, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     monkeypatch.setattr("offplan.serve.app._STUCK_S", 0.01)
     set_script(rows, tiny, "It rains.")
@@ -124,10 +143,10 @@ def test_a_template_that_hangs_holds_up_calls_alone(
     monkeypatch.setattr(CallParser, "feed", hang)
     with ThreadPoolExecutor(1) as clients:
         asked = {**ASKED, "stream": stream}
-        answered = clients.submit(calling.ask, "/v1/chat/completions", asked)
-        wait_for(lambda: calling.service.dividing.busy_s > 0.01)
-        health = calling.ask("/health")
-        assert calling.ask("/v1/completions", {"prompt": "a"}).status == 200
+        answered = clients.submit(foreign.ask, "/v1/chat/completions", asked)
+        wait_for(lambda: foreign.service.dividing.busy_s > 0.01)
+        health = foreign.ask("/health")
+        assert foreign.ask("/v1/completions", {"prompt": "a"}).status == 200
         assert not answered.done()
         hangs.set()
         assert answered.result().status == 200

@@ -83,6 +83,68 @@ def test_every_body_has_an_answer(
     assert scripted.ask("/health").status == 200
 
 
+TEXTS = st.text(max_size=20) | ANYTHING
+BLOCKS = st.lists(
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["text", "tool_use", "thinking", "input_text", "image"])},
+        optional=dict.fromkeys(["text", "id", "name", "input", "thinking"], TEXTS),
+    ),
+    max_size=2,
+)
+SAID = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(["message", "function_call", "reasoning", "item_reference"]),
+        "role": st.sampled_from(["user", "assistant", "tool"]),
+        "content": TEXTS | BLOCKS,
+        **dict.fromkeys(["call_id", "name", "arguments", "output", "summary", "images"], TEXTS),
+    },
+)
+OTHER = {
+    "/v1/messages": ("messages", "system", "tools", "tool_choice", "thinking", "metadata"),
+    "/v1/messages/count_tokens": ("messages", "system", "tools"),
+    "/v1/responses": ("input", "tools", "text", "reasoning", "include", "store", "tool_choice"),
+    "/api/chat": ("messages", "tools", "options", "format", "think", "keep_alive"),
+    "/api/generate": ("prompt", "system", "raw", "options", "format", "context"),
+    "/api/show": ("model", "name", "verbose"),
+    "/tokenize": ("prompt", "content", "messages", "with_pieces", "return_token_strs"),
+    "/detokenize": ("tokens",),
+}
+"""Paths of the other APIs, each with fields; the first one has the right form in half of them."""
+
+
+def ask_other(path: str) -> st.SearchStrategy[tuple[str, bytes]]:
+    first, *others = OTHER[path]
+    body = st.fixed_dictionaries(
+        {
+            "model": st.just("tiny"),
+            "max_tokens": st.just(3),
+            first: st.lists(SAID, min_size=1, max_size=3) | TEXTS | st.lists(st.integers(0, 300)),
+        },
+        optional={"stream": st.booleans()} | dict.fromkeys(others, TEXTS),
+    )
+
+    def write(said: dict[str, Any]) -> tuple[str, bytes]:
+        if path != "/v1/messages":
+            del said["max_tokens"]
+        return path, json.dumps(said).encode()
+
+    return body.map(write)
+
+
+@fuzzed
+@given(asked=st.sampled_from(sorted(OTHER)).flatmap(ask_other))
+@pytest.mark.slow
+def test_every_body_of_the_other_apis_has_an_answer(
+    asked: tuple[str, bytes], scripted: Served
+) -> None:
+    path, body = asked
+    answered = scripted.ask(path, body)
+    assert answered.status in MEANT, (answered, scripted.faults)
+    assert answered.status == 200 or answered.data["error"]
+    assert not scripted.faults
+
+
 @pytest.mark.slow
 @fuzzed
 @given(
