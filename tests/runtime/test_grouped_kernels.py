@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import silu
 
 from offplan import kernel_sizes
-from offplan.forms.form import Kind
+from offplan.forms.form import Form, Kind
 from offplan.kernel_sizes import are_grouped, experts_at_once
 from offplan.runtime.forms import experts as experts_module
+from offplan.runtime.forms import stored
 from offplan.runtime.forms.experts import (
     FEW_TOKENS,
     ReadElsewhere,
@@ -19,7 +22,12 @@ from offplan.runtime.forms.experts import (
     multiply_sorted,
 )
 from offplan.runtime.forms.gates import Gate, compute_gate, find_gate
-from offplan.runtime.forms.stored import StoredWeight, component_name
+from offplan.runtime.forms.stored import (
+    SharedScratch,
+    StoredLinear,
+    StoredWeight,
+    component_name,
+)
 from tests.runtime import coded
 from tests.runtime.columns import expand, hold
 from tests.runtime.interpreted import (
@@ -395,3 +403,32 @@ def test_forms_and_shapes_choose_what_is_grouped() -> None:
     assert are_grouped(least, 8, ["mxfp4", "fp8_block"])
     assert are_grouped(least - 1, 8, ["mxfp4"])
     assert not are_grouped(10**9, 8, ["mxfp4", "other"])
+
+
+def test_experts_share_scratch_that_a_linear_layer_needs_anyway(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With memory of their own besides, a prompt would exceed what costs have it take."""
+    linear, experts = StoredLinear(16, 16), nn.Module()
+    vars(experts).update(num_experts=8)
+    vars(experts)["stored_experts"] = {"w": StoredWeight("w", Form(Kind.MXFP4, (1, 32)), ())}
+    sizes: dict[Any, int] = {linear: 256, experts: 128}
+    monkeypatch.setattr(stored, "scratch_size", lambda module: sizes.get(module, 0))
+    with FakeTensorMode():
+        shared = SharedScratch(
+            nn.ModuleList([linear, experts]), torch.bfloat16, torch.device("cuda")
+        )
+        assert "scratch" not in vars(experts)
+        shared.make_room(10**6)
+        assert vars(experts)["scratch"] is vars(linear)["scratch"]
+        monkeypatch.setattr(torch, "empty", fail_for_lack_of_memory)
+        shared._sizes[experts] = 512
+        with pytest.raises(torch.OutOfMemoryError):
+            shared.make_room(10**6)
+        monkeypatch.undo()
+        shared.make_room(0)
+        assert vars(linear)["scratch"].numel() == 256
+
+
+def fail_for_lack_of_memory(*size: int, **options: Any) -> torch.Tensor:
+    raise torch.OutOfMemoryError

@@ -185,7 +185,7 @@ class SharedScratch:
         """Take memory for the linear layers of ``parent``; experts may need more."""
         self._dtype, self._device = dtype, device
         self._sizes: dict[nn.Module, int] = {}
-        self._taken = 0
+        self._memory: torch.Tensor | None = None
         if device.type != "cuda" or dtype not in KERNEL_DTYPES:
             return
         self._sizes = {each: size for each in parent.modules() if (size := scratch_size(each))}
@@ -209,19 +209,21 @@ class SharedScratch:
             if isinstance(module, StoredLinear) or multiplies_values(module, num_pairs)
         }
         most = max(sizes.values(), default=0)
-        if most == self._taken:
-            return
-        self._drop("scratch")
-        scratch = torch.empty(most, dtype=self._dtype, device=self._device)
-        self._taken = most
+        if self._memory is None or most != len(self._memory):
+            self._drop_memory()
+            self._memory = torch.empty(most, dtype=self._dtype, device=self._device)
+        # also where the most is a linear layer's: experts may not have had any yet
         for module in sizes:
-            vars(module)["scratch"] = scratch
+            vars(module)["scratch"] = self._memory
 
     def close(self) -> None:
         """Give the memory back."""
-        self._taken = 0
-        self._drop("scratch")
+        self._drop_memory()
         self._drop("counters")
+
+    def _drop_memory(self) -> None:
+        self._drop("scratch")
+        self._memory = None
 
     def _drop(self, name: str) -> None:
         for module in self._sizes:
