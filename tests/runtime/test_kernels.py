@@ -172,3 +172,19 @@ def test_bfloat16_logits_equal_resident(chunk: int, tmp_path: Path) -> None:
     for decode in ("prefetch", "uva"):
         got = run(group(2, 1, "experts", decode=decode))
         assert all(torch.equal(a, b) for a, b in zip(got, resident, strict=True))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="asks no kernel")
+@pytest.mark.parametrize("num_experts", [60, 32767, 32768, 70000])
+def test_many_pairs_are_sorted_by_however_many_experts(num_experts: int) -> None:
+    need_triton()
+    from offplan.kernel_sizes import MAX_PAIRS
+    from offplan.runtime.forms.gather import sort_pairs
+
+    torch.manual_seed(0)
+    chosen = torch.randint(num_experts, (2 * MAX_PAIRS,))
+    chosen[:2] = torch.tensor([num_experts - 1, 0])
+    _, order, starts = sort_pairs(chosen, num_experts)
+    assert torch.equal(order.long(), chosen.argsort(stable=True))
+    expected = torch.bincount(chosen, minlength=num_experts).cumsum(0)
+    assert torch.equal(starts.long(), torch.cat([torch.zeros(1, dtype=torch.long), expected]))
