@@ -57,16 +57,15 @@ class _Options(Fields):
     stop: StopStrings | None = None
 
     def translate(self) -> dict[str, Any]:
-        """Return the options in the words of a chat, without those that change nothing."""
-        neutral = {
-            **{"min_p": 0, "typical_p": 1, "tfs_z": 1, "repeat_penalty": 1, "top_k": 0},
-            **{"presence_penalty": 0, "frequency_penalty": 0},
-        }
+        """Return the options in the words of a chat.
+
+        Those that are off are among them: they turn off what the server draws by else.
+        """
         names = {"repeat_penalty": "repetition_penalty"}
         asked = {
             names.get(key, key): value
             for key, value in self
-            if value is not None and neutral.get(key) != value and key != "num_predict"
+            if value is not None and key != "num_predict" and (key, value) != ("seed", -1)
         }
         # negative: as many as there are
         if self.num_predict is not None and self.num_predict > 0:

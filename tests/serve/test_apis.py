@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 import pytest
 
 from offplan.serve.guard import Guard
+from offplan.serve.ollama_api import Ollama
+from offplan.serve.reading import read_drawing
 from tests.serve import (
     CALL,
     CONTEXT,
@@ -320,6 +322,16 @@ class TestOllama:
         ):
             refused = ask(calling, "/api/chat", {**self.ASKED, **wrong})
             assert (refused.status, why in refused.data["error"]) == (400, True)
+
+    def test_options_that_are_off_turn_off_what_the_server_draws_by(self) -> None:
+        off = {"top_k": 0, "min_p": 0, "typical_p": 1, "tfs_z": 1, "repeat_penalty": 1}
+        body = {**self.ASKED, "options": {**off, "seed": -1}}
+        asked = Ollama.read_chat(json.dumps(body).encode()).asked
+        usual = {"top_k": 20, "min_p": 0.1, "typical_p": 0.5}
+        drawn = read_drawing(asked, usual)
+        assert drawn is not None
+        assert (drawn.top_k, drawn.min_p, drawn.typical_p) == (None, 0, 1)
+        assert (asked.repetition_penalty, asked.seed) == (1, None)
 
 
 class TestTokens:
