@@ -194,14 +194,23 @@ class _Conversation:
 
     def _say(self, text: str) -> None:
         """Have an answer, and keep both; what was stopped is kept as far as it came."""
+        from offplan.cli.speakers import Thought
+
         said, pieces = [*self._said, {"role": "user", "content": text}], list[str]()
+        is_thinking = False
+        dim, bright = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
         try:
             with _stopping(self._speaker):
-                for piece in self._speaker.answer(said):
-                    pieces.append(piece)
-                    print(printable(piece), end="", flush=True)
+                for piece in filter(None, self._speaker.answer(said)):
+                    shown = printable(piece)
+                    if isinstance(piece, Thought):
+                        is_thinking, shown = True, f"{dim}{shown}{bright}"
+                    else:
+                        pieces.append(piece)
+                        is_thinking, shown = False, "\n\n" * is_thinking + shown
+                    print(shown, end="", flush=True)
         except OffplanError as error:
-            print("\n" * bool(pieces), end="", flush=True)
+            print("\n" * (is_thinking or bool(pieces)), end="", flush=True)
             print_note(str(error))
             return
         print(flush=True)

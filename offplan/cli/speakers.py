@@ -27,6 +27,12 @@ class StoppedError(Exception):
     """The user has stopped an answer."""
 
 
+class Thought(str):
+    """A piece that a model thinks, and that is no part of its message."""
+
+    __slots__ = ()
+
+
 class Speaker(Protocol):
     """Answers chats, one at a time."""
 
@@ -34,7 +40,7 @@ class Speaker(Protocol):
     """Figures of the last answer, for the user."""
 
     def answer(self, messages: Chat) -> Iterator[str]:
-        """Yield the pieces of the next message, until it ends or is stopped.
+        """Yield the pieces of the next message, and thoughts, until it ends or is stopped.
 
         Raises InputError for a chat that cannot be answered, OffplanError, and StoppedError.
         """
@@ -160,8 +166,13 @@ class RemoteSpeaker:
         if "error" in chunk:
             raise OffplanError(f"the server says: {_find_message(chunk)}")
         for choice in chunk.get("choices") or ():
-            piece = (choice.get("delta") or {}).get("content")
+            delta = choice.get("delta") or {}
+            # the second is vLLM's and OpenRouter's name for the same
+            thought = delta.get("reasoning_content") or delta.get("reasoning")
+            piece = delta.get("content")
             self._is_cut |= choice.get("finish_reason") == "length"
+            if isinstance(thought, str):
+                yield Thought(thought)
             if isinstance(piece, str):
                 yield piece
         if isinstance(usage := chunk.get("usage"), dict):

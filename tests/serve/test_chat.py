@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -26,8 +27,9 @@ from tests.serve import (
     ScriptedRows,
     Served,
     scripted_texts,
+    serving,
 )
-from tests.serve.conftest import Tiny
+from tests.serve.conftest import Tiny, set_script
 
 Talk = Callable[..., Finished]
 
@@ -97,6 +99,18 @@ def test_a_conversation_with_a_server(talk: Talk, served: Served) -> None:
     code, out, err = talk("a\nWeights\n", *arguments, "--model", "other")
     assert (code, out) == (0, "")
     assert f"answers 404: there is no such model here; the one that is served is {NAME}" in err
+
+
+@pytest.mark.slow
+def test_thoughts_are_shown_and_not_kept(
+    talk: Talk, tiny: Tiny, rows: ScriptedRows, tmp_path: Path
+) -> None:
+    set_script(rows, tiny, "<think>\nWhy?\n</think>\n\nSo.")
+    model, saved = replace(tiny.model, model_type="qwen3"), tmp_path / "saved.jsonl"
+    with serving(scripted_texts(rows), model, tiny.tokenizer) as server:
+        code, out, _ = talk(f"a\n/save {saved}\n", "--url", server.url)
+    assert (code, out) == (0, "Why?\n\nSo.\n")
+    assert [each["content"] for each in json.loads(saved.read_text())["messages"]] == ["a", "So."]
 
 
 def test_a_servers_errors(talk: Talk, scripted: Served, rows: ScriptedRows) -> None:
