@@ -194,6 +194,8 @@ class Choice:
     """The prompt that the answer begins with; None if it does not."""
     calls: CallParser | None = None
     """The parser of tool calls; None leaves the text as it is."""
+    offset: int = 0
+    """Characters of the tokens whose logprobs a completion has told so far."""
 
     @property
     def reason(self) -> str | None:
@@ -372,8 +374,7 @@ class CompletionAnswer(Answer):
     def _tell_logprobs(self, choice: Choice, made: Sequence[Added]) -> dict[str, Any] | None:
         if self.request.num_logprobs is None:
             return None
-        before = self._list_entries(choice, choice.made[: len(choice.made) - len(made)])
-        offset = sum(len(self._names.name(token)) for token, *_ in before)
+        offset = choice.offset
         told: dict[str, list[Any]] = {
             key: [] for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         }
@@ -388,6 +389,7 @@ class CompletionAnswer(Answer):
                 else {self._names.name(other.token): other.logprob for other in likeliest}
             )
             offset += len(name)
+        choice.offset = offset
         return told
 
     def _list_entries(

@@ -341,8 +341,14 @@ class _Endpoints:
             tokens = await service.call(
                 service.tokenizing, service.reader.tokenize, text, asked.adds_special
             )
+        told = await service.call(service.tokenizing, self._tell_tokens, asked, tokens)
+        return Response(told, media_type="application/json")
+
+    def _tell_tokens(self, asked: Tokenize, tokens: list[int]) -> bytes:
+        """Write an answer, which may have a million tokens; not for the event loop."""
+        service = self._service
         names = [service.names.find_bytes(token) for token in tokens] if asked.names else []
-        return JSONResponse(asked.answer(tokens, names, service.reader.context))
+        return json.dumps(asked.answer(tokens, names, service.reader.context)).encode()
 
     async def detokenize(self, request: Request) -> Response:
         service, asked = self._service, await self._read(request, Detokenize.read)

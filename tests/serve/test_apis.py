@@ -6,6 +6,7 @@
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -355,6 +356,19 @@ class TestTokens:
         assert pieces == [[0xC2], [0xB5], "m"]
         assert scripted.ask("/detokenize", {"tokens": tokens}).data["content"] == "µm"
         assert scripted.ask("/tokenize", {"content": ""}).data == {"tokens": []}
+
+    def test_many_tokens_are_named_off_the_event_loop(
+        self, scripted: Served, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found = set[str]()
+
+        def find_bytes(token: int) -> bytes:
+            found.add(threading.current_thread().name.rpartition("_")[0])
+            return b""
+
+        monkeypatch.setattr(scripted.service.names, "find_bytes", find_bytes)
+        assert scripted.ask("/tokenize", {"content": "aa", "with_pieces": True}).status == 200
+        assert found == {"offplan-tokenizer"}
 
     def test_what_is_refused(self, scripted: Served) -> None:
         for path, asked in (

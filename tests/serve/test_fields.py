@@ -12,8 +12,11 @@ from transformers import AutoModelForCausalLM, LogitsProcessorList
 from offplan.checkpoint.open import open_model
 from offplan.cli.serve import _check_drawing, _describe_drawing
 from offplan.errors import InputError
+from offplan.runtime.joined import Added, Scored
 from offplan.runtime.rules import MadePenalty, TokenRules, read_recommended
 from offplan.runtime.sampling import Sampling
+from offplan.runtime.texts import Text
+from offplan.serve.answers import Choice, TokenNames, make_answer
 from offplan.serve.errors import ApiError
 from offplan.serve.fields import BOTH, FIELDS
 from offplan.serve.reading import change_rules, read_drawing
@@ -407,3 +410,24 @@ def test_the_start_says_how_tokens_are_drawn() -> None:
     _check_drawing({"temperature": 0.5, "top_k": 0})
     with pytest.raises(InputError, match="top_p is 2"):
         _check_drawing({"top_p": 2})
+
+
+def test_a_chunk_names_its_own_tokens_alone(tiny: Tiny) -> None:
+    asked = parse_request(CompletionRequest, b'{"prompt": "a", "logprobs": 0}')
+    text = Text(tiny.tokenizer, [97], num_tokens=99)
+    named: list[int] = []
+    (token,) = tiny.tokenizer("b").input_ids
+
+    class Names(TokenNames):
+        def name(self, token: int) -> str:
+            named.append(token)
+            return super().name(token)
+
+    choice = Choice(1)
+    answer = make_answer(asked, [choice], "tiny", Names(tiny.tokenizer))
+    offsets = []
+    for _ in range(9):
+        choice.made.append(Added(text, "b", token, Scored(token, -1.0), [], None))
+        (told,) = answer.chunk(0, choice.made[-1])["choices"]
+        offsets += told["logprobs"]["text_offset"]
+    assert (offsets, len(named)) == ([*range(9)], 9)
