@@ -60,6 +60,8 @@ SAID = {"content": "content"} | dict.fromkeys(REASONING, "reasoning_content")
 
 _MOST_TAIL = 128
 """Characters at the end of an answer in which its last call ends."""
+_MOST_FED = 2**12
+"""Characters that are parsed at a time: a search takes the square of what it may look through."""
 
 
 class CallParser:
@@ -99,6 +101,15 @@ class CallParser:
         self._is_behind = False
         """True behind thoughts, until something is said."""
         self.num_calls = 0
+
+    def divide(self, text: str) -> dict[str, Any]:
+        """Return the fields of a whole answer's message; calls have their indices."""
+        fields: dict[str, Any] = {}
+        for begin in range(0, max(1, len(text)), _MOST_FED):
+            end = begin + _MOST_FED
+            for key, value in self.feed(text[begin:end], is_last=end >= len(text)).items():
+                fields[key] = fields[key] + value if key in fields else value
+        return fields
 
     def feed(self, piece: str, *, is_last: bool) -> dict[str, Any]:
         """Return what a piece of text adds to a message's fields, as a stream's delta has it."""
@@ -325,7 +336,7 @@ class ChatAnswer(Answer):
     def _tell_text(self, choice: Choice, text: str) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if choice.calls is not None:
-            parts = choice.calls.feed(text, is_last=True)
+            parts = choice.calls.divide(text)
             for call in parts.get("tool_calls", ()):
                 del call["index"]  # a stream's alone
             # beside calls the space between them is nothing that was said

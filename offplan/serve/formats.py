@@ -94,7 +94,8 @@ _GLM = _call(
 )
 _CODER = _call(
     # the model leaves out the first mark at times
-    r"\s*(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
+    # a name has no mark: or each of a row of marks would be sought in all that follows
+    r"\s*(?:<tool_call>\s*)?<function=(?P<name>[^<>\n]+)>",
     r"</function>",
     # space within a value is the value's own
     r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",

@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
-from offplan.serve.answers import CallParser
+from offplan.runtime.joined import Added
+from offplan.runtime.texts import Text
+from offplan.serve.answers import CallParser, Choice, TokenNames, make_answer
 from offplan.serve.formats import FORMATS, Format, find_divider
+from offplan.serve.requests import ChatRequest, parse_request
+from offplan.transformers_private import ResponseParser
 
 TOOLS = [
     {
@@ -174,3 +178,38 @@ def test_the_format_is_told_from_the_chat_template(name: str) -> None:
     tokenizer.chat_template = "{{ a }}"
     assert find_divider(tokenizer, "llama").template is None
     assert find_divider(tokenizer, "gemma4").finds_calls
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_a_long_answer_is_parsed_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (format_,) = (each for each in FORMATS if each.name == name)
+    fed: list[int] = []
+
+    class Parser(ResponseParser):
+        def feed(self, text: str) -> Any:
+            fed.append(len(text))
+            return super().feed(text)
+
+    monkeypatch.setattr("offplan.serve.answers.ResponseParser", Parser)
+    before = "Weights wait in host memory. " * 999
+    text = SAID[name].replace("I look.", before)
+    choice = Choice(1, calls=CallParser(format_.template, "x", TOOLS))
+    body = b'{"messages": [{"role": "user", "content": "a"}]}'
+    answer = make_answer(parse_request(ChatRequest, body), [choice], "tiny", TokenNames(None))
+    choice.made.append(Added(Text(_NoTokens(), [1], num_tokens=1), text, 1, None, [], "stop"))
+    (told,) = answer.whole()["choices"]
+    assert told["message"]["content"] == before.strip()
+    assert list_calls(told["message"]) == [KOELN, CODE]
+    assert max(fed) <= 2**12
+
+
+class _NoTokens:
+    def decode(self, tokens: Any, **_: Any) -> str:
+        return ""
+
+
+def test_a_row_of_marks_is_not_held() -> None:
+    (format_,) = (each for each in FORMATS if each.name == "qwen3-coder")
+    parser = CallParser(format_.template, "x", TOOLS)
+    said = [parser.feed("<function=", is_last=False).get("content", "") for _ in range(9)]
+    assert "".join(said) == "<function=" * 8
