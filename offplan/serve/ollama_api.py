@@ -172,8 +172,11 @@ class _Generate(_Asked):
         asked = self._translate()
         if self.raw:
             if self.logprobs:
-                asked["logprobs"] = self.top_logprobs or 0
-                del asked["top_logprobs"]
+                raise ApiError(
+                    400,
+                    "logprobs are not supported with raw: true; /v1/completions has them",
+                    param="logprobs",
+                )
             return {**asked, "prompt": self.prompt}
         messages = [{"role": "user", "content": self.prompt}]
         if self.system:
@@ -297,7 +300,7 @@ class Ollama(Translation):
         calls = [_write_call(call) for call in message.get("tool_calls") or ()]
         if calls and self._is_chat:
             place["tool_calls"] = calls
-        if logprobs and "content" in logprobs:
+        if logprobs:
             told["logprobs"] = logprobs["content"]
         return told
 

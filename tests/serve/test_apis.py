@@ -323,6 +323,9 @@ class TestOllama:
         ):
             refused = ask(calling, "/api/chat", {**self.ASKED, **wrong})
             assert (refused.status, why in refused.data["error"]) == (400, True)
+        raw = {"model": NAME, "prompt": "a", "raw": True, "logprobs": True}
+        refused = ask(calling, "/api/generate", raw)
+        assert (refused.status, "logprobs" in refused.data["error"]) == (400, True)
 
     def test_options_that_are_off_turn_off_what_the_server_draws_by(self) -> None:
         off = {"top_k": 0, "min_p": 0, "typical_p": 1, "tfs_z": 1, "repeat_penalty": 1}
