@@ -327,10 +327,11 @@ class ChatAnswer(Answer):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
     def opening(self) -> list[dict[str, Any]]:
-        """Return the chunk that says who speaks."""
+        """Return the chunks that say who speaks, one for each choice."""
         delta = {"role": "assistant", "content": "", "refusal": None}
         return [
-            self._chunk([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}])
+            self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+            for index in range(len(self.choices))
         ]
 
     def _tell_text(self, choice: Choice, text: str) -> dict[str, Any]:

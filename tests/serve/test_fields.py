@@ -268,6 +268,12 @@ def test_several_texts_of_one_prompt(served: Served) -> None:
         model=NAME, messages=CHAT["messages"], n=3, temperature=0, max_tokens=4
     )
     assert [choice.message.content for choice in chat.choices] == [REST[:4]] * 3
+    with client.chat.completions.stream(
+        model=NAME, messages=CHAT["messages"], n=3, temperature=0
+    ) as stream:
+        streamed = stream.get_final_completion()
+    said = [(each.message.role, each.message.content) for each in streamed.choices]
+    assert said == [("assistant", REST)] * 3
 
 
 @pytest.mark.slow
