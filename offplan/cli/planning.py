@@ -19,6 +19,7 @@ from offplan.plan import WORKLOADS, Plan, Workload, dump_plan, load_plan
 from offplan.planner.longest import find_longest_context, most_context
 from offplan.planner.question import Question
 from offplan.records import Record, explain
+from offplan.stores import StoreName
 from offplan.units import format_budget, format_bytes
 
 
@@ -160,6 +161,33 @@ def settle_context(
         limit = "the most that fit for one sequence"
     print_note(f"--context max: {longest} tokens, {limit}")
     return ask_for(longest)
+
+
+def note_machine(name: str | None, num_gpus: int, store: StoreName) -> None:
+    """Note what is assumed of a named machine, where ``num_gpus`` of it are planned for.
+
+    Raises InputError if more are planned for than the name says.
+    """
+    named = parse_name(name or "")
+    if named.assumed:
+        print_note(f"{named.assumed} is assumed: --machine {name} names no lanes of the link")
+    there = named.num_gpus
+    if there == 1:
+        return
+    if num_gpus > there:
+        raise InputError(
+            f"--machine {name}: found {there} GPUs, expected {num_gpus}, as --tp and --pp ask for; "
+            "name as many, or ask for fewer"
+        )
+    if num_gpus == 1 and store == "host":
+        ranks = 2 ** (there.bit_length() - 1)  # numbers of heads divide by powers of two
+        print_note(
+            f"this plans for one of {there} GPUs, as `offplan run` computes on one. A second GPU's "
+            "memory can hold weights: --store peer, with a profile that `offplan measure` wrote "
+            f"there. vLLM divides a model over {ranks}: add --for vllm --tp {ranks}"
+        )
+    elif num_gpus > 1 and num_gpus < there:
+        print_note(f"this plans for {num_gpus} of {there} GPUs")
 
 
 def note_budget(machine: MachineProfile, gpu_memory: int | None) -> None:

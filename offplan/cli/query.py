@@ -114,7 +114,12 @@ class Query:
         """
         from offplan.checkpoint.open import open_model
         from offplan.checkpoint.weights import require_checkpoint
-        from offplan.cli.planning import note_budget, read_workload, settle_context
+        from offplan.cli.planning import (
+            note_budget,
+            note_machine,
+            read_workload,
+            settle_context,
+        )
         from offplan.library.asking import ask, read_routing
         from offplan.library.machines import check_threads, find_machine
         from offplan.plan import Goal
@@ -161,6 +166,8 @@ class Query:
             routing=None if self.routing is None else str(self.routing),
             **goal,
         )
+        num_gpus = self.goal.tensor_parallel * self.goal.pipeline_parallel
+        note_machine(self.machine, num_gpus, self.store)
         note_budget(machine.profile, self.gpu_memory)
         with waiting("planning"):
             return model, settle_context(ask_this, workload, self.workload.context)

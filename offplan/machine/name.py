@@ -15,6 +15,15 @@ from offplan.units import parse_bytes
 SHIPPED = Path(__file__).parent / "profiles"
 _CHANGE = re.compile(r",(?=[a-z0-9_]+=)", re.IGNORECASE)
 _PCIE = re.compile(r"([0-9])(?:\.0)?x([0-9]+)", re.IGNORECASE)
+_NO_LANES = re.compile(r"(pcie)=(?:gen ?)?([3-6])(?:\.0)?", re.IGNORECASE)
+_LANES = re.compile(r"^link: PCIe [3-6] x([0-9]+)$", re.MULTILINE)
+_MOST_LANES = 16
+_COUNT = re.compile(
+    r"(?P<before>[2-9]|1[0-6]) *[x*] *(?P<name>.+)|"
+    r"(?P<first>.+?) *[x*] *(?P<behind>[2-9]|1[0-6])",
+    re.IGNORECASE,
+)
+"""A name with a number of GPUs: ``2x rtx3090`` or ``rtx3090 x2``."""
 _MAKERS = re.compile(r"nvidia|geforce|tesla|gpu|[^a-z0-9]")
 _OTHER_NAMES = {
     "gb10-c2c": ("dgxspark", "spark"),
@@ -40,11 +49,19 @@ _VRAM_GIB = {
 }
 """GPU memory of cards of which no profile is shipped. Source: NVIDIA's specifications."""
 _OTHER_MAKERS = {
-    "AMD": r"(amd|instinct|radeon)+.*|mi[0-9]{2,3}[axp]?|(pro)?(rx|w)[0-9]{3,4}(xtx|xt|gre|m|s)*",
-    "Intel": r"(intel|gaudi|flex[0-9]|max1[0-9]{3}|arc(pro)?[ab]?[0-9]).*|arc|[ab][3-7][1578]0m?",
-    "Apple": r"apple.*|m[1-9](pro|max|ultra)?",
+    "AMD": r"(amd|instinct|radeon|ryzenai|strixhalo)+.*|mi[0-9]{2,3}[axp]?|"
+    r"(pro)?(rx|w)[0-9]{3,4}(xtx|xt|gre|m|s)*|[5679][0-9]{3}(xtx|xt|gre)",
+    "Intel": r"(intel|gaudi|flex[0-9]|max1[0-9]{3}|arc(pro)?[ab]?[0-9]|iris).*|arc|"
+    r"[ab][3-7][1578]0m?",
+    "Apple": r"(apple|mac(book|mini|studio|pro)|imac).*|mac|m[1-9](pro|max|ultra)?([0-9]{2,3}gb)?",
 }
 """Normalised names of GPUs of other makers than NVIDIA."""
+_RUN_THERE = {
+    "AMD": "llama.cpp, built for ROCm or Vulkan, runs GGUF files on it",
+    "Intel": "llama.cpp, built for SYCL or Vulkan, runs GGUF files on it",
+    "Apple": "llama.cpp, built for Metal, runs GGUF files on it, and MLX its own checkpoints",
+}
+"""Programs for GPUs of other makers. Source: llama.cpp's docs/build.md; mlx-lm's README."""
 _NVIDIA = re.compile(r"nvidia|geforce|tesla|quadro|[gr]tx", re.IGNORECASE)
 """Parts of a name that say NVIDIA, whatever maker of a processor is named beside."""
 _BEFORE_TURING = re.compile(
@@ -73,6 +90,10 @@ class MachineName(NamedTuple):
     """The name of a shipped profile, or a file."""
     changes: tuple[str, ...] = ()
     """Figures given in place of the profile's: ``ram=64GiB``."""
+    num_gpus: int = 1
+    """GPUs that were typed with the name: ``rtx3090 x2``. The profile describes one of them."""
+    assumed: str = ""
+    """The change that was taken in place of one without lanes: ``pcie=4x16``."""
 
     def __str__(self) -> str:
         return ",".join((self.base, *self.changes))
@@ -105,8 +126,9 @@ class MachineName(NamedTuple):
         if (maker := _find_maker(self.base)) is not None:
             raise ProfileError(
                 f"no machine profile {self.base!r}: offplan runs models on NVIDIA's GPUs, and "
-                f"comes with figures of none by {maker}; name a GPU that `offplan machines` lists, "
-                "or, to plan for another engine, a profile's file with that GPU's figures"
+                f"comes with figures of none by {maker}; {_RUN_THERE[maker]}. For offplan "
+                "name a GPU that `offplan machines` lists; a profile's file with that GPU's "
+                "figures gives plans, which `offplan run` does not execute there"
             )
         nearest = find_nearest(self.base)
         if not nearest:
@@ -114,9 +136,12 @@ class MachineName(NamedTuple):
             close = difflib.get_close_matches(_normalise(self.base)[:80], forms, 3)
             nearest = [*dict.fromkeys(forms[each] for each in close)]
         meant = " or ".join(nearest)
+        too_old = why_no_run(self.base)
         raise ProfileError(
             f"no machine profile {self.base!r}: it is neither a file nor a name that `offplan "
-            f"machines` lists" + (f"; is {meant} meant?" if meant else "")
+            "machines` lists"
+            + (f"; is {meant} meant?" if meant else "." if too_old else "")
+            + (f" {too_old}" if too_old else "")
         )
 
     def read_changes(self) -> dict[str, Any]:
@@ -174,15 +199,44 @@ def _find_lockable(named: str, ram: Any, system: str) -> Any:
 def parse_name(text: str) -> MachineName:
     """Read a machine's name: the exact or loose name of a shipped profile, or a file's path.
 
-    ``RTX 4090`` and ``4090`` are ``rtx4090-pcie4``; a file of such a name comes first.
+    ``RTX 4090`` and ``4090`` are ``rtx4090-pcie4``; a file of such a name comes first. A number of
+    GPUs beside the name is left out of it. A link without lanes has those of the card.
     """
     base, *changes = _CHANGE.split(text)
-    named = MachineName(base, tuple(changes))
+    return _assume_lanes(_parse_base(base)._replace(changes=tuple(changes)))
+
+
+def _parse_base(base: str) -> MachineName:
+    named = MachineName(base)
     if named.is_shipped or not base.isprintable() or Path(base).is_file():
         return named
     wanted = _normalise(base)
-    loose = (name for name in shipped_profiles() if wanted in _forms(name))
-    return named._replace(base=next(loose, base))
+    loose = next((name for name in shipped_profiles() if wanted in _forms(name)), None)
+    if loose is not None:
+        return named._replace(base=loose)
+    if (counted := _COUNT.fullmatch(base.strip())) is None:
+        return named
+    one = _parse_base(counted["name"] or counted["first"])
+    is_known = one.is_shipped or Path(one.base).is_file() or _is_other_card(one.base)
+    number = int(counted["before"] or counted["behind"])
+    return one._replace(num_gpus=number) if is_known and one.num_gpus == 1 else named
+
+
+def _is_other_card(gpu: str) -> bool:
+    """Return True for the name of a GPU of which no profile is shipped."""
+    return why_no_run(gpu) is not None or _read_card(_normalise(gpu)) is not None
+
+
+def _assume_lanes(named: MachineName) -> MachineName:
+    """Give a link without lanes those of the shipped card, of another machine 16."""
+    for number, change in enumerate(named.changes):
+        if (found := _NO_LANES.fullmatch(change)) is not None:
+            text = (SHIPPED / f"{named.base}.yaml").read_text("utf-8") if named.is_shipped else ""
+            card = _LANES.search(text)
+            link = f"pcie={found[2]}x{card[1] if card else _MOST_LANES}"
+            changes = (*named.changes[:number], link, *named.changes[number + 1 :])
+            return named._replace(changes=changes, assumed=link)
+    return named
 
 
 def why_no_run(gpu: str) -> str | None:
@@ -192,11 +246,15 @@ def why_no_run(gpu: str) -> str | None:
     torch that offplan is tested with are built for it.
     """
     if (maker := _find_maker(gpu)) is not None:
-        return f"`offplan run` executes models on NVIDIA's GPUs, found one by {maker}, {gpu}"
+        return (
+            f"`offplan run` executes models on NVIDIA's GPUs, found one by {maker}, {gpu}; "
+            f"{_RUN_THERE[maker]}"
+        )
     if _BEFORE_TURING.fullmatch(_normalise(gpu)):
         return (
             f"`offplan run` needs a GPU of Turing (RTX 20, T4) or newer, found {gpu}: CUDA 13, for "
-            "which torch's wheels are built, supports none before"
+            "which torch's wheels are built, supports none before; llama.cpp, built for CUDA 12 or "
+            "Vulkan, runs GGUF files there"
         )
     return None
 

@@ -200,3 +200,18 @@ def test_usual_workloads_have_names(cli: CLI) -> None:
     refused = cli("measure", "--device", "cpu", "--context", "max")
     assert refused.code == 2
     assert "--context max is for plans" in refused.err
+
+
+def test_what_is_assumed_of_a_machines_name_is_noted(cli: CLI) -> None:
+    """The answer is for one of several GPUs, and for the card's own lanes."""
+    asked = ("analyze", TINY_MOE, "--context", 1024, "--machine")
+    one, several = cli(*asked, "rtx3090"), cli(*asked, "2x rtx3090")
+    assert (one.err, several.code) == ("", 0)
+    assert "this plans for one of 2 GPUs" in several.err
+    assert "add --for vllm --tp 2" in several.err
+    assert "It fits NVIDIA GeForce RTX 3090: " in several.out
+    both = (*asked, "rtx3090 x2", "--for", "vllm", "--tp")
+    assert "GPUs" not in cli(*both, 2).err
+    refused = cli(*both, 4)
+    assert (refused.code, "found 2 GPUs, expected 4" in refused.err) == (2, True)
+    assert "pcie=3x16 is assumed" in cli(*asked, "rtx3090,pcie=3").err

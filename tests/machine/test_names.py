@@ -33,10 +33,29 @@ from offplan.machine.profile import load_profile
         ("h100-nvl", "h100-nvl-pcie5"),
         ("NVIDIA H20", "h20-pcie5"),
         ("b300", "b300-pcie5"),
+        ("rtx4090,pcie=3", "rtx4090-pcie4,pcie=3x16"),
+        ("rtx4060,pcie=gen4,ram=32GiB", "rtx4060-pcie4,pcie=4x8,ram=32GiB"),
+        ("rtx4090,pcie=4x4", "rtx4090-pcie4,pcie=4x4"),
     ],
 )
 def test_what_people_type(typed: str, found: str) -> None:
     assert str(parse_name(typed)) == found
+
+
+@pytest.mark.parametrize("typed", ["rtx3090 x2", "2x rtx3090", "2x3090", "RTX 3090 * 2", "3090X2"])
+def test_a_number_of_gpus_is_no_part_of_the_name(typed: str) -> None:
+    named = parse_name(f"{typed},ram=64GiB")
+    assert (str(named), named.num_gpus) == ("rtx3090-pcie4,ram=64GiB", 2)
+
+
+@pytest.mark.parametrize(("typed", "base"), [("3x 7900xtx", "7900xtx"), ("gtx1080 x3", "gtx1080")])
+def test_nor_of_a_name_that_is_not_shipped(typed: str, base: str) -> None:
+    assert parse_name(typed)[::2] == (base, 3)
+
+
+@pytest.mark.parametrize("typed", ["x2", "2x", "my box x2", "v100 sxm2", "2x 2x rtx3090"])
+def test_other_names_have_no_number_of_gpus(typed: str) -> None:
+    assert parse_name(typed).num_gpus == 1
 
 
 @pytest.mark.parametrize(
@@ -66,10 +85,15 @@ def test_the_nearest_card_is_nearest_in_kind_and_memory(typed: str, nearest: str
         ("Arc B580", "Intel"),
         ("gaudi3", "Intel"),
         ("m4 max", "Apple"),
+        ("M3", "Apple"),
+        ("MacBook Pro M4", "Apple"),
+        ("7900xtx", "AMD"),
+        ("Ryzen AI Max+ 395", "AMD"),
+        ("Iris Xe", "Intel"),
     ],
 )
 def test_gpus_of_other_makers_are_called_so(typed: str, maker: str) -> None:
-    with pytest.raises(ProfileError, match=f"none by {maker}; name a GPU that") as told:
+    with pytest.raises(ProfileError, match=f"none by {maker}; llama.cpp, built for") as told:
         parse_name(typed).find_file()
     assert "meant?" not in str(told.value)
 
@@ -94,6 +118,12 @@ def test_run_needs_turing(gpu: str) -> None:
 )
 def test_a_name_that_says_nothing_against_run(gpu: str) -> None:
     assert why_no_run(gpu) is None
+
+
+def test_a_card_before_turing_is_called_so() -> None:
+    for typed in ("titan x", "gtx1080ti"):
+        with pytest.raises(ProfileError, match=r"lists.*[.?] `offplan run` needs .* CUDA 12"):
+            parse_name(typed).find_file()
 
 
 def test_run_is_for_nvidia() -> None:
