@@ -11,6 +11,7 @@ from offplan.checkpoint.folder import read_folder
 from offplan.checkpoint.gguf.places import (
     SUFFIX,
     Found,
+    find_hub_id,
     find_local,
     find_named,
     parse_hub,
@@ -163,7 +164,8 @@ def _find_gguf(source: str, path: Path, exists: bool) -> Found | None:
     if name is None:
         return None
     found = find_named(name)
-    if found is None and (name.is_command or name.tag) and parse_hub(source) is None:
+    is_ollamas = name.is_command or name.tag or find_hub_id(name)
+    if found is None and is_ollamas and parse_hub(source) is None:
         raise CheckpointError(why_not_named(name))
     return found
 

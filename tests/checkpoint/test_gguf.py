@@ -251,10 +251,29 @@ def test_names_of_ollama(llama: Path, home: Path, monkeypatch: pytest.MonkeyPatc
         assert (model.source, model.gguf.runs_with) == (name, (f"ollama run {name}",))
     assert open_model("ollama run llama3.2:3b").num_parameters == 1443072
     told = refused("qwen3:8b")
-    assert f"found no Ollama model of this name that can be read in {store}" in told
+    assert f"Found no Ollama model of this name that can be read in {store}" in told
     assert "`ollama pull qwen3:8b` fetches it" in told
     monkeypatch.setenv("OLLAMA_MODELS", str(home / "elsewhere"))
     assert f"in {home / 'elsewhere'}; `ollama pull llama3.2:3b`" in refused("llama3.2:3b")
+
+
+@pytest.mark.parametrize(
+    ("name", "repo"),
+    [
+        ("gpt-oss:120b", "openai/gpt-oss-120b"),
+        ("gpt-oss", "openai/gpt-oss-20b"),
+        ("ollama run qwen3:latest", "Qwen/Qwen3-8B"),
+        ("library/llama3.1:70b-instruct-q4_K_M", "meta-llama/Llama-3.1-70B-Instruct"),
+        ("gpt-oss:120b-cloud", "openai/gpt-oss-120b"),
+    ],
+)
+def test_ollamas_name_of_a_model_on_the_hub(name: str, repo: str, home: Path) -> None:
+    assert f"name {repo}, the same model on the Hub" in refused(name)
+
+
+@pytest.mark.parametrize("name", ["qwen3:30b", "qwen2.5:7b-base", "someone/gpt-oss:20b", "x:1b"])
+def test_ollamas_name_of_some_model(name: str, home: Path) -> None:
+    assert "name the Hub id that the model's maker gave it, such as" in refused(name)
 
 
 def test_manifests_that_name_no_file_of_the_store(home: Path) -> None:

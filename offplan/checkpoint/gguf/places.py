@@ -10,6 +10,7 @@ from urllib.parse import unquote
 from offplan.checkpoint.folder import is_file, read_small
 from offplan.checkpoint.jsontext import load_object, quote
 from offplan.errors import CheckpointError
+from offplan.files import load_facts
 
 SUFFIX = ".gguf"
 _ANY = "*.[gG][gG][uU][fF]"
@@ -28,6 +29,9 @@ _PART = r"[A-Za-z0-9][\w.-]*"
 _OLLAMA_NAME = re.compile(
     rf"(?:ollama (?:run|pull) )?((?:{_PART}/){{0,2}}{_PART})(:{_PART})?", re.A
 )
+_HUB_IDS = Path(__file__).with_name("ollama.yaml")
+_SAME_WEIGHTS = re.compile(r"(-instruct|-it)?(-(cloud|fp16|bf16|mxfp4|q[2-8]\w*))?$", re.ASCII)
+"""Matches what stands behind a size in tags of the same model: its form."""
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
 _HOST = r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/"
 _HUB_FILE = re.compile(
@@ -170,13 +174,25 @@ def find_named(name: OllamaName) -> Found | None:
     return None
 
 
+def find_hub_id(name: OllamaName) -> str | None:
+    """Find the Hub's repository of a model in Ollama's library; None if it is not plain."""
+    *owner, model = name.parts
+    sizes = load_facts(_HUB_IDS).get(model.lower(), {}) if owner in ([], ["library"]) else {}
+    tag = (name.tag or "latest").lower()
+    size = next(iter(sizes), None) if tag == "latest" else _SAME_WEIGHTS.sub("", tag)
+    return sizes.get(size)
+
+
 def why_not_named(name: OllamaName) -> str:
     """Say that Ollama has no model of a name that is one of Ollama's."""
     stores = " or ".join(map(str, _ollama_stores()))
+    meant = "the Hub id that the model's maker gave it, such as Qwen/Qwen3-8B of qwen3:8b"
+    if (hub_id := find_hub_id(name)) is not None:
+        meant = f"{hub_id}, the same model on the Hub"
     return (
-        f"{name}: found no Ollama model of this name that can be read in {stores}; "
-        f"`ollama pull {name}` fetches it and `ollama run {name}` runs it; offplan runs "
-        "safetensors: name a Hub id such as Qwen/Qwen3-8B"
+        f"{name}: found a name of Ollama's, expected a model in safetensors: name {meant}. Found "
+        f"no Ollama model of this name that can be read in {stores}; `ollama pull {name}` fetches "
+        f"it and `ollama run {name}` runs it"
     )
 
 
