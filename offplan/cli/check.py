@@ -1,5 +1,6 @@
 """``offplan check``: whether plans still hold, and could run here and now."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -128,11 +129,22 @@ def check(
 
 
 def _expand(given: Path) -> list[Path]:
-    """Return the plans of a folder; the path itself where it is none, or holds no plan."""
+    """Return the plans of a folder; the path itself where it is none, or has a model.
+
+    Raises InputError for a folder that has no plan.
+    """
     from offplan.kinds import find_plans
 
     try:
-        return (find_plans(given) if given.is_dir() else []) or [given]
+        plans = find_plans(given) if given.is_dir() else [given]
+        if plans or (given / "config.json").exists():
+            return plans or [given]
+        below = [each for each in sorted(given.iterdir()) if each.is_dir() and find_plans(each)]
+        help_ = f"name {shlex.quote(str(below[0]))}" if below else "name a plan's file"
+        raise InputError(
+            f"{given}: found a folder without a plan (*.yaml that `offplan plan -o` wrote), "
+            f"expected plans; {help_}"
+        )
     except OSError as error:
         raise InputError(
             f"the folder {given} cannot be read ({error.strerror}): name its plans"

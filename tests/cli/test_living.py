@@ -16,7 +16,7 @@ from offplan.machine.profile import load_profile
 from offplan.plan import load_plan
 from offplan.upkeep import checking, local_gpu
 from offplan.upkeep.local_gpu import LocalGPU
-from tests.cli import CLI, ROOT
+from tests.cli import CLI, ROOT, TINY_MOE
 from tests.hostcores.cores import require_cores
 from tests.rendering import strip_lines
 
@@ -396,7 +396,14 @@ def test_check_takes_the_plans_of_a_folder(cli: CLI, folder: Path) -> None:
     (folder / "empty").mkdir()
     finished = cli("check", folder / "empty")
     assert finished.code == 2
-    assert "found a folder, expected a plan" in finished.err
+    assert f"{folder / 'empty'}: found a folder without a plan" in finished.err
+    assert "expected plans; name a plan's file" in finished.err
+    (folder / "empty" / "some").mkdir()
+    (folder / "plan.yaml").rename(folder / "empty" / "some" / "plan.yaml")
+    finished = cli("check", folder / "empty")
+    assert finished.code == 2
+    assert f"expected plans; name {folder / 'empty' / 'some'}" in finished.err
+    assert "expected a plan; make a plan of it" in cli("check", TINY_MOE).err
 
 
 def test_check_measures_only_where_there_is_a_gpu(cli: CLI, folder: Path) -> None:
