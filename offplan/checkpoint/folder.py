@@ -1,6 +1,7 @@
 """A checkpoint in a folder: config, index and the headers of its shards; no tensor is read."""
 
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,8 +137,9 @@ def _no_weights(folder: Path) -> str:
     if other is not None:
         return f"{folder}: found {quote(other)}, {expected}; convert the weights to safetensors"
     return (
-        f"{folder}: found no weights, {expected}; fetch them, or name {CONFIG_NAME} itself "
-        "to plan from the config alone"
+        f"{folder}: found no weights, {expected}; fetch them (hf download ORG/NAME --local-dir "
+        f"{shlex.quote(str(folder))}), or plan from the config alone: name "
+        f"{shlex.quote(str(folder / CONFIG_NAME))}"
     )
 
 

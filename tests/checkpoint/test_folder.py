@@ -213,7 +213,9 @@ def test_values_nested_deeply(tmp_path):
 
 def test_folder_without_weights_says_what_it_found(tmp_path):
     folder = write_folder(tmp_path, DENSE_CONFIG, {})
-    assert "found no weights" in refusal(folder)
+    told = refusal(folder)
+    assert f"{folder}: found no weights" in told
+    assert f"plan from the config alone: name {folder / 'config.json'}" in told
     (folder / "pytorch_model.bin").touch()
     assert "convert the weights to safetensors" in refusal(folder)
     (folder / "model-00001-of-00002.safetensors").touch()
