@@ -70,6 +70,7 @@ class InfeasibleError(OffplanError):
     """No plan fits the budget.
 
     ``shortfall_bytes`` is what the best candidate lacks, ``None`` where no amount would do.
+    ``ram_bytes`` is the memory of a machine that would do, ``None`` where that is not known.
     ``longest_context`` is the longest context that has a plan, in tokens, ``None`` where none has.
     The error's text ends with it, and ``facts`` is the text before.
     """
@@ -81,9 +82,11 @@ class InfeasibleError(OffplanError):
         message: str,
         shortfall_bytes: int | None = None,
         longest_context: int | None = None,
+        ram_bytes: int | None = None,
     ) -> None:
         super().__init__(message)
         self.shortfall_bytes, self.longest_context = shortfall_bytes, longest_context
+        self.ram_bytes = ram_bytes
 
     def __str__(self) -> str:
         """Return the text, and the longest context behind it."""

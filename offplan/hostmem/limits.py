@@ -9,6 +9,9 @@ from pathlib import Path
 from offplan.errors import MemoryLimitError
 from offplan.units import format_bytes
 
+_SOLD_GIB = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+"""Memory that machines have, in GiB. Source: kits of modules for desktops and servers."""
+
 
 @dataclass(frozen=True)
 class MemoryGroup:
@@ -152,6 +155,15 @@ def lockable_bytes(ram_bytes: int, system: str = "linux") -> int:
         return ram_bytes // 2
     given = ram_bytes // 2 if system == "wsl2" else ram_bytes
     return given - min(max(given // 10, 2 * 2**30), given // 2)
+
+
+def find_ram(locked_bytes: int, system: str) -> int | None:
+    """Find the least memory that machines are sold with of which so much can be page-locked.
+
+    None if no machine has so much. ``system`` is that of ``lockable_bytes``.
+    """
+    sold = (size << 30 for size in _SOLD_GIB)
+    return next((ram for ram in sold if lockable_bytes(ram, system) >= locked_bytes), None)
 
 
 def pin_limit(

@@ -17,6 +17,7 @@ from offplan.planner.question import Question
 WORTH_TELLING = 1.5
 """Times by which tokens come faster, so that an alternative is reported. Source: chosen."""
 _MAX_BYTES = 2**12
+_FEWEST_BITS = 4
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,20 @@ class Alternative:
     """Bytes of weights on the host."""
 
 
+def has_alternatives(question: Question) -> bool:
+    """Return True for a question of which other checkpoints are tried."""
+    goal = question.goal
+    is_usual = goal.engine is None and not goal.targets and goal.objective == "latency"
+    return is_usual and not question.machine.is_cpu
+
+
 def find_alternatives(question: Question, plan: Plan | None) -> tuple[Alternative, ...]:
     """Find what checkpoints of 8 and 4 bits give where that is WORTH_TELLING times faster.
 
     If ``plan``, the answer, is None, every one that fits is found. An engine's plans, targets and
     the CPU have none. The disk cache keeps the result.
     """
-    goal = question.goal
-    if goal.engine is not None or goal.targets or goal.objective != "latency":
-        return ()
-    if question.machine.is_cpu:
+    if not has_alternatives(question):
         return ()
     key = {**question.key, **installed_versions()}
     found = _KEPT.find(key)
@@ -52,6 +57,35 @@ def find_alternatives(question: Question, plan: Plan | None) -> tuple[Alternativ
         _KEPT.keep(key, found)
     least = 0.0 if plan is None else WORTH_TELLING * tokens_per_s(plan)
     return tuple(each for each in found if each.tokens_per_s >= least)
+
+
+@dataclass(frozen=True)
+class TooLarge:
+    """Another checkpoint of the model, for which the host's memory is too small, too."""
+
+    bits: int
+    total_bytes: int
+    """Bytes of the checkpoint as stored, sized from names and shapes."""
+    ram_bytes: int
+    """Memory of a machine on which it has a plan."""
+
+
+def find_too_large(question: Question) -> TooLarge | None:
+    """Find the memory that a checkpoint of 4 bits needs, where not even that fits; None for others.
+
+    Engines' plans, targets and the CPU have none, as none in ``find_alternatives``.
+    """
+    other = _requantise(question, _FEWEST_BITS) if has_alternatives(question) else None
+    if other is None:
+        return None
+    try:
+        try_plan(other)
+    except InfeasibleError as error:
+        if error.ram_bytes is not None:
+            return TooLarge(_FEWEST_BITS, other.model.total_bytes, error.ram_bytes)
+    except PlanError:
+        pass
+    return None
 
 
 def find_shorter_context(question: Question) -> int | None:
@@ -75,24 +109,32 @@ def tokens_per_s(plan: Plan) -> float:
     return plan.workload.batch / step_s
 
 
+def _requantise(question: Question, bits: int) -> Question | None:
+    """Ask the question of the model's checkpoint of so many bits; None if they are not fewer."""
+    model = requantise(question.model, bits)
+    if model is None:
+        return None
+    goal = question.goal.for_other_weights()
+    passes = question.stage.passes
+    if passes is None:
+        stages = lower(model, goal)
+    else:  # its own differ little, and take long to count
+        stages = (hold_counted(model, goal.way, replace(passes, pinned=())),)
+    return replace(question, stages=stages, goal=goal)
+
+
 def _plan_each(question: Question) -> Iterator[Alternative]:
-    for bits in (8, 4):
-        model = requantise(question.model, bits)
-        if model is None:
+    for bits in (8, _FEWEST_BITS):
+        other = _requantise(question, bits)
+        if other is None:
             continue
-        goal = question.goal.for_other_weights()
-        passes = question.stage.passes
-        if passes is None:
-            stages = lower(model, goal)
-        else:  # its own differ little, and take long to count
-            stages = (hold_counted(model, goal.way, replace(passes, pinned=())),)
         try:
-            plan = try_plan(replace(question, stages=stages, goal=goal)).plan
+            plan = try_plan(other).plan
         except (InfeasibleError, PlanError):
             continue
         yield Alternative(
             bits,
-            model.total_bytes,
+            other.model.total_bytes,
             tokens_per_s(plan),
             plan.prediction.prefill.step_s,
             plan.prediction.host_memory_bytes,

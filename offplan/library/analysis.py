@@ -8,7 +8,13 @@ from offplan.errors import InfeasibleError, PlanError
 from offplan.held.held import hold
 from offplan.held.runner import OWN_RUNTIME
 from offplan.held.stage import Stage
-from offplan.library.alternatives import Alternative, find_alternatives, find_shorter_context
+from offplan.library.alternatives import (
+    Alternative,
+    TooLarge,
+    find_alternatives,
+    find_shorter_context,
+    find_too_large,
+)
 from offplan.library.cache_advice import CacheAdvice, advise_cache, find_longest_coded
 from offplan.library.machines import why_unmeasured
 from offplan.library.runnable import suit, why_not_run
@@ -44,6 +50,8 @@ class Analysis:
     """Tokens of the longest context that fits with a KV cache in FP8; None if that is no longer."""
     unmeasured: str | None = None
     """The figures that could not be measured, so that nothing was planned; None if all were."""
+    too_large: TooLarge | None = None
+    """The checkpoint of fewest bits where the host's memory is too small for that one, too."""
 
     @property
     def model(self) -> Model:
@@ -96,6 +104,7 @@ def analyze_question(question: Question) -> Analysis:
         return Analysis(
             *asked,
             alternatives=others,
+            too_large=None if others or error.ram_bytes is None else find_too_large(question),
             cache_advice=advise_cache(question, None) if fits else None,
             infeasible=error,
             longest_context_fp8=longest,

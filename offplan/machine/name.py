@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offplan.errors import InputError, ProfileError
-from offplan.hostmem.limits import lockable_bytes
+from offplan.hostmem.limits import find_ram, lockable_bytes
 from offplan.kinds import describe_kind
 from offplan.machine.assumed import parse_link, rate_of_memory
 from offplan.units import parse_bytes
@@ -76,6 +76,8 @@ _SHORT_KEYS = {
     "ddr": "cores",
 }
 _SYSTEMS = ("linux", "wsl2", "windows")
+_KEPT_BY = re.compile(rf"less what ({'|'.join(_SYSTEMS)}|the operating system) keeps(?!:)")
+"""The end of the source of a figure that ``ram=`` gave, or that was measured on Linux."""
 
 
 def shipped_profiles() -> list[str]:
@@ -182,6 +184,16 @@ class MachineName(NamedTuple):
                 "memory, too, as ram=64GiB"
             )
         return data
+
+
+def find_enough_ram(source: str, locked_bytes: int) -> int | None:
+    """Find the memory of a machine of which so much can be page-locked.
+
+    ``source`` is that of the machine's ``host_memory``. None if it does not tell which system keeps
+    a part, or if no machine has so much memory.
+    """
+    found = _KEPT_BY.search(source)
+    return None if found is None else find_ram(locked_bytes, found[1])
 
 
 def _find_lockable(named: str, ram: Any, system: str) -> Any:

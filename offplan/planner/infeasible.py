@@ -5,6 +5,7 @@ from functools import cache, partial
 from offplan.costs.memory import MARGIN, overhead_bytes
 from offplan.costs.term import least_that
 from offplan.errors import ExportError, InfeasibleError
+from offplan.machine.name import find_enough_ram
 from offplan.plan import Backend, Offload, Rule
 from offplan.planner.aims import Fastest, limits_ps
 from offplan.planner.question import Question
@@ -39,14 +40,18 @@ def explain_infeasible(searcher: Searcher, question: Question, search: Search) -
             lack,
         )
     # that of plans of one rule: others may lack less
-    lack = int(search.host_lack)
-    return InfeasibleError(
-        f"no plan fits {format_budget(budget.host_memory or 0)} of "
-        f"{searcher.space.machine.store} memory: "
+    lack, machine, given = int(search.host_lack), searcher.space.machine, budget.host_memory or 0
+    told = (
+        f"no plan fits {format_budget(given)} of {machine.store} memory: "
         f"up to {format_bytes_enough(lack)} more are needed to hold what the GPU "
-        f"({format_budget(budget.gpu_memory)}) cannot. Give more of either",
-        lack,
+        f"({format_budget(budget.gpu_memory)}) cannot. Give more of either"
     )
+    ram, room = None, machine.host_memory
+    if room is not None and room.value == given and machine.store == "host":
+        ram = find_enough_ram(room.source, given + lack)
+        told += f": a machine with {format_bytes(ram)} of memory has enough" if ram else ""
+        told += ". llama.cpp, with a GGUF file, reads from disk what memory does not hold"
+    return InfeasibleError(told, lack, ram_bytes=ram)
 
 
 def _explain_engine(

@@ -60,6 +60,15 @@ def describe_fitting(analysis: Analysis) -> list[str]:
     return [f"{told} Look for a repository of this model with {names} in its name."]
 
 
+def describe_too_large(analysis: Analysis) -> list[str]:
+    """Name the memory that the checkpoint of fewest bits needs, where not even that one fits."""
+    other = analysis.too_large
+    if other is None:
+        return []
+    size, ram = format_bytes(other.total_bytes), format_bytes(other.ram_bytes)
+    return [f"In {other.bits} bits ({size}) it needs a machine with {ram} of memory."]
+
+
 def describe_cache(analysis: Analysis) -> list[str]:
     """Describe what a KV cache in FP8 would give, in a line; nothing where that is no better."""
     found = analysis.cache_advice
@@ -171,7 +180,11 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
         error = analysis.infeasible
         told = [name_options(each) for each in (error.facts, error.way_out) if each]
         lines = [f"{each[0].upper()}{each[1:]}{'' if each.endswith('.') else '.'}" for each in told]
-        lines += [*describe_longer(analysis), *describe_type(analysis)]
+        lines += [
+            *describe_too_large(analysis),
+            *describe_longer(analysis),
+            *describe_type(analysis),
+        ]
         fitting = [*describe_cache(analysis), *describe_fitting(analysis)]
         return [Group(*map(Text, fitting), *head, *map(Text, lines))]
     if analysis.result is None or analysis.question is None:

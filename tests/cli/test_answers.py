@@ -215,3 +215,21 @@ def test_what_is_assumed_of_a_machines_name_is_noted(cli: CLI) -> None:
     refused = cli(*both, 4)
     assert (refused.code, "found 2 GPUs, expected 4" in refused.err) == (2, True)
     assert "pcie=3x16 is assumed" in cli(*asked, "rtx3090,pcie=3").err
+
+
+@pytest.mark.slow
+def test_the_memory_that_would_do_is_named(cli: CLI) -> None:
+    """That of the model, of its checkpoint in fewer bits, and what reads from disk."""
+    asked = ("--gpu-memory", "3GiB", "--context", 1024, "--machine")
+    told = " ".join(cli("analyze", QWEN, *asked, "rtx3060,ram=5GiB").out.split())
+    assert "Give more of either: a machine with 16 GiB of memory has enough. llama.cpp" in told
+    assert "In 4 bits (5.654 GiB) it needs a machine with 8 GiB of memory." in told
+    enough = " ".join(cli("analyze", QWEN, *asked, "rtx3060,ram=16GiB").out.split())
+    assert "It fits NVIDIA GeForce RTX 3060" in enough
+    fewer = " ".join(cli("analyze", QWEN, *asked, "rtx3060,ram=8GiB").out.split())
+    assert "4 bits fit and give" in fewer
+    assert "In 4 bits" not in fewer
+    refused = cli("plan", QWEN, *asked, "rtx3060,ram=5GiB")
+    assert (refused.code, "a machine with 16 GiB of memory has enough" in refused.err) == (3, True)
+    limited = cli("analyze", QWEN, *asked, "rtx3060,ram=16GiB", "--host-memory", "2GiB").out
+    assert "memory has enough" not in " ".join(limited.split())

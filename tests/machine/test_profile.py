@@ -10,7 +10,7 @@ from jsonschema import Draft202012Validator
 from offplan.errors import ProfileError
 from offplan.machine.assumed import parse_link
 from offplan.machine.name import SHIPPED as FOLDER
-from offplan.machine.name import parse_name, shipped_profiles
+from offplan.machine.name import find_enough_ram, parse_name, shipped_profiles
 from offplan.machine.profile import (
     LayerTime,
     MachineProfile,
@@ -188,6 +188,22 @@ def test_what_of_the_memory_can_be_locked(changes: str, lockable: float) -> None
     found = load_profile(f"rtx4090,{changes}").host_memory
     assert found is not None
     assert found.value == pytest.approx(lockable * 2**30, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("source", "gib"),
+    [
+        ("given with --machine: 64GiB of memory, less what linux keeps", 48),
+        ("given with --machine: 64GiB of memory, less what wsl2 keeps", 96),
+        ("given with --machine: 64GiB of memory, less what windows keeps", 96),
+        ("what can be pinned: physical memory, less what the operating system keeps, torch 2", 48),
+        ("what can be pinned: ulimit -l, torch 2", None),
+        ("given with --machine", None),
+    ],
+)
+def test_the_memory_that_would_do(source: str, gib: int | None) -> None:
+    assert find_enough_ram(source, 40 * 2**30) == (None if gib is None else gib * 2**30)
+    assert find_enough_ram(source, 2**50) is None
 
 
 @pytest.mark.parametrize(
