@@ -74,5 +74,10 @@ _PEER = Store(
     SECOND_GPU_LINK,
     num_gpus=2,
 )
+SECOND_GPU_STORES = (
+    "A second GPU's memory can hold weights: `store=peer`, with a profile that `offplan measure` "
+    "wrote there"
+)
+"""The words on a second GPU where a plan is for one."""
 STORES: dict[StoreName, Store] = {each.name: each for each in (HOST, _PEER)}
 """All stores, by name."""

@@ -137,8 +137,8 @@ def _no_weights(folder: Path) -> str:
     if other is not None:
         return f"{folder}: found {quote(other)}, {expected}; convert the weights to safetensors"
     return (
-        f"{folder}: found no weights, {expected}; fetch them (hf download ORG/NAME --local-dir "
-        f"{shlex.quote(str(folder))}), or plan from the config alone: name "
+        f"{folder}: found no weights, {expected}; fetch them with `hf download`, "
+        "or plan from the config alone: name "
         f"{shlex.quote(str(folder / CONFIG_NAME))}"
     )
 

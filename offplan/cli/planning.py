@@ -19,7 +19,8 @@ from offplan.plan import WORKLOADS, Plan, Workload, dump_plan, load_plan
 from offplan.planner.longest import find_longest_context, most_context
 from offplan.planner.question import Question
 from offplan.records import Record, explain
-from offplan.stores import StoreName
+from offplan.report.wording import name_options
+from offplan.stores import SECOND_GPU_STORES, StoreName
 from offplan.units import format_budget, format_bytes
 
 
@@ -180,11 +181,11 @@ def note_machine(name: str | None, num_gpus: int, store: StoreName) -> None:
             "name as many, or ask for fewer"
         )
     if num_gpus == 1 and store == "host":
-        ranks = 2 ** (there.bit_length() - 1)  # numbers of heads divide by powers of two
+        most = 2 ** (there.bit_length() - 1)  # numbers of heads divide by powers of two
         print_note(
-            f"this plans for one of {there} GPUs, as `offplan run` computes on one. A second GPU's "
-            "memory can hold weights: --store peer, with a profile that `offplan measure` wrote "
-            f"there. vLLM divides a model over {ranks}: add --for vllm --tp {ranks}"
+            f"this plans for one of {there} GPUs, as `offplan run` computes on one. "
+            f"{name_options(SECOND_GPU_STORES)}. "
+            f"vLLM divides a model over {most}: add --for vllm --tp {most}"
         )
     elif num_gpus > 1 and num_gpus < there:
         print_note(f"this plans for {num_gpus} of {there} GPUs")

@@ -146,12 +146,13 @@ class Query:
             read_routing(str(self.routing), model, goal["engine"])
         if goal["host_threads"] is not None and self.machine is None:
             check_threads(goal["host_threads"])
+        asked = Goal.from_arguments(**goal)
         machine = find_machine(
             self.machine,
             model,
             workload,
             store=self.store,
-            goal=Goal.from_arguments(**goal),
+            goal=asked,
             on_stage=ProgressBar,
         )
         if machine is None:
@@ -166,8 +167,7 @@ class Query:
             routing=None if self.routing is None else str(self.routing),
             **goal,
         )
-        num_gpus = self.goal.tensor_parallel * self.goal.pipeline_parallel
-        note_machine(self.machine, num_gpus, self.store)
+        note_machine(self.machine, asked.num_gpus, self.store)
         note_budget(machine.profile, self.gpu_memory)
         with waiting("planning"):
             return model, settle_context(ask_this, workload, self.workload.context)
