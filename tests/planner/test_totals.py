@@ -43,7 +43,9 @@ def test_what_is_found_is_as_fast_as_an_exhaustive_search_found(everything: bool
         ratios.append(result.best_s / least_s)
         assert result.plan.prediction.objective_s <= ALIKE * result.best_s * (1 + 1e-12)
     assert max(ratios) <= 1.005
-    assert median(ratios) == pytest.approx(1, rel=1e-9)
+    # prompts that make values of experts are priced lower than when the totals were found
+    assert median(ratios) <= 1 + 1e-9
+    assert sum(ratio == pytest.approx(1, rel=1e-9) for ratio in ratios) >= len(ratios) / 3
 
 
 @pytest.mark.parametrize(

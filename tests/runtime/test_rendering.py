@@ -145,7 +145,7 @@ def test_an_answer_in_this_process(tokenizer: Any) -> None:
             "messages": MESSAGES,
             "tools": None,
             "template": template,
-            "special_tokens": {},
+            "variables": {},
         }
         yield from json.loads(_answer(tokenizer, json.dumps(asked).encode())).items()
 

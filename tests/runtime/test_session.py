@@ -18,7 +18,6 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from offplan import kernel_sizes
 from offplan.checkpoint.model import KVCache
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, InputError, MemoryLimitError, OffplanError
@@ -255,8 +254,9 @@ def test_prompts_and_steps_in_turn_compile_nothing_more(
     ("name", "dtype", "filled"),
     [
         ("qwen3_wide", "float32", filled_blocks),
-        ("mistral_windowed", "bfloat16", filled_mask),
-        ("chunked", "bfloat16", filled_mask),
+        ("mistral_windowed", "bfloat16", filled_up_to),
+        ("mistral_windowed", "float32", filled_mask),
+        ("chunked", "bfloat16", filled_up_to),
         ("latents_wide", "bfloat16", filled_up_to),
         ("latents_wide", "float32", filled_mask),
         ("deepseek_v2", "bfloat16", filled_mask),
@@ -312,9 +312,7 @@ def test_whose_experts_the_kernels_serve(
 
 
 @pytest.mark.slow
-def test_prompts_of_many_tokens_group_experts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_of_many_tokens_group_experts(tmp_path: Path) -> None:
     """Those held by their values, where a GPU's kernels are at hand; a step never does."""
     need_triton()
     with open_session(save_tiny("deepseek_v2", tmp_path), offload()) as session:
@@ -330,8 +328,6 @@ def test_prompts_of_many_tokens_group_experts(
             )
             return chosen
 
-        assert choose(Phase.PREFILL, 1000) == "grouped_mm"
-        monkeypatch.setattr(kernel_sizes, "GROUPS_EXPERTS", True)
         assert choose(Phase.PREFILL, 1000) == GROUPS_NAME
         assert choose(Phase.PREFILL, 1000, with_own=False) == "grouped_mm"
         assert choose(Phase.PREFILL, 3) == choose(Phase.DECODE, 3) == "offplan"

@@ -27,7 +27,7 @@ Node = Any
 """A node of a graph; what its arguments are its operator says."""
 _TYPES = tuple(getattr(torch, name) for name in KERNEL_TYPES)
 _ATEN = torch.ops.aten
-_VIEWS = (_ATEN.view.default, _ATEN.reshape.default, _ATEN._unsafe_view.default)
+_VIEWS = (_ATEN.view.default, _ATEN.reshape.default, torch.ops.aten._unsafe_view.default)
 _LAID_OUT = (_ATEN.permute.default, _ATEN.clone.default)
 
 
