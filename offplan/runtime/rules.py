@@ -1,7 +1,7 @@
 """Rules of a model's files on which tokens may follow, and which of them end a text."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,13 +152,11 @@ def read_recommended(model: Model) -> dict[str, float]:
     cannot be drawn with, and for a setting that is not supported. Raises HubError.
     """
     found, where = _read(model)
-    for key, neutral in _NOT_DRAWN.items():
-        value = getattr(found, key, None)
-        if value is not None and value not in neutral:
-            raise InputError(
-                f"{where} has {key} {quote(value)}, by which offplan does not draw: serve "
-                "without the file's drawing (generation config `none`)"
-            )
+    if told := next(_list_changes(found, _NOT_DRAWN), None):
+        raise InputError(
+            f"{where} has {told}, by which offplan does not draw: serve without the file's drawing "
+            "(generation config `none`)"
+        )
     drawn = {}
     for key, expected in _DRAWN.items():
         value = getattr(found, key, None)
@@ -186,13 +184,11 @@ def read_rules(model: Model, tokenizer: Any) -> TokenRules:
     InputError for what would change a greedy text and is not supported. Raises HubError.
     """
     found, where = _read(model)
-    for key, neutral in _NOT_SUPPORTED.items():
-        value = getattr(found, key, None)
-        if value is not None and value not in neutral:
-            raise InputError(
-                f"{where} has {key} {quote(value)}, which `run` does not support and which would "
-                "change the text: copy the model's folder, take the key out, and plan the copy"
-            )
+    if told := next(_list_changes(found, _NOT_SUPPORTED), None):
+        raise InputError(
+            f"{where} has {told}, which `run` does not support and which would change the text: "
+            "copy the model's folder, take the key out, and plan the copy"
+        )
     ends = _list(found.eos_token_id, int, "eos_token_id", where)
     if not ends:
         ends = model.architecture.end_tokens
@@ -215,6 +211,14 @@ def read_rules(model: Model, tokenizer: Any) -> TokenRules:
         begin_suppress_tokens=begin,
         **lengths,
     )
+
+
+def _list_changes(found: Any, neutral: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
+    """Yield keys with their values, of those that are named, whose values change something."""
+    for key, values in neutral.items():
+        value = getattr(found, key, None)
+        if value is not None and value not in values:
+            yield f"{key} {quote(value)}"
 
 
 def _list(value: Any, kind: type, key: str, where: str) -> tuple[Any, ...]:

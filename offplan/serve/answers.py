@@ -209,6 +209,11 @@ class Choice:
     """Characters of the tokens whose logprobs a completion has told so far."""
 
     @property
+    def num_cached(self) -> int:
+        """Tokens of its prompt that no pass read."""
+        return self.num_prompt - self.num_read
+
+    @property
     def reason(self) -> str | None:
         """Why it ended, as the API has it; None while it goes on."""
         if self.finish and self.makes_nothing:
@@ -298,9 +303,7 @@ class Answer:
             "prompt_tokens": prompt,
             "completion_tokens": made,
             "total_tokens": prompt + made,
-            "prompt_tokens_details": {
-                "cached_tokens": prompt - sum(choice.num_read for choice in firsts)
-            },
+            "prompt_tokens_details": {"cached_tokens": sum(each.num_cached for each in firsts)},
         }
 
     def _tell_text(self, choice: Choice, text: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Source: the types of the package ``anthropic`` 2.14, ``message_create_params`` a
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -19,8 +19,11 @@ from offplan.serve.api import (
     Parts,
     Step,
     Translation,
+    ask_schema,
+    join_texts,
+    make_call,
     make_id,
-    read_fields,
+    read_arguments,
     write_event,
 )
 from offplan.serve.errors import ApiError
@@ -166,13 +169,12 @@ class _Counted(Fields):
         if self.output_config is not None and self.output_config.effort:
             asked["reasoning_effort"] = self.output_config.effort
         if self.output_config is not None and self.output_config.format:
-            schema = {"name": "output", "schema": self.output_config.format.schema_}
-            asked["response_format"] = {"type": "json_schema", "json_schema": schema}
+            asked["response_format"] = ask_schema(self.output_config.format.schema_)
         return asked
 
     def _list_messages(self) -> Iterator[dict[str, Any]]:
         if self.system:
-            yield {"role": "system", "content": _join(self.system)}
+            yield {"role": "system", "content": join_texts(self.system)}
         for message in self.messages:
             yield from _translate_message(message)
 
@@ -203,10 +205,6 @@ class _Asked(_Counted):
         return {**super().translate(), **said}
 
 
-def _join(texts: Iterable[_Text]) -> str:
-    return "\n".join(each.text for each in texts)
-
-
 def _translate_message(message: _Message) -> Iterator[dict[str, Any]]:
     """Yield a message's texts and calls as one message, and each result as one before it."""
     texts, thoughts, calls = list[_Text](), list[str](), list[dict[str, Any]]()
@@ -216,15 +214,13 @@ def _translate_message(message: _Message) -> Iterator[dict[str, Any]]:
         elif isinstance(block, _Thinking):
             thoughts.append(block.thinking)
         elif isinstance(block, _ToolUse):
-            arguments = json.dumps(block.input, ensure_ascii=False)
-            function = {"name": block.name, "arguments": arguments}
-            calls.append({"id": block.id, "type": "function", "function": function})
+            calls.append(make_call(block.id, block.name, block.input))
         elif isinstance(block, _ToolResult):
-            content = _join(block.content)
+            content = join_texts(block.content)
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
     said: dict[str, Any] = {"role": message.role}
     if texts or not calls:
-        said["content"] = _join(texts)
+        said["content"] = join_texts(texts)
     if thoughts:
         said["reasoning_content"] = "\n".join(thoughts)
     if calls:
@@ -248,7 +244,7 @@ def _translate_choice(choice: _Choice) -> Any:
 
 def read_counted(body: bytes) -> CappedChat:
     """Read a request to count the tokens of messages as a chat; raises ApiError."""
-    return parse_request(CappedChat, read_fields(_Counted, body).translate())
+    return parse_request(CappedChat, parse_request(_Counted, body).translate())
 
 
 def make_error(error: ApiError) -> dict[str, Any]:
@@ -268,7 +264,7 @@ class Messages(Translation):
     @classmethod
     def read(cls, body: bytes) -> "Messages":
         """Read a request; raises ApiError."""
-        return cls(parse_request(CappedChat, read_fields(_Asked, body).translate()))
+        return cls(parse_request(CappedChat, parse_request(_Asked, body).translate()))
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """Return the message when it has ended."""
@@ -330,7 +326,7 @@ class Messages(Translation):
         return {
             "input_tokens": choice.num_read,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": choice.num_prompt - choice.num_read,
+            "cache_read_input_tokens": choice.num_cached,
             "output_tokens": len(choice.made),
         }
 
@@ -340,16 +336,12 @@ def _write_block(part: Part) -> dict[str, Any]:
         return {"type": "thinking", "thinking": part.text, "signature": ""}
     if part.kind == "text":
         return {"type": "text", "text": part.text}
-    return {"type": "tool_use", "id": part.id, "name": part.name, "input": _read_input(part.text)}
-
-
-def _read_input(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments; what is no object is an argument of its own."""
-    try:
-        found = json.loads(arguments)
-    except (ValueError, RecursionError):
-        found = arguments
-    return found if isinstance(found, dict) else {"arguments": found}
+    return {
+        "type": "tool_use",
+        "id": part.id,
+        "name": part.name,
+        "input": read_arguments(part.text),
+    }
 
 
 _DELTAS = {
@@ -371,6 +363,6 @@ def _write_step(step: Step) -> str:
     kind, key = _DELTAS[step.part.kind]
     piece = step.piece
     if step.part.kind == "call":
-        piece = json.dumps(_read_input(piece), ensure_ascii=False)
+        piece = json.dumps(read_arguments(piece), ensure_ascii=False)
     delta = {"type": kind, key: piece}
     return write_event({"type": "content_block_delta", "index": index, "delta": delta})

@@ -7,21 +7,21 @@ What the record's answer says becomes the API's own objects.
 import json
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
-from pydantic import ConfigDict, ValidationError, model_validator
+from pydantic import ConfigDict, model_validator
 
 from offplan.runtime.joined import Added
 from offplan.serve.answers import Answer
-from offplan.serve.errors import ApiError, refuse_fields
-from offplan.serve.requests import ChatRequest, Request, _Object, check_shape
+from offplan.serve.errors import ApiError
+from offplan.serve.requests import ApiObject, ChatRequest, Request
 
 SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 
-class Fields(_Object):
+class Fields(ApiObject):
     """An object of an API: frozen, strict, and an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid")
@@ -50,20 +50,6 @@ class CappedChat(ChatRequest):
     """A chat whose number of tokens is a bound: the context may end the answer before."""
 
     caps_tokens = True
-
-
-F = TypeVar("F", bound=_Object)
-
-
-def read_fields(kind: type[F], body: bytes) -> F:
-    """Read an object from a body; raises ApiError with 400."""
-    try:
-        check_shape(body)
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        raise refuse_fields(error) from None
-    except RecursionError:
-        raise ApiError(400, "the body is nested too deeply") from None
 
 
 class Translation(ABC):
@@ -115,6 +101,42 @@ def write_event(payload: Mapping[str, Any]) -> str:
 def make_id(prefix: str) -> str:
     """Make the identifier of an object."""
     return prefix + secrets.token_hex(12)
+
+
+class HasText(Protocol):
+    """A part of a message that says something."""
+
+    @property
+    def text(self) -> str:
+        """What it says."""
+
+
+def join_texts(parts: Iterable[HasText]) -> str:
+    """Return what the parts of a message say, as the text of one."""
+    return "\n".join(each.text for each in parts)
+
+
+def make_call(identifier: str, name: str, arguments: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call of a tool as a chat's message has it."""
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    function = {"name": name, "arguments": arguments}
+    return {"id": identifier, "type": "function", "function": function}
+
+
+def read_arguments(text: str) -> dict[str, Any]:
+    """Return a call's arguments; what is no object is an argument of its own."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = text
+    return found if isinstance(found, dict) else {"arguments": found}
+
+
+def ask_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``response_format`` of a chat whose answer is to be JSON of a schema."""
+    named = {"name": "output", "schema": schema}
+    return {"type": "json_schema", "json_schema": named}
 
 
 @dataclass

@@ -23,14 +23,14 @@ from offplan.runtime.joined import Added, Continued
 from offplan.serve import anthropic_api, ollama_api
 from offplan.serve.answers import Answer, Choice, TokenNames, make_answer
 from offplan.serve.anthropic_api import Messages
-from offplan.serve.api import CappedChat, Translate, Translation, read_fields
+from offplan.serve.api import CappedChat, Translate, Translation
 from offplan.serve.errors import ApiError
 from offplan.serve.guard import Guard, finish_before
 from offplan.serve.metrics import Metrics
 from offplan.serve.ollama_api import Ollama
 from offplan.serve.openai_api import OpenAi
 from offplan.serve.reading import Reader, read_drawing
-from offplan.serve.requests import ChatRequest, CompletionRequest
+from offplan.serve.requests import ChatRequest, CompletionRequest, parse_request
 from offplan.serve.requests import Request as Asked
 from offplan.serve.responses_api import NO_STATE, Responses
 from offplan.serve.tokens_api import Detokenize, Tokenize, answer_text
@@ -331,7 +331,8 @@ class _Endpoints:
         return JSONResponse({"input_tokens": len(await self._tokenize_chat(asked))})
 
     async def tokenize(self, request: Request) -> Response:
-        service, asked = self._service, await self._read(request, Tokenize.read)
+        asked = await self._read(request, partial(parse_request, Tokenize))
+        service = self._service
         if asked.model is not None:
             _check_name(service, asked.model)
         if (chat := asked.chat) is not None:
@@ -351,7 +352,8 @@ class _Endpoints:
         return json.dumps(asked.answer(tokens, names, service.reader.context)).encode()
 
     async def detokenize(self, request: Request) -> Response:
-        service, asked = self._service, await self._read(request, Detokenize.read)
+        asked = await self._read(request, partial(parse_request, Detokenize))
+        service = self._service
         if asked.model is not None:
             _check_name(service, asked.model)
         asked.check(service.reader.model.architecture.vocabulary_size)
@@ -372,7 +374,7 @@ class _Endpoints:
 
     async def show(self, request: Request) -> Response:
         service = self._service
-        asked = await self._read(request, partial(read_fields, ollama_api.Shown))
+        asked = await self._read(request, partial(parse_request, ollama_api.Shown))
         _check_name(service, asked.asked)
         reader = service.reader
         shown = ollama_api.show_model(

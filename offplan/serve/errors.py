@@ -80,6 +80,16 @@ def refuse_ending() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down")
 
 
+def refuse_token(token: int, vocabulary: int, param: str, place: str = "") -> ApiError:
+    """Refuse a token beyond the vocabulary, in a field and at a ``place`` that it may have."""
+    where = f"{place}: " if place else ""
+    return ApiError(
+        400,
+        f"{where}there is no token {token}: the model's last one is {vocabulary - 1}",
+        param=param,
+    )
+
+
 def refuse_length(context: int, num_prompt: int, num_tokens: int | None = None) -> ApiError:
     """Refuse a prompt of so many tokens, with so many to be made, that exceeds the context."""
     asked = f"the prompt has {num_prompt} tokens"

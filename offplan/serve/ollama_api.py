@@ -14,7 +14,15 @@ from pydantic import Field
 
 from offplan.runtime.joined import Added
 from offplan.serve.answers import Answer
-from offplan.serve.api import CappedChat, Fields, Translation, make_id, read_fields
+from offplan.serve.api import (
+    CappedChat,
+    Fields,
+    Translation,
+    ask_schema,
+    make_call,
+    make_id,
+    read_arguments,
+)
 from offplan.serve.errors import ApiError
 from offplan.serve.requests import CompletionRequest, Request, Short, StopStrings, parse_request
 
@@ -135,8 +143,7 @@ class _Asked(Fields):
         if self.format == "json":
             asked["response_format"] = {"type": "json_object"}
         elif self.format:
-            schema = {"name": "output", "schema": self.format}
-            asked["response_format"] = {"type": "json_schema", "json_schema": schema}
+            asked["response_format"] = ask_schema(self.format)
         return asked
 
 
@@ -196,10 +203,9 @@ def _translate_messages(messages: Iterable[_Message]) -> list[dict[str, Any]]:
             said["tool_calls"] = []
             for call in message.tool_calls:
                 found = call.id or make_id("call_")
-                open_calls.append((call.function.name, found))
-                arguments = json.dumps(call.function.arguments, ensure_ascii=False)
-                function = {"name": call.function.name, "arguments": arguments}
-                said["tool_calls"].append({"id": found, "type": "function", "function": function})
+                called = call.function
+                open_calls.append((called.name, found))
+                said["tool_calls"].append(make_call(found, called.name, called.arguments))
         if message.role == "tool":
             if message.tool_name:
                 said["name"] = message.tool_name
@@ -237,7 +243,7 @@ class Ollama(Translation):
     @classmethod
     def read_chat(cls, body: bytes) -> "Ollama":
         """Read a request for a chat's next message; raises ApiError."""
-        said = read_fields(_Chat, body)
+        said = parse_request(_Chat, body)
         if not said.messages:
             return cls._load(said.model, is_chat=True)
         return cls(parse_request(CappedChat, said.translate()), said.model, is_chat=True)
@@ -245,7 +251,7 @@ class Ollama(Translation):
     @classmethod
     def read_generate(cls, body: bytes) -> "Ollama":
         """Read a request for what follows a prompt; raises ApiError."""
-        said = read_fields(_Generate, body)
+        said = parse_request(_Generate, body)
         if not said.prompt:
             return cls._load(said.model, is_chat=False)
         kind: type[Request] = CappedCompletion if said.raw else CappedChat
@@ -334,13 +340,8 @@ def _write(payload: Mapping[str, Any]) -> str:
 
 
 def _write_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = call["function"]["arguments"]
-    try:
-        found = json.loads(arguments)
-    except (ValueError, RecursionError):
-        found = arguments
-    found = found if isinstance(found, dict) else {"arguments": found}
-    return {"id": call["id"], "function": {"name": call["function"]["name"], "arguments": found}}
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    return {"id": call["id"], "function": {"name": name, "arguments": read_arguments(arguments)}}
 
 
 def write_time(seconds: float) -> str:

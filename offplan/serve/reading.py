@@ -13,7 +13,7 @@ from offplan.runtime.rules import TokenRules
 from offplan.runtime.sampling import MAX_SEED, Sampling
 from offplan.runtime.texts import Text
 from offplan.serve.answers import CallParser
-from offplan.serve.errors import ApiError, refuse_length
+from offplan.serve.errors import ApiError, refuse_length, refuse_token
 from offplan.serve.formats import Divider, find_divider
 from offplan.serve.requests import ChatRequest, CompletionRequest, Request
 from offplan.serve.showing import Showing
@@ -147,12 +147,7 @@ class Reader:
             return tokens
         known = self.model.architecture.vocabulary_size
         if known is not None and (largest := max(prompt)) >= known:
-            raise ApiError(
-                400,
-                f"prompt.{number}: there is no token {largest}: the model's last one is "
-                f"{known - 1}",
-                param="prompt",
-            )
+            raise refuse_token(largest, known, "prompt", f"prompt.{number}")
         return list(prompt)
 
     def _make_text(

@@ -76,7 +76,7 @@ def _list_prompts(prompt: Any) -> Any:
     return [prompt] if isinstance(prompt, str) or is_tokens else prompt
 
 
-class _Object(BaseModel):
+class ApiObject(BaseModel):
     """Base of all objects in a request: frozen and strict; an unknown field is ignored.
 
     An unknown field that looks like a typo of a known one is an error.
@@ -113,26 +113,26 @@ class _Object(BaseModel):
         for name in type(self).model_fields:
             value = getattr(self, name)
             each = value if isinstance(value, list) else [value]
-            if each and isinstance(each[0], _Object):
+            if each and isinstance(each[0], ApiObject):
                 found.update(*(within.list_ignored(f"{prefix}{name}.") for within in each))
         return found
 
 
-class TextPart(_Object):
+class TextPart(ApiObject):
     """A part of a message's content; offplan knows texts alone."""
 
     type: Literal["text"]
     text: str
 
 
-class Function(_Object):
+class Function(ApiObject):
     """The function that an assistant called."""
 
     name: Short
     arguments: str
 
 
-class ToolCall(_Object):
+class ToolCall(ApiObject):
     """A call that an assistant made."""
 
     id: Short = ""
@@ -141,7 +141,7 @@ class ToolCall(_Object):
     index: int | None = None
 
 
-class Message(_Object):
+class Message(ApiObject):
     """A message of a chat."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
@@ -205,7 +205,7 @@ def _call_for_template(call: ToolCall) -> dict[str, Any]:
     }
 
 
-class ToolFunction(_Object):
+class ToolFunction(ApiObject):
     """A function that the model may call."""
 
     name: Short
@@ -214,14 +214,14 @@ class ToolFunction(_Object):
     strict: bool | None = None
 
 
-class Tool(_Object):
+class Tool(ApiObject):
     """A tool that the chat template shows to the model."""
 
     type: Literal["function"]
     function: ToolFunction
 
 
-class StreamOptions(_Object):
+class StreamOptions(ApiObject):
     """The options of a stream."""
 
     include_usage: bool | None = None
@@ -230,7 +230,7 @@ class StreamOptions(_Object):
     include_obfuscation: bool | None = None
 
 
-class Request(_Object):
+class Request(ApiObject):
     """The fields that both kinds of requests have."""
 
     path: ClassVar[Path]
@@ -419,11 +419,11 @@ class CompletionRequest(Request):
         return self.logprobs
 
 
-R = TypeVar("R", bound=Request)
+R = TypeVar("R", bound=ApiObject)
 
 
 def parse_request(kind: type[R], body: bytes | dict[str, Any]) -> R:
-    """Read a request of a kind from a body, or from an object; raises ApiError with 400."""
+    """Read an object of a request from a body, or from plain data; raises ApiError with 400."""
     try:
         if isinstance(body, bytes):
             check_shape(body)

@@ -18,8 +18,9 @@ from offplan.serve.api import (
     Parts,
     Step,
     Translation,
+    join_texts,
+    make_call,
     make_id,
-    read_fields,
     write_event,
 )
 from offplan.serve.errors import ApiError
@@ -209,10 +210,6 @@ class _Asked(Fields):
         return {key: value for key, value in asked.items() if value is not None}
 
 
-def _join(texts: Iterable[_Text]) -> str:
-    return "\n".join(each.text for each in texts)
-
-
 def _translate_items(instructions: str | None, items: Iterable[Any]) -> list[dict[str, Any]]:
     """Return items as messages: an assistant's thoughts, text and calls become one."""
     messages = list[dict[str, Any]]()
@@ -220,18 +217,17 @@ def _translate_items(instructions: str | None, items: Iterable[Any]) -> list[dic
         messages.append({"role": "system", "content": instructions})
     for item in items:
         if isinstance(item, _Output):
-            output = {"role": "tool", "tool_call_id": item.call_id, "content": _join(item.output)}
-            messages.append(output)
+            output = join_texts(item.output)
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
             continue
         if isinstance(item, _Message):
-            said: dict[str, Any] = {"role": item.role, "content": _join(item.content)}
+            said: dict[str, Any] = {"role": item.role, "content": join_texts(item.content)}
         elif isinstance(item, _Call):
-            function = {"name": item.name, "arguments": item.arguments}
-            call = {"id": item.call_id, "type": "function", "function": function}
+            call = make_call(item.call_id, item.name, item.arguments)
             said = {"role": "assistant", "tool_calls": [call]}
         else:
             assert isinstance(item, _Reasoning), "a reference is refused"
-            thought = _join(item.content or item.summary)
+            thought = join_texts(item.content or item.summary)
             said = {"role": "assistant", **({"reasoning_content": thought} if thought else {})}
         last = messages[-1] if messages else {}
         if said["role"] == "assistant" == last.get("role") and _joins(last, said):
@@ -268,7 +264,7 @@ class Responses(Translation):
     @classmethod
     def read(cls, body: bytes) -> "Responses":
         """Read a request; raises ApiError."""
-        said = read_fields(_Asked, body)
+        said = parse_request(_Asked, body)
         return cls(parse_request(CappedChat, said.translate()), said)
 
     def whole(self, answer: Answer) -> dict[str, Any]:
@@ -407,7 +403,7 @@ def _count(answer: Answer) -> dict[str, Any]:
     return {
         "input_tokens": choice.num_prompt,
         "input_tokens_details": {
-            "cached_tokens": choice.num_prompt - choice.num_read,
+            "cached_tokens": choice.num_cached,
             "cache_write_tokens": 0,
         },
         "output_tokens": made,

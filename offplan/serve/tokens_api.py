@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from offplan.serve.api import CappedChat, Fields, read_fields
-from offplan.serve.errors import ApiError
+from offplan.serve.api import CappedChat, Fields
+from offplan.serve.errors import refuse_token
 from offplan.serve.requests import Short, Token, parse_request
 
 _CHAT = ("messages", "tools", "chat_template_kwargs")
@@ -49,11 +49,6 @@ class Tokenize(Fields):
         if not self.add_generation_prompt:
             raise ValueError("add_generation_prompt other than true is not supported")
         return self
-
-    @classmethod
-    def read(cls, body: bytes) -> "Tokenize":
-        """Read a request; raises ApiError."""
-        return read_fields(cls, body)
 
     @property
     def chat(self) -> CappedChat | None:
@@ -100,20 +95,11 @@ class Detokenize(Fields):
     model: Short | None = None
     tokens: Annotated[list[Token], Field(fail_fast=True)]
 
-    @classmethod
-    def read(cls, body: bytes) -> "Detokenize":
-        """Read a request; raises ApiError."""
-        return read_fields(cls, body)
-
     def check(self, vocabulary: int | None) -> None:
         """Raise ApiError with 400 for a token that the model does not have."""
         largest = max(self.tokens, default=0)
         if vocabulary is not None and largest >= vocabulary:
-            raise ApiError(
-                400,
-                f"there is no token {largest}: the model's last one is {vocabulary - 1}",
-                param="tokens",
-            )
+            raise refuse_token(largest, vocabulary, "tokens")
 
 
 def answer_text(text: str) -> dict[str, Any]:
