@@ -88,25 +88,14 @@ KERNEL_TYPES = ("bfloat16", "float16")
 """Types that the runtime's kernels multiply: they would round float32 to TF32, and overfill tiles.
 """
 
-SUMS_AT_ONCE = True
-"""Whether one kernel sums up the products of a token's experts, of prompts that multiply codes.
-
-Source: 8,192 tokens of Qwen3-30B with FP8 on an H200 took 3.08 ms a layer so and 3.73 by torch's
-operators, 2,048 tokens 0.98 and 1.07.
-"""
-GROUPS_EXPERTS = True
-"""Whether many rows multiply the values of experts, made group by group, in place of their codes.
-
-Source: a layer of gpt-oss-20b on an H200. 512 / 2,048 / 8,192 tokens took 2.00 / 5.56 / 20.7 ms
-from codes, and 1.13 / 1.48 / 3.20 so.
-"""
 GROUPED_ROWS = {
     "raw": 1,
     **dict.fromkeys(("mxfp4", "nvfp4", "w4a16"), 40),
     **dict.fromkeys(("fp8_block", "fp8_channel", "fp8_tensor", "w8a16", "bnb8"), 160),
     "packed": 140,
 }
-"""Rows of an expert, on average, from which they do, by the kind of form that it is stored in.
+"""Rows of an expert, on average, from which they multiply values that are made group by group, in
+place of codes, by the kind of form that it is stored in.
 
 Source: layers on an H200, where both ways took as long with so many rows: gpt-oss-20b 30, 120b
 34, Qwen3-30B in NVFP4 36, in W4A16 45, in FP8 140, in bytes 130, packed 139, Mixtral in FP8 270.
@@ -141,8 +130,11 @@ def are_grouped(num_pairs: int, num_experts: int, kinds: Collection[str]) -> boo
     ``kinds`` are those of the forms that the experts' weights are stored in. It follows from forms
     and shapes alone: a plan that offloads rounds as one that does not. Only steps that read experts
     from slots do not ask, however many texts they have.
+
+    Source: a layer of gpt-oss-20b on an H200. 512 / 2,048 / 8,192 tokens took 2.00 / 5.56 / 20.7 ms
+    from codes, and 1.13 / 1.48 / 3.20 so.
     """
-    if not GROUPS_EXPERTS or not all(kind in GROUPED_ROWS for kind in kinds):
+    if not all(kind in GROUPED_ROWS for kind in kinds):
         return False
     return num_pairs >= num_experts * max(GROUPED_ROWS[kind] for kind in kinds)
 
@@ -153,8 +145,8 @@ def experts_at_once(num_experts: int, num_values: int) -> int:
 
 
 def expert_scratch(num_experts: int, num_values: int) -> int:
-    """Return the values that experts' scratch has room for because of a weight; 0 without one."""
-    return GROUPS_EXPERTS * experts_at_once(num_experts, num_values) * num_values
+    """Return the values that experts' scratch has room for because of a weight."""
+    return experts_at_once(num_experts, num_values) * num_values
 
 
 def are_routed(num_tokens: int, num_chosen: int) -> bool:

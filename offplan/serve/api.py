@@ -9,7 +9,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, model_validator
 
@@ -103,16 +103,8 @@ def make_id(prefix: str) -> str:
     return prefix + secrets.token_hex(12)
 
 
-class HasText(Protocol):
-    """A part of a message that says something."""
-
-    @property
-    def text(self) -> str:
-        """What it says."""
-
-
-def join_texts(parts: Iterable[HasText]) -> str:
-    """Return what the parts of a message say, as the text of one."""
+def join_texts(parts: Iterable[Any]) -> str:
+    """Return the ``text`` of all parts of a message as one."""
     return "\n".join(each.text for each in parts)
 
 

@@ -46,7 +46,7 @@ from tests.held import open_stage
 
 uva_bytes = partial(use_bytes, Backend.UVA)
 
-MANY = 10**6
+MANY, ROWS = 10**6, kernel_sizes.GROUPED_ROWS
 PROMPT = PassShape(Phase.PREFILL, 1, 512, 512)
 BF16 = Format(None, lambda out, columns: {"weight": ("BF16", (out, columns))}, RAW)
 
@@ -54,7 +54,7 @@ BF16 = Format(None, lambda out, columns: {"weight": ("BF16", (out, columns))}, R
 @pytest.fixture(autouse=True)
 def from_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts' codes are multiplied as they are, but where a test has their values made."""
-    monkeypatch.setattr(kernel_sizes, "GROUPS_EXPERTS", False)
+    monkeypatch.setattr(kernel_sizes, "GROUPED_ROWS", {})
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_codes_of_experts_cross_once_where_values_are_made(monkeypatch: pytest.M
     num_bytes, num_tokens = sum(unit.nbytes for unit in codes), 4 * 8 * IN_PLACE_ROWS
     often = uva_bytes(machine, codes, stage.experts, num_tokens)
     assert often == pytest.approx(UNALIGNED_ROWS * num_bytes * coded_reads(4 * IN_PLACE_ROWS))
-    monkeypatch.setattr(kernel_sizes, "GROUPS_EXPERTS", True)
+    monkeypatch.setattr(kernel_sizes, "GROUPED_ROWS", ROWS)
     once = uva_bytes(machine, codes, stage.experts, num_tokens)
     assert once == pytest.approx(UNALIGNED_ROWS * num_bytes)
 
@@ -219,14 +219,14 @@ def test_values_of_experts_are_made_in_the_scratch(
     stage = open_stage(write_quantised(tmp_path, FORMATS[name]))
     stage = replace(stage, layers=stage.layers[1:])  # the first has a larger dense weight
     dense = scratch_bytes(stage, MANY)
-    monkeypatch.setattr(kernel_sizes, "GROUPS_EXPERTS", True)
+    monkeypatch.setattr(kernel_sizes, "GROUPED_ROWS", ROWS)
     assert stage.experts is not None
     # gate and up of as many experts as there is room for; GPTQ's, which are put in order, twice
     of_expert, num_experts = 2 * HIDDEN * EXPERT_INNER * 2, stage.experts.num_experts
     experts = [p for p in stage.parameters if p.is_expert]
     copies = 1 + any(Component.GROUP_INDEX in p.components for p in experts)
     assert scratch_bytes(stage, 1) == dense
-    if not all(p.form.kind.value in kernel_sizes.GROUPED_ROWS for p in experts):
+    if not all(p.form.kind.value in ROWS for p in experts):
         assert scratch_bytes(stage, MANY) == dense
         return
     assert scratch_bytes(stage, MANY) == copies * num_experts * of_expert > dense
@@ -242,7 +242,7 @@ def test_as_many_experts_are_made_at_once_as_there_is_room_for(
         Workload(prompt_tokens=512),
     )
     without = activation_bytes(stage, workload, 512)
-    monkeypatch.setattr(kernel_sizes, "GROUPS_EXPERTS", True)
+    monkeypatch.setattr(kernel_sizes, "GROUPED_ROWS", ROWS)
     grown = activation_bytes(stage, workload, 512) - without
     assert grown == scratch_bytes(stage, 512) == 4 * 5760 * 2880 * 2
     assert grown <= kernel_sizes.EXPERT_SCRATCH_BYTES
@@ -260,11 +260,11 @@ def test_values_of_experts_are_made_and_then_multiplied(monkeypatch: pytest.Monk
     )
     machine = machine.model_copy(update={"layer_times": ()})
     work = layer_work(stage, stage.layers[0])
-    few = PassShape(Phase.PREFILL, 1, 8 * kernel_sizes.GROUPED_ROWS["mxfp4"] - 1, 512)
-    many = replace(few, tokens=8 * kernel_sizes.GROUPED_ROWS["mxfp4"])
+    few = PassShape(Phase.PREFILL, 1, 8 * ROWS["mxfp4"] - 1, 512)
+    many = replace(few, tokens=8 * ROWS["mxfp4"])
     before = [layer_time(machine, work, shape).seconds for shape in (few, many)]
     assert work.making_bytes(many) == 0 < work.decoding_flops(many)
-    monkeypatch.setattr(kernel_sizes, "GROUPS_EXPERTS", True)
+    monkeypatch.setattr(kernel_sizes, "GROUPED_ROWS", ROWS)
     after = [layer_time(machine, work, shape).seconds for shape in (few, many)]
     assert after[0] == before[0]
     assert work.decoding_flops(many) == 0
@@ -280,5 +280,5 @@ def test_values_of_experts_are_made_and_then_multiplied(monkeypatch: pytest.Monk
 def test_no_scratch_holds_values_of_experts_that_are_stored_so(
     raw: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_sizes, "GROUPS_EXPERTS", True)
+    monkeypatch.setattr(kernel_sizes, "GROUPED_ROWS", ROWS)
     assert scratch_bytes(raw, MANY) == 0

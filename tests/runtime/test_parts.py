@@ -141,8 +141,8 @@ def test_chunks_that_are_multiplied_alike_meet_parts_together(
         SimpleNamespace(hidden=hidden, chosen=torch.zeros(tokens, 2))
         for tokens in (least, least, least - 1)
     ]
-    for groups in (False, True):
-        monkeypatch.setattr(kernel_sizes, "GROUPS_EXPERTS", groups)
+    for rows in ({}, kernel_sizes.GROUPED_ROWS):
+        monkeypatch.setattr(kernel_sizes, "GROUPED_ROWS", rows)
         ExpertsInParts.meet(parted, chunks)
     assert met == [(chunks, True), (chunks[:2], True), (chunks[2:], True)]
 

@@ -69,7 +69,8 @@ def test_grouped_logits_are_those_of_resident_experts(
     folder: Path, family: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some chunks multiply the values of experts, the last ones of fewer tokens their codes."""
-    sizes = {"GROUPS_EXPERTS": True, "GROUPED_ROWS": 12, "EXPERT_SCRATCH_BYTES": 1}
+    rows = dict.fromkeys(kernel_sizes.GROUPED_ROWS, 12)
+    sizes = {"GROUPED_ROWS": rows, "EXPERT_SCRATCH_BYTES": 1}
     for name, value in sizes.items():
         monkeypatch.setattr(kernel_sizes, name, value)
     test_logits_are_those_of_resident_experts(folder, family, form, 16)

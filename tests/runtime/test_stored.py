@@ -75,7 +75,6 @@ def test_random_weights_are_of_ordinary_size(form: str, tmp_path: Path) -> None:
 def test_scratch_of_experts_is_as_large_as_costs_have_it(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_sizes, "GROUPS_EXPERTS", True)
     stored, _ = save_stored("qwen3_moe", form, tmp_path, torch.bfloat16, num_hidden_layers=1)
     for num_bytes in (kernel_sizes.EXPERT_SCRATCH_BYTES, 1):
         monkeypatch.setattr(kernel_sizes, "EXPERT_SCRATCH_BYTES", num_bytes)

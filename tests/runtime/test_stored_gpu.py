@@ -58,7 +58,7 @@ def test_grouped_logits_equal_resident_and_are_near_the_values(
 ) -> None:
     """Prompts of either plan multiply values of experts, few at a time."""
     rows = dict.fromkeys(kernel_sizes.GROUPED_ROWS, 1)
-    sizes = {"GROUPS_EXPERTS": True, "GROUPED_ROWS": rows, "EXPERT_SCRATCH_BYTES": 1}
+    sizes = {"GROUPED_ROWS": rows, "EXPERT_SCRATCH_BYTES": 1}
     for name, value in sizes.items():
         monkeypatch.setattr(kernel_sizes, name, value)
     stored, plain = save_stored(family, form, tmp_path, torch.bfloat16, num_experts_per_tok=4)

@@ -44,8 +44,6 @@ DESCRIBED_TILE = Tile(num_warps=4, num_stages=3, programs=2, is_described=True)
 Source: 8,192 pairs of gpt-oss-20b on an H200 took 0.81 ms so, 0.89 with 8 warps, and 1.02 to 1.57
 by pointers. All gave the same bits.
 """
-LIBRARY = True
-"""Whether torch's grouped product multiplies values where it is fast and nothing else is asked."""
 LEAST_ROWS = 64
 """Rows of a tile at least: with fewer the matrix units of compute capability 9.0 lie idle."""
 LEAST_EXPERTS = 32
@@ -87,7 +85,7 @@ def multiply_values(
     values: torch.Tensor, x: torch.Tensor, starts: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Multiply rows as ``multiply_codes`` does, by values, [experts, out, in], of any strides."""
-    if LIBRARY and bias is None and is_for_library(values, x):
+    if bias is None and is_for_library(values, x):
         made: torch.Tensor = torch.nn.functional.grouped_mm(x, values.mT, offs=starts[1:])
         return made
     out = x.new_empty(len(x), values.shape[1])
