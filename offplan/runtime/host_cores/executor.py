@@ -154,7 +154,10 @@ class HostCores(CapabilityExecutor):
         """Have the cores compute in decode, and the device in prefill."""
         for module in self._given:
             vars(module)["cores"] = vars(module)["task"] if phase is Phase.DECODE else None
-        if phase is Phase.DECODE and self._server is not None:
+
+    def begin_step(self) -> None:
+        """Have the cores listen, who doze where nothing was asked for a while."""
+        if self._server is not None:
             self._server.wake()
 
     def close(self) -> None:

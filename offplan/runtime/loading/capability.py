@@ -90,6 +90,9 @@ class CapabilityExecutor:
     def settle(self, index: int) -> None:
         """Take what a prompt that has just passed a layer leaves, before its slot is filled."""
 
+    def begin_step(self) -> None:
+        """Be ready for a step, captured or not, that is about to run."""
+
     def count(self) -> Any:
         """Sum up what steps did since ``forget``, as a record of numbers; waits for the device.
 

@@ -223,6 +223,8 @@ class ModelRunner:
             self.tokens_embedded += len(tokens)
             schedule = self._schedules.next(Phase.DECODE)
             steady = schedule.before == schedule.after
+            for each in self._loaded.executors.values():
+                each.begin_step()
             logits = self._passes.run(
                 schedule,
                 self._in_phase(Phase.DECODE, len(tokens), self.forward.step),
