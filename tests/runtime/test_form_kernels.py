@@ -166,48 +166,6 @@ def test_parts_of_products_are_added_in_their_order(splits: int) -> None:
 @pytest.mark.gpu
 @runs_kernels
 @pytest.mark.parametrize(
-    ("name", "num_in"), [("fp8", 1280), ("int8", 1280), ("gptq in order", 2560), ("packed", 4096)]
-)
-def test_split_products_add_themselves(
-    name: str, num_in: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bit for bit as another launch adds them, again and again; counters are 0 afterwards."""
-    from offplan.runtime.forms import kernels, products
-    from offplan.runtime.forms.gather import sort_pairs
-
-    added: list[int] = []
-    add = kernels.add_splits
-
-    class Noted:
-        def __getitem__(self, grid: Any) -> Any:
-            added.append(grid)
-            return add[grid]
-
-    monkeypatch.setattr(kernels, "add_splits", Noted())
-    monkeypatch.setattr(coded, "NUM_OUT", 64)
-    monkeypatch.setattr(coded, "NUM_IN", num_in)
-    counters = torch.zeros(products.COUNTERS, dtype=torch.int32, device=DEVICE)
-    form, parts = hold(FORMS[name], tame(make_parts(name), FORMS[name]))
-    x = random(3, num_in).to(DTYPES[0])
-    expected = products.multiply_rows(form, parts, x)
-    assert len(added) == 1
-    for _ in range(2):
-        assert torch.equal(products.multiply_rows(form, parts, x, counters=counters), expected)
-        assert not counters.any()
-    form, parts = hold(FORMS[name], tame(make_parts(name, EXPERTS), FORMS[name]))
-    chosen = torch.tensor([1, 0, 1, 1, 0, 1], device=DEVICE)
-    pairs = sort_pairs(chosen, EXPERTS)[1:]
-    expected = products.multiply_pairs(form, parts, x, *pairs)
-    assert len(added) == 2
-    got = products.multiply_pairs(form, parts, x, *pairs, counters=counters)
-    assert torch.equal(got, expected)
-    assert len(added) == 2
-    assert not counters.any()
-
-
-@pytest.mark.gpu
-@runs_kernels
-@pytest.mark.parametrize(
     ("name", "rows", "num_in"),
     [("fp8", 1, 1280), ("fp8", 3, 256), ("int4 about 8", 1, 256), ("mxfp4", 1, 256)],
 )
@@ -225,10 +183,7 @@ def test_weights_are_multiplied_together(
         expected.append(products.multiply_rows(form, parts, x).flatten())
         weights.append(parts)
     assert products.are_alike(form, weights, rows, 0)
-    counters = torch.zeros(products.COUNTERS, dtype=torch.int32, device=DEVICE)
-    for given in (counters, None):
-        got = products.multiply_together(form, weights, x, given)
-        assert torch.equal(got, torch.cat(expected))
+    assert torch.equal(products.multiply_together(form, weights, x), torch.cat(expected))
     longer = {part: torch.cat([each, each], -1) for part, each in weights[0].items()}
     assert not products.are_alike(form, [weights[0], longer], rows, 0)
 
@@ -465,8 +420,8 @@ def test_kernels_of_powers_compile(target: int) -> None:
     def compile_for(kernel: Any, constants: dict[Any, Any]) -> str:
         weight: Any = Weight(*types)
         kinds = {"x": "*bf16", "out": "*bf16", "weight": weight}
-        kinds |= {"order": "*i32", "starts": "*i32", "made": "*bf16", "counters": "*i32"}
-        if "counters" not in constants:
+        kinds |= {"order": "*i32", "starts": "*i32"}
+        if "more" not in constants:
             kinds |= {"out": "*fp32", "more": ("i32", "i32", "i64", "i64") * 2}
         at = kernel.arg_names.index("weight")
         constants = constants | {(at, place): None for place in (2, 3, 4)}
@@ -483,10 +438,8 @@ def test_kernels_of_powers_compile(target: int) -> None:
         assert form.block is not None
         layout = {"FORM": Layout(code, 1, "exponent", "", 1, "", *form.block)}
         tile = {"EXPERTS": 8, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": form.block[1]}
-        alone = {"counters": None, "more": None}
-        assert "mma" in compile_for(kernels.multiply, layout | tile | alone)
-        added = compile_for(kernels.multiply, layout | tile)
-        assert "atom.global.gpu.acq_rel.add" in added
+        for beside in ({"more": None}, {}):
+            assert "mma" in compile_for(kernels.multiply, layout | tile | beside)
         tile = {"BLOCK_N": 8, "GROUPS": 16, "CHUNK": 16}
         assert "entry" in compile_for(kernels.expand, layout | tile)
 
@@ -500,8 +453,7 @@ def test_kernels_of_words_compile(target: int) -> None:
     from offplan.runtime.forms import kernels, packed_kernels
     from offplan.runtime.forms.operands import Layout, Weight
 
-    kinds: dict[str, Any] = {"x": "*bf16", "made": "*bf16", "counters": "*i32"}
-    kinds |= {"order": "*i32", "starts": "*i32"}
+    kinds: dict[str, Any] = {"x": "*bf16", "order": "*i32", "starts": "*i32"}
     further = {"more": ("i32", "i32", "i64", "i64") * 2}
     types: Any = ("*i32", "*u8", *["constexpr"] * 3, "i32", "i32")
     codes = kinds | {"weight": Weight(*types)}
@@ -512,17 +464,13 @@ def test_kernels_of_words_compile(target: int) -> None:
         splits = name == "multiply"
         own = {"out": "*fp32" if splits else "*bf16"}
         tile: dict[Any, Any] = {"BLOCK_M": 16, "BLOCK_N": block_n, "BLOCK_K": 64}
-        tile |= {} if splits else {"counters": None}
         kernel: Any = getattr(kernels, name)
         at = kernel.arg_names.index("weight")
         none = {(at, place): None for place in (2, 3, 4)}
         of_experts = {"EXPERTS": 32, "more": None}
         of_rows = {"EXPERTS": 0, "order": None, "starts": None}
-        staged = {} if splits else {"STAGES": 3}
-        made = compile_ptx(kernel, target, codes | own, tile | layout | none | of_experts | staged)
-        assert "cp.async" in made
-        alone: dict[Any, Any] = {} if splits else {"STAGES": None}
-        compile_ptx(kernel, target, codes | own | further, tile | layout | none | of_rows | alone)
+        compile_ptx(kernel, target, codes | own, tile | layout | none | of_experts)
+        compile_ptx(kernel, target, codes | own | further, tile | layout | none | of_rows)
         kernel = getattr(packed_kernels, name)
         whole = {"WHOLE": True, "BLOCK_K": 32, "more": None}
         for experts in (of_experts, of_rows):

@@ -144,7 +144,7 @@ def test_few_tokens_are_routed_once_that_is_measured(monkeypatch: pytest.MonkeyP
     assert not are_routed(1, 8)
     monkeypatch.setattr(kernel_sizes, "FUSES_STEPS", True)
     assert are_routed(1, 8)
-    assert are_routed(64, 8)
+    assert are_routed(16, 8)
     assert not are_routed(64, 9)
     assert not are_routed(65, 1)
 

@@ -81,8 +81,9 @@ def test_values_are_multiplied_together(rows: int, has_bias: bool) -> None:
         return first, *more, linear(first, own[4], added[4])
 
     made, calls = compile_changed(step, random(1, rows, 72), *weights, *biases)
-    assert calls["offplan.multiply_few.default"] == 3
-    assert not calls["aten.addmm.default"] + calls["aten.mm.default"]
+    alone = rows == 1  # of several rows a library multiplies by one large weight sooner
+    assert calls["offplan.multiply_few.default"] == 2 + alone
+    assert calls["aten.addmm.default"] + calls["aten.mm.default"] == 1 - alone
     torch.manual_seed(0)
     x = random(1, rows, 72)
     again, _ = compile_changed(step, x, *weights, *biases)

@@ -276,8 +276,7 @@ def forward_slots(
         rest_parts = {} if others is None else stored.of(experts)
         rest_pairs = () if others is None else others[1:]
         made = operators.multiply_slots(
-            *(stored.form, in_slots, rest_parts, x, order, starts, *rest_pairs),
-            counters=getattr(experts, "counters", None),
+            stored.form, in_slots, rest_parts, x, order, starts, *rest_pairs
         )
         return add_bias(f"{name}_bias", made) if experts.has_bias else made
 

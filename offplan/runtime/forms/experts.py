@@ -94,11 +94,7 @@ def forward_stored(
         if in_place and is_gathered:
             in_place = False
             parts, begins = gather(parts, *pairs)
-        made = operators.multiply(
-            *(stored.form, parts, x, order, begins),
-            in_place=in_place,
-            counters=getattr(experts, "counters", None),
-        )
+        made = operators.multiply(stored.form, parts, x, order, begins, in_place=in_place)
         return _add_bias(experts, name, made, expert_of_pair)
 
     return send(experts, hidden_states, top_k_weights, multiply)

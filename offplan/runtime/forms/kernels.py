@@ -215,32 +215,16 @@ def find_weight(more, num_out, BLOCK_N: tl.constexpr):  # type: ignore[no-untype
 
 
 @triton.jit
-def store_sums(out, sums, pair, n, size, num_out, inside, made, counters):  # type: ignore[no-untyped-def]
-    """Store a program's sums to its part of ``out``; the last one of a tile adds up all parts.
-
-    It adds them in the parts' order, whichever was last, rounds once to ``made``, and sets the
-    tile's counter back. Without ``counters`` nothing is added. A part has ``size`` products.
-    """
+def store_sums(out, sums, pair, n, size, num_out, inside):  # type: ignore[no-untyped-def]
+    """Store a program's sums to its part of ``out``, which has ``size`` products."""
     where = pair.to(tl.int64)[None, :] * num_out + n[:, None]
     own = out + tl.program_id(2) * size + where
     tl.store(own, sums.to(out.dtype.element_ty), mask=inside)
-    if counters is not None:
-        counter = counters + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        tl.debug_barrier()  # all threads have stored before one of them counts
-        arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-        if arrived == tl.num_programs(2) - 1:
-            # of other multiprocessors: what this one's own cache has may be older
-            total = tl.load(out + where, mask=inside, other=0.0, cache_modifier=".cg")
-            for split in range(1, tl.num_programs(2)):
-                part = out + split * size + where
-                total += tl.load(part, mask=inside, other=0.0, cache_modifier=".cg")
-            tl.store(made + where, total.to(made.dtype.element_ty), mask=inside)
-            tl.store(counter, 0)
 
 
 @triton.jit
 def multiply(  # type: ignore[no-untyped-def]
-    x, out, made, counters, order, starts, num_pairs, num_out, row_elements, split_elements,
+    x, out, order, starts, num_pairs, num_out, row_elements, split_elements,
     pairs_per_row, num_experts, more, weight, FORM: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -322,9 +306,7 @@ def multiply(  # type: ignore[no-untyped-def]
     inside = is_pair[None, :] & is_row[:, None]
     size = tl.cast(num_pairs, tl.int64) * all_out
     before = tl.cast(num_pairs, tl.int64) * before
-    if counters is not None:
-        made += before
-    store_sums(out + before, sums, pair, n, size, num_out, inside, made, counters)
+    store_sums(out + before, sums, pair, n, size, num_out, inside)
 
 
 @triton.jit
@@ -339,16 +321,13 @@ def add_splits(out, sums, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):  # t
 
 @triton.jit
 def multiply_each(  # type: ignore[no-untyped-def]
-    x, out, made, counters, order, starts, num_pairs, num_out, row_elements, split_elements,
+    x, out, order, starts, num_pairs, num_out, row_elements, split_elements,
     pairs_per_row, num_experts, more, weight, FORM: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr = None,
 ):  # fmt: skip
     """One program for BLOCK_N rows of a weight in words, times one input.
 
     Tensor cores want weights laid out anew; for one input, multiplying where they are is faster.
-    ``STAGES`` are the tiles on their way at a time. The compiler asks for no tile ahead of what no
-    tensor core multiplies unless a loop says so.
     """
     expert, begin, _ = find_block(starts, num_pairs, num_experts, EXPERTS, 1)
     if EXPERTS:  # noqa: SIM102 (a constant, apart from what is computed)
@@ -368,7 +347,7 @@ def multiply_each(  # type: ignore[no-untyped-def]
     FACTOR: tl.constexpr = 2.0**64 if FORM.code == "fp4" else 1.0
     GROUPS: tl.constexpr = BLOCK_K // FORM.elements if FORM.elements < BLOCK_K else 1
     sums = tl.zeros([BLOCK_N, GROUPS, BLOCK_K // GROUPS], dtype=tl.float32)
-    for start in tl.range(0, row_elements, BLOCK_K, num_stages=STAGES):
+    for start in range(0, row_elements, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         inside = k < row_elements
         is_word = is_row[:, None] & inside[None, :]

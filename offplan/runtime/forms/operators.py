@@ -28,13 +28,12 @@ def multiply(
     x: torch.Tensor,
     *pairs: torch.Tensor,
     in_place: bool = False,
-    counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply rows by a weight, or with ``pairs``, (order, starts), by those of experts.
 
     As ``products.multiply_rows`` and ``multiply_pairs`` do.
     """
-    return _multiply_all(form, parts, [_lay_out(form, parts, x), *pairs], in_place, counters)
+    return _multiply_all(form, parts, [_lay_out(form, parts, x), *pairs], in_place)
 
 
 def multiply_slots(
@@ -43,11 +42,10 @@ def multiply_slots(
     rest: Components,
     x: torch.Tensor,
     *pairs: torch.Tensor,
-    counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply rows by the weights of experts in slots, as ``products.multiply_slots`` does."""
     inputs = [_lay_out(form, parts, x), *pairs]
-    return _multiply_slots(form, parts, list(rest.values()), inputs, counters)
+    return _multiply_slots(form, parts, list(rest.values()), inputs)
 
 
 def _lay_out(form: Form, parts: Components, x: torch.Tensor) -> torch.Tensor:
@@ -122,11 +120,10 @@ def _product(
     parts: Components,
     inputs: list[torch.Tensor],
     in_place: bool,
-    counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if len(inputs) == 1:
-        return products.multiply_rows(form, parts, *inputs, counters=counters)
-    return products.multiply_pairs(form, parts, *inputs, in_place=in_place, counters=counters)
+        return products.multiply_rows(form, parts, *inputs)
+    return products.multiply_pairs(form, parts, *inputs, in_place=in_place)
 
 
 def _split(form: Form, parts: Components) -> tuple[str, list[int], list[torch.Tensor]]:
@@ -193,10 +190,9 @@ _linear_of_any, linear_of_any = _operator(
 """``linear_of_any`` does the same for however many rows, which the compiler need not know: few
 rows multiply packed codes, many their values."""
 
-# That counters change is not declared, as of the scratch: they are what they were when it is done.
 _multiply, _multiply_all = _operator(
     "multiply",
-    "Tensor[] inputs, bool in_place, Tensor? counters=None",
+    "Tensor[] inputs, bool in_place",
     _product,
     lambda form, parts, inputs, *_: inputs[0].new_empty(
         inputs[0].shape[-2] if len(inputs) == 1 else inputs[1].numel(),
@@ -206,9 +202,9 @@ _multiply, _multiply_all = _operator(
 
 _slots_operator, _multiply_slots = _operator(
     "multiply_slots",
-    "Tensor[] rest, Tensor[] inputs, Tensor? counters=None",
-    lambda form, parts, rest, inputs, counters=None: products.multiply_slots(
-        form, parts, dict(zip(parts, rest, strict=False)), *inputs, counters=counters
+    "Tensor[] rest, Tensor[] inputs",
+    lambda form, parts, rest, inputs: products.multiply_slots(
+        form, parts, dict(zip(parts, rest, strict=False)), *inputs
     ),
     lambda form, parts, _, inputs, *__: inputs[0].new_empty(
         inputs[1].numel(), operands_of(form, parts).num_out
@@ -271,11 +267,10 @@ _together_operator = torch.library.custom_op(
     "offplan::multiply_together",
     lambda *weights_and: products.multiply_together(*_several(*weights_and[:4]), *weights_and[4:]),
     mutates_args=(),
-    schema="(str names, int[] block, Tensor[] tensors, int count, Tensor x, Tensor? counters)"
-    " -> Tensor",
+    schema="(str names, int[] block, Tensor[] tensors, int count, Tensor x) -> Tensor",
 )
 _together_operator.register_fake(
-    lambda names, block, tensors, count, x, _: x.new_empty(
+    lambda names, block, tensors, count, x: x.new_empty(
         x.shape[-2] * sum(count_out(*_several(names, block, tensors, count)))
     )
 )

@@ -147,8 +147,6 @@ def find_patches(patches, patch_blocks, reserve, expert, num_out, row):  # type:
 def multiply(  # type: ignore[no-untyped-def]
     x,
     out,
-    made,
-    counters,
     order,
     starts,
     num_pairs,
@@ -231,15 +229,13 @@ def multiply(  # type: ignore[no-untyped-def]
             found = tl.where(row[None, :] == n[:, None], value[None, :], 0.0)
             sums = tl.dot(found.to(v.dtype), v, sums)
     size = tl.cast(num_pairs, tl.int64) * num_out
-    store_sums(out, sums, pair, n, size, num_out, is_pair[None, :], made, counters)
+    store_sums(out, sums, pair, n, size, num_out, is_pair[None, :])
 
 
 @triton.jit
 def multiply_each(  # type: ignore[no-untyped-def]
     x,
     out,
-    made,
-    counters,
     order,
     starts,
     num_pairs,

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from offplan import kernel_sizes
 from offplan.forms.form import Component, Form, Kind
 from offplan.kernel_sizes import IN_PLACE_ROWS, MIN_ROWS
 from offplan.runtime.forms import kernels, packed_kernels
@@ -22,8 +21,6 @@ SPLIT_PROGRAMS = 2048
 
 Source: 12,288 x 4,096 of FP8 on an H200 took 17 us in four parts of 192 programs each, 24 in one.
 """
-COUNTERS = SPLIT_PROGRAMS // 2
-"""Tiles of a product that is split, at most: each has two parts or more."""
 ADDED = 512
 """Products whose parts a program adds: 24 programs for 8 rows of 1,536."""
 EACH_OUT, EACH_ELEMENTS = 16, 64
@@ -46,9 +43,6 @@ EACH_ROWS = 1
 Source: ``gate_up_proj`` of gpt-oss-20b on an H200. 1 / 8 / 16 tokens take 28 / 183 / 355 us each by
 itself, 47 / 211 / 288 us by tensor cores.
 """
-EACH_STAGES = 3
-"""Tiles of words on their way where each input is multiplied by itself, if FUSES_STEPS. Source:
-estimated."""
 STAGES = 3
 """Tiles that a program has on their way at a time, at most."""
 PACKED_STAGES, MANY_ROWS = 2, 32
@@ -140,18 +134,12 @@ def empty_values(
     return scratch[: prod(shape)].view(shape)
 
 
-def multiply_rows(
-    form: Form, parts: Components, x: torch.Tensor, *, counters: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Multiply rows, [rows, in], by a weight: [rows, out].
-
-    With ``counters``, int32 of COUNTERS that are 0 and are so again, programs that multiply parts
-    of rows add these up themselves, bit for bit as without. Rows may be what ``lay_out`` makes.
-    """
+def multiply_rows(form: Form, parts: Components, x: torch.Tensor) -> torch.Tensor:
+    """Multiply rows, [rows, in], by a weight: [rows, out]. Rows may be what ``lay_out`` makes."""
     num_rows = x.shape[-2]
     block_m = max(MIN_ROWS, min(128, triton.next_power_of_2(num_rows)))
     x, parts = sort_inputs(x, parts)
-    return _multiply(form, parts, x, num_rows, None, block_m, counters=counters)
+    return _multiply(form, parts, x, num_rows, None, block_m)
 
 
 def multiply_pairs(
@@ -162,14 +150,12 @@ def multiply_pairs(
     starts: torch.Tensor,
     *,
     in_place: bool = False,
-    counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply each pair's row of ``x``, [rows, in], by its expert's weight: [pairs, out].
 
     ``order`` lists the pairs by their expert, ``starts``, [experts + 1], where each one's begin in
     it. Pairs are dealt out evenly: row r of R serves those from r x pairs / R on. ``in_place`` says
-    that the weight lies in host memory, of which nothing is to cross twice. ``counters`` are those
-    of ``multiply_rows``.
+    that the weight lies in host memory, of which nothing is to cross twice.
     """
     # so many times what an expert has on average that those of most, or nearly all, are one block
     spread, most = (8, IN_PLACE_ROWS) if in_place else (2, PAIR_ROWS)
@@ -179,17 +165,12 @@ def multiply_pairs(
     if Component.GROUP_INDEX in parts:
         x, parts, order, starts = _sort_each(x, parts, order, starts)
     pairs = order, starts
-    made = _multiply(form, parts, x, order.numel(), pairs, block_m, counters=counters)
+    made = _multiply(form, parts, x, order.numel(), pairs, block_m)
     return made.view(num_pairs, -1)
 
 
 def multiply_slots(
-    form: Form,
-    parts: Components,
-    rest: Components,
-    x: torch.Tensor,
-    *pairs: torch.Tensor,
-    counters: torch.Tensor | None = None,
+    form: Form, parts: Components, rest: Components, x: torch.Tensor, *pairs: torch.Tensor
 ) -> torch.Tensor:
     """Multiply each pair's row of ``x``, [rows, in], by its expert's weight: [pairs, out].
 
@@ -197,14 +178,14 @@ def multiply_slots(
     and where each slot's begin, as of ``multiply_pairs`` with as many slots as experts. ``rest``
     are the parts of all experts, and the last two list the pairs that have no slot by expert;
     without ``rest`` all have one. The result is bit for bit what ``multiply_pairs`` makes of all
-    experts in GPU memory. ``counters`` are those of ``multiply_rows``.
+    experts in GPU memory.
     """
     order, starts, *others = pairs
     of_expert = 2 * order.numel() // (starts.numel() - 1)
     block_m = max(MIN_ROWS, min(PAIR_ROWS, triton.next_power_of_2(of_expert)))
     more = [(rest, (others[0], others[1]))] if rest else []
     own = order, starts
-    made = _multiply(form, parts, x, order.numel(), own, block_m, more, counters=counters)
+    made = _multiply(form, parts, x, order.numel(), own, block_m, more)
     return made.view(order.numel(), -1)
 
 
@@ -296,7 +277,6 @@ def _multiply(
     block_m: int,
     more: Sequence[tuple[Components, tuple[torch.Tensor, torch.Tensor]]] = (),
     *,
-    counters: torch.Tensor | None = None,
     beside: Sequence[Components] = (),
 ) -> torch.Tensor:
     """Multiply as ``multiply_rows`` and ``multiply_pairs`` do: [pairs, out].
@@ -316,14 +296,12 @@ def _multiply(
     num_blocks_out, further = _lay_out(weight, others, way.block_n)
     shape = (num_pairs, num_out) if not others else (num_pairs * _count_out(weight, others),)
     out = x.new_empty(splits, *shape, dtype=torch.float32 if splits > 1 else x.dtype)
-    counters = counters if splits > 1 else None
-    made = out[0] if splits == 1 else x.new_empty(shape)
     planes = _planes_of(form, parts, x)
     per_row = num_pairs // x.shape[-2]
     sources = [(weight, pairs), *((operands_of(form, rest), of) for rest, of in more)]
     for source, of_source in sources:
         way.kernel[(num_blocks_out, way.num_blocks, splits)](
-            planes, out, made, counters, *(of_source or (None, None)),
+            planes, out, *(of_source or (None, None)),
             num_pairs, num_out, length, split, per_row, weight.num_experts, further,
             *source.arguments,
             **source.constants,
@@ -335,9 +313,11 @@ def _multiply(
             num_stages=way.num_stages,
             **way.options,
         )  # fmt: skip
-    if splits > 1 and counters is None:
-        size = made.numel()
-        kernels.add_splits[(triton.cdiv(size, ADDED),)](made, out, size, SPLITS=splits, BLOCK=ADDED)
+    if splits == 1:
+        return out[0]
+    made = x.new_empty(shape)
+    size = made.numel()
+    kernels.add_splits[(triton.cdiv(size, ADDED),)](made, out, size, SPLITS=splits, BLOCK=ADDED)
     return made
 
 
@@ -364,8 +344,6 @@ def _choose_way(
     own_kernels: Any = packed_kernels if is_packed else kernels
     if weight.pack > 1 and num_pairs <= EACH_ROWS * weight.num_experts:
         options = {"maxnreg": EACH_REGISTERS} if is_packed else {}
-        if kernel_sizes.FUSES_STEPS and not is_packed and weight.constants["FORM"].code != "table":
-            options = {"STAGES": EACH_STAGES}
         tile = EACH_OUT, EACH_ELEMENTS, num_stages
         return _Way(own_kernels.multiply_each, *tile, num_pairs, 1, options)
     num_blocks = triton.cdiv(num_pairs, block_m)
@@ -399,20 +377,16 @@ def _lay_out(
     return num_blocks, tuple(told) or None
 
 
-def multiply_together(
-    form: Form, weights: Sequence[Components], x: torch.Tensor, counters: torch.Tensor | None
-) -> torch.Tensor:
+def multiply_together(form: Form, weights: Sequence[Components], x: torch.Tensor) -> torch.Tensor:
     """Multiply rows, [rows, in], by several weights that ``are_alike``, in one launch.
 
     Returns the products by the first weight, [rows, out], then those by the next, all flat. They
-    are bit for bit those of ``multiply_rows``, whose ``counters`` these are.
+    are bit for bit those of ``multiply_rows``.
     """
     first, *others = weights
     num_rows = x.shape[-2]
     block_m = max(MIN_ROWS, min(128, triton.next_power_of_2(num_rows)))
-    return _multiply(
-        form, first, x, num_rows, None, block_m, counters=counters, beside=others
-    ).flatten()
+    return _multiply(form, first, x, num_rows, None, block_m, beside=others).flatten()
 
 
 def are_alike(form: Form, weights: Sequence[Components], num_rows: int, device_index: int) -> bool:
@@ -435,5 +409,4 @@ def are_alike(form: Form, weights: Sequence[Components], num_rows: int, device_i
     kinds = {
         (each.length, each.constants["FORM"], each.arguments[0].scale_columns) for each in found
     }
-    tiles = sum(triton.cdiv(each.num_out, ways[0].block_n) for each in found) * ways[0].num_blocks
-    return len(kinds) == 1 and len({way.splits for way in ways}) == 1 and tiles <= COUNTERS
+    return len(kinds) == 1 and len({way.splits for way in ways}) == 1

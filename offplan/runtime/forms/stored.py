@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from offplan import kernel_sizes
 from offplan.capabilities.table import Recoding
 from offplan.errors import PlanError
 from offplan.forms.form import Component, Form, Kind
@@ -73,8 +72,6 @@ class StoredLinear(nn.Linear):
     stored: StoredWeight
     scratch: torch.Tensor | None = None
     """Flat memory that its values are made in for many rows, where it shares one with others."""
-    counters: torch.Tensor | None = None
-    """Numbers by which the programs of a product add up its parts, shared likewise."""
     weight = property(_make_values)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -90,7 +87,7 @@ class StoredLinear(nn.Linear):
         is_cheap = form.kind is Kind.PACKED and self.scratch is not None
         if x.numel() > (PACKED_ROWS if is_cheap else CODES_ROWS) * x.shape[-1]:
             return operators.linear(form, parts, x, self.bias, self.scratch)
-        made = operators.multiply(form, parts, x.flatten(0, -2), counters=self.counters)
+        made = operators.multiply(form, parts, x.flatten(0, -2))
         made = made.unflatten(0, x.shape[:-1])
         return made if self.bias is None else made + self.bias
 
@@ -177,8 +174,7 @@ class SharedScratch:
     """One memory in which stored linear layers and experts of a model make their values.
 
     They run one after another, and each value is read before the next one is made. On the CPU,
-    and in types that no kernel multiplies, each is made in memory of its own. Likewise they share
-    the counters of products whose programs add up parts.
+    and in types that no kernel multiplies, each is made in memory of its own.
     """
 
     def __init__(self, parent: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -189,13 +185,6 @@ class SharedScratch:
         if device.type != "cuda" or dtype not in KERNEL_DTYPES:
             return
         self._sizes = {each: size for each in parent.modules() if (size := scratch_size(each))}
-        if kernel_sizes.FUSES_STEPS:
-            from offplan.runtime.forms.products import COUNTERS  # needs triton
-
-            counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-            for module in parent.modules():
-                if isinstance(module, StoredLinear) or "stored_experts" in vars(module):
-                    vars(module)["counters"] = counters
         self.make_room(0)
 
     def make_room(self, num_pairs: int) -> None:
@@ -219,15 +208,11 @@ class SharedScratch:
     def close(self) -> None:
         """Give the memory back."""
         self._drop_memory()
-        self._drop("counters")
 
     def _drop_memory(self) -> None:
-        self._drop("scratch")
-        self._memory = None
-
-    def _drop(self, name: str) -> None:
         for module in self._sizes:
-            vars(module).pop(name, None)
+            vars(module).pop("scratch", None)
+        self._memory = None
 
 
 def scratch_size(module: nn.Module) -> int:

@@ -11,8 +11,12 @@ from offplan.runtime.forms.kernels import find_weight
 
 FEW_OUT = 256
 """Outputs below which a program takes one row of a weight, all of its length at once."""
-BLOCK_OUT, BLOCK_IN = 8, 512
-"""Rows, and columns of each, that a program multiplies at a time. Source: estimated."""
+BLOCK_OUT, BLOCK_IN = 4, 1024
+"""Rows, and columns of each, that a program multiplies at a time.
+
+Source: weights of gpt-oss-20b on an H200. 5,120 x 2,880 takes 17.7 us so, 15.9 by 8 x 512; 2,880 x
+4,096 takes 13.8 and 16.9.
+"""
 
 
 @triton.jit

@@ -32,9 +32,6 @@ layers of Qwen3-8B on an H200 took 4,128 MiB at a first start with both, of a bu
 took 4,068 with reductions alone tried out and 4,051 with none, then as at every later start.
 """
 
-COMBINED = {"combo_kernels": True, "combo_kernels_autotune": 0}
-"""Kernels that wait for nothing of one another, as those of queries, keys and values, are one."""
-
 
 def require_triton() -> None:
     """Raise OffplanError if layers cannot be compiled for a GPU."""
@@ -61,7 +58,7 @@ def _options() -> dict[str, Any]:
         return dict(COMPILE_OPTIONS)
     from offplan.runtime.model.step_graph import FewerLaunches  # needs torch's compiler
 
-    return {**COMPILE_OPTIONS, **COMBINED, "post_grad_custom_pre_pass": FewerLaunches()}
+    return {**COMPILE_OPTIONS, "post_grad_custom_pre_pass": FewerLaunches()}
 
 
 See = Callable[[int, torch.Tensor, torch.Tensor], None]

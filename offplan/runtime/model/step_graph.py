@@ -19,7 +19,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from offplan import kernel_sizes
-from offplan.kernel_sizes import KERNEL_TYPES, ROUTED_TOKENS
+from offplan.kernel_sizes import JOINED_ROWS, KERNEL_TYPES
 
 DEVICES = ("cuda",)
 """Types of devices that kernels run on."""
@@ -76,14 +76,13 @@ def reuse_order(graph: fx.Graph) -> None:
 def _join_codes(graph: fx.Graph, nodes: list[Node], operators: Any) -> None:
     """Multiply the rows of several products by codes in one launch."""
     first = nodes[0]
-    names, block, _, (x,), _, *counters = first.args
+    names, block, _, (x,), _ = first.args
     tensors = [tensor for node in nodes for tensor in node.args[2]]
     given = names, block, tensors, len(nodes)
     values = names, block, [_value(each) for each in tensors], len(nodes)
     if not operators.can_join(*values, _value(x)):
         return
-    arguments = (*given, x, counters[0] if counters else None)
-    _replace(graph, nodes, torch.ops.offplan.multiply_together.default, arguments)
+    _replace(graph, nodes, torch.ops.offplan.multiply_together.default, (*given, x))
 
 
 def _join_values(graph: fx.Graph, nodes: list[Node]) -> None:
@@ -127,20 +126,27 @@ def _alike(graph: fx.Graph, kind: str) -> Iterator[list[Node]]:
         if key is not None:
             groups.setdefault(key, []).append(node)
     for nodes in groups.values():
-        if len(nodes) > 1 or kind == "values":
+        if len(nodes) > 1 or (kind == "values" and _is_faster_alone(nodes[0])):
             yield nodes
+
+
+def _is_faster_alone(node: Node) -> bool:
+    """Return True if our own kernel multiplies by one weight's values sooner than a library."""
+    from offplan.runtime.forms.value_kernels import is_small
+
+    return len(_value(node.args[-2])) == 1 or is_small(_value(_weight(node)))
 
 
 def _key_of_codes(node: Node) -> Any:
     """Return what products by codes have in common that may be one; None for anything else."""
     if not _is(node, "multiply"):
         return None
-    names, block, tensors, inputs, in_place, *counters = node.args
+    names, block, tensors, inputs, in_place = node.args
     if len(inputs) != 1 or in_place or not all(map(_is_input, tensors)):
         return None
-    if _value(inputs[0]).shape[-2] > ROUTED_TOKENS:
+    if _value(inputs[0]).shape[-2] > JOINED_ROWS:
         return None
-    return names, tuple(block), _same_rows(inputs[0]), *counters
+    return names, tuple(block), _same_rows(inputs[0])
 
 
 def _key_of_values(node: Node) -> Any:
