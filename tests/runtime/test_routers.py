@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from offplan import kernel_sizes
 from offplan.kernel_sizes import are_routed
 from tests.runtime.interpreted import (
     HAS_GPU,
@@ -140,9 +139,7 @@ def test_routers_are_known_by_their_code() -> None:
     assert find_choice(mixtral) is None
 
 
-def test_few_tokens_are_routed_once_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not are_routed(1, 8)
-    monkeypatch.setattr(kernel_sizes, "FUSES_STEPS", True)
+def test_few_tokens_are_routed() -> None:
     assert are_routed(1, 8)
     assert are_routed(16, 8)
     assert not are_routed(64, 9)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from offplan import kernel_sizes
 from tests.runtime import coded
 from tests.runtime.columns import hold
 from tests.runtime.interpreted import (
@@ -31,7 +30,6 @@ def limits_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(products, "gpu_limits", lambda index: (99 << 10, 128))
     monkeypatch.setattr(step_graph, "DEVICES", ("cuda", "cpu"))
-    monkeypatch.setattr(kernel_sizes, "FUSES_STEPS", True)
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import torch
 import triton
 import triton.language as tl
 
-from offplan import kernel_sizes
 from offplan.kernel_sizes import MAX_PAIRS
 from offplan.runtime.forms.reference import Components
 
@@ -136,7 +135,7 @@ def sort_pairs(expert_of_pair: torch.Tensor, num_experts: int) -> Pairs:
         bounds = torch.arange(num_experts + 1, device=experts.device, dtype=experts.dtype)
         starts = torch.searchsorted(experts, bounds, out_int32=True)
         return expert_of_pair, order.to(torch.int32), starts
-    if kernel_sizes.FUSES_STEPS and torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         # an operator, of which a compiled step finds that its router has made the same
         return (expert_of_pair, *_sort_operator(expert_of_pair, num_experts))
     return (expert_of_pair, *_sort_few(expert_of_pair, num_experts))

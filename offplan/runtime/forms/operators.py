@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from offplan import kernel_sizes
 from offplan.forms.form import Component, Form, Kind, WordOrder
-from offplan.kernel_sizes import PACKED_ROWS
+from offplan.kernel_sizes import LAID_OUT_ROWS, PACKED_ROWS
 from offplan.runtime.forms import grouped, products, value_kernels
 from offplan.runtime.forms.gates import Gate
 from offplan.runtime.forms.operands import operands_of
@@ -50,7 +49,7 @@ def multiply_slots(
 
 def _lay_out(form: Form, parts: Components, x: torch.Tensor) -> torch.Tensor:
     """Lay inputs out where torch's compiler sees it, and joins it with what makes them."""
-    if not (kernel_sizes.FUSES_STEPS and torch.compiler.is_compiling()):
+    if not torch.compiler.is_compiling() or x.shape[-2] > LAID_OUT_ROWS:
         return x
     return products.lay_out(form, parts, x)
 

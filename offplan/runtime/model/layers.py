@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from offplan import kernel_sizes
 from offplan.errors import OffplanError
 from offplan.runtime.model.caches import ALL, LayerCaches, Ring
 from offplan.runtime.model.rewrites import compile_as_real
@@ -54,8 +53,6 @@ class Call:
 
 def _options() -> dict[str, Any]:
     """Return what layers are compiled with."""
-    if not kernel_sizes.FUSES_STEPS:
-        return dict(COMPILE_OPTIONS)
     from offplan.runtime.model.step_graph import FewerLaunches  # needs torch's compiler
 
     return {**COMPILE_OPTIONS, "post_grad_custom_pre_pass": FewerLaunches()}

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from offplan import kernel_sizes
 from offplan.kernel_sizes import are_routed
 
 
@@ -66,8 +65,6 @@ def _are_same(known: CodeType, code: CodeType | None) -> bool:
 
 def choose_by_kernel(skeleton: nn.Module) -> None:
     """Have the known routers of a model choose by the kernel where few tokens choose on a GPU."""
-    if not kernel_sizes.FUSES_STEPS:
-        return
     for module in skeleton.modules():
         choice = find_choice(module)
         if choice is not None:
