@@ -79,7 +79,7 @@ def test_a_failure_ends_with_an_error_and_leaves_the_device_usable(tmp_path: Pat
         server = session.loaded.store.servers[Backend.HOST]
         assert isinstance(server, ByCores)
         assert server._handover is not None
-        slow = server._handover._coordinator.add_sleep(3.0, limit_s=0.1)
+        slow = server._handover._coordinator.add_sleep(1.0, limit_s=0.1)
         with session.stream():
             server._handover.exchange.enqueue(slow)
         with pytest.raises(OffplanError, match="did not answer in time"):

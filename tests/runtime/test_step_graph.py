@@ -132,6 +132,15 @@ def test_codes_are_multiplied_together(name: str, monkeypatch: pytest.MonkeyPatc
         assert torch.equal(got, expected)
 
 
+def test_an_operator_that_nobody_has_registered_is_called_by_no_node() -> None:
+    """As the routers' is where no router of a model is known."""
+    from offplan.runtime.model.step_graph import _is
+
+    graph = torch.fx.Graph()
+    node = graph.call_function(torch.ops.aten.add.Tensor, (graph.placeholder("x"), 1))
+    assert not _is(node, "nobody_has_registered_it")
+
+
 @pytest.mark.gpu
 @runs_kernels
 def test_pairs_are_sorted_once() -> None:

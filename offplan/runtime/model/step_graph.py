@@ -213,12 +213,16 @@ def _calls(graph: fx.Graph, name: str) -> list[Node]:
 
 
 def _is(node: Any, name: str, index: int | None = None) -> bool:
-    """Return True if a node calls our operator of this name, or takes so an item of a tuple."""
+    """Return True if a node calls our operator of this name, or takes so an item of a tuple.
+
+    Modules that no model needs were never imported, and have registered none.
+    """
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return False
     if index is not None:
         return bool(node.target is operator.getitem and node.args[1] == index)
-    return node.target is getattr(getattr(torch.ops.offplan, name), "default", None)
+    registered = getattr(torch.ops.offplan, name, None)
+    return registered is not None and node.target is registered.default
 
 
 def _item(graph: fx.Graph, node: Node, index: int) -> Node:
