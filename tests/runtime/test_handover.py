@@ -1,5 +1,6 @@
 """Products handed over within a stream, which is simulated: it does at once what it is given."""
 
+import os
 from collections.abc import Iterator
 from ctypes import CFUNCTYPE, c_int, c_size_t, c_uint64, c_void_p, cast, memmove
 from typing import Any
@@ -182,6 +183,26 @@ def test_experts_are_timed_by_the_host(stream: AtOnce) -> None:
     expected = cores.send(team, cores.load().kernels(), experts, *arguments)
     assert torch.equal(handover.send(experts, *arguments), expected)
     team.close()
+    handover.close()
+    assert keeps
+
+
+def test_a_caller_that_times_experts_is_on_no_core_of_theirs(
+    stream: AtOnce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits busily: on one of theirs an exchange took 3 ms in place of 0.2."""
+    handover, allowed, seen = Handover(CPU, stream), os.sched_getaffinity(0), []
+    experts, keeps = make_experts()
+    own = handover._coordinator.exchange
+
+    def exchange(job: int) -> None:
+        seen.append(os.sched_getaffinity(0))
+        own(job)
+
+    monkeypatch.setattr(handover._coordinator, "exchange", exchange)
+    handover.time_experts(experts, [2], 3)
+    assert seen == [allowed - {*handover._cores} or allowed]
+    assert os.sched_getaffinity(0) == allowed
     handover.close()
     assert keeps
 

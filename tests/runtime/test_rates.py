@@ -50,20 +50,23 @@ def test_rates_of_a_machine_that_wavers_are_none_below_zero() -> None:
     assert rates.trip_s >= 0
 
 
-@pytest.mark.parametrize(("num_busy", "wavers"), [(0.0, False), (2.0, False), (0.0, True)])
+@pytest.mark.parametrize(
+    ("num_busy", "wavering"), [(0.0, ()), (2.0, ()), (0.0, (1, 4)), (0.0, (1,)), (0.0, (4,))]
+)
 def test_rates_that_others_disturb_are_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_busy: float, wavers: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_busy: float, wavering: tuple[int, ...]
 ) -> None:
+    """Also where samples of one expert alone waver, by which a hand-over is told."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
     monkeypatch.setattr(Watch, "_count", lambda watch: vars(watch).update(num_busy=num_busy))
     asked = []
 
     def time_experts(number: int, num_experts: int) -> Timed:
         asked.append(number)
-        return Timed(1e-4 * num_experts * (1 + (wavers and number % 2)), 2e-4)
+        return Timed(1e-4 * num_experts * (1 + (num_experts in wavering and number % 2)), 2e-4)
 
     found = [find({"gpu": 1}, time_experts, 4) for _ in range(2)]
-    is_kept = not num_busy and not wavers
+    is_kept = not num_busy and not wavering
     assert len(asked) == (21 if is_kept else 42)
     assert found[0] == found[1]
     assert (found[0].why_doubtful is None) == is_kept

@@ -74,7 +74,7 @@ def find(
 
 
 def measure(time_experts: Callable[[int, int], Timed], most: int) -> tuple[MissRates, float]:
-    """Measure what missed experts take, of one row; return it with the spread of half the samples.
+    """Measure what missed experts take, of one row; return it with the largest spread of samples.
 
     ``time_experts`` times the nth sample, of so many experts that no sample before has read,
     ``most`` at most. What one expert takes beyond its share of several is the hand-over.
@@ -92,8 +92,10 @@ def measure(time_experts: Callable[[int, int], Timed], most: int) -> tuple[MissR
     link_s = statistics.median(each.link_s for found in samples.values() for each in found)
     cores_s = max((cores[many] - cores[few]) / (many - few), 0.1 * cores[many] / many)
     trip_s = max(cores[few] - cores_s, 0.0) + STREAM_TRIP_S
-    spread = max(spread_of_half(each) for each in zip(*samples[many], strict=True))
-    return MissRates(trip_s, cores_s, link_s), spread
+    spreads = [
+        spread_of_half(each) for found in samples.values() for each in zip(*found, strict=True)
+    ]
+    return MissRates(trip_s, cores_s, link_s), max(spreads)
 
 
 def _encode(rates: MissRates) -> bytes:
@@ -107,7 +109,7 @@ def _decode(content: bytes) -> MissRates:
     return rates
 
 
-RATES = KeptAnswers("miss-rates", _MOST_BYTES, _encode, _decode)
+RATES = KeptAnswers("expert-rates", _MOST_BYTES, _encode, _decode)
 """Rates that were measured: the same machine divides alike in each session."""
 
 
