@@ -16,6 +16,7 @@ _FIGURES: Mapping[str, UnitName] = {
     "h2d": "bytes_per_s",
     "hbm": "bytes_per_s",
     "matmul": "flops_per_s",
+    "vector": "flops_per_s",
 }
 """Figures of a profile, and their units."""
 
