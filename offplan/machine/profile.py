@@ -32,8 +32,8 @@ from offplan.stores import STORES, StoreName
 
 PROFILE_VERSION = 1
 VECTOR_SHARE = 1 / 16
-"""``vector`` of an unknown GPU as a share of ``matmul``. Source: a quarter on GeForce cards, an
-eighth on Ampere and Ada for servers, 1/20 on an H100; estimated between these."""
+"""``vector`` of an unknown GPU as a share of ``matmul``. Source: a quarter on GeForce cards, 1/11
+on an A100, 1/20 on an H100; estimated between these."""
 LAUNCHES = 20
 """Kernels whose captured launches ``layer_overhead`` is the time of."""
 MOST_FILE_BYTES = 2**20
@@ -182,8 +182,8 @@ class MachineProfile(Record):
     matmul: Figure[ComputeRate]
     """bf16 matrix products with float32 sums, large and back to back; a datasheet's as ``hbm``."""
     vector: Figure[ComputeRate] | None = None
-    """Instructions of the CUDA cores: their number times the clock. Absent is that of the shipped
-    profile of the same GPU, or VECTOR_SHARE of ``matmul``."""
+    """Instructions of single threads that multiprocessors issue: 128 a cycle each. Absent is that of
+    the shipped profile of the same GPU, or VECTOR_SHARE of ``matmul``."""
     layer_overhead: Figure[ShortTime]
     """Time of LAUNCHES kernels in a captured graph that do next to nothing; on a CPU, that of the
     small operators of one layer."""
