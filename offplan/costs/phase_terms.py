@@ -32,7 +32,8 @@ def list_phase(
         source = "kernels, the longer of bytes and arithmetic each, or scaled from them"
         if stage.recoding is not None:
             source += f"; what {stage.recoding.word} adds is as on an H200"
-        roofline = list_figures(machine, "hbm", "matmul", "layer_overhead")
+        known = ("vector",) if machine.vector is not None else ()
+        roofline = list_figures(machine, "hbm", "matmul", *known, "layer_overhead")
     computed = {"layers": sum(priced.layer_ps), "outside the layers": priced.outside_ps}
     parts = [Input(name, to_seconds(ps), "s", source) for name, ps in computed.items()]
     yield seconds("compute", taken.compute_ps, " + ".join(computed), *parts, *roofline)

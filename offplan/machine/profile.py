@@ -182,8 +182,8 @@ class MachineProfile(Record):
     matmul: Figure[ComputeRate]
     """bf16 matrix products with float32 sums, large and back to back; a datasheet's as ``hbm``."""
     vector: Figure[ComputeRate] | None = None
-    """Instructions of single threads that multiprocessors issue: 128 a cycle each. Absent is that of
-    the shipped profile of the same GPU, or VECTOR_SHARE of ``matmul``."""
+    """Instructions of threads that multiprocessors issue: 128 a cycle each. Absent is that of the
+    shipped profile of the same GPU, or VECTOR_SHARE of ``matmul``."""
     layer_overhead: Figure[ShortTime]
     """Time of LAUNCHES kernels in a captured graph that do next to nothing; on a CPU, that of the
     small operators of one layer."""
