@@ -29,18 +29,19 @@ from offplan.costs.kernels import (
     ATTENTION_EFFICIENCY,
     CODE_EFFICIENCY,
     CODE_INSTRUCTIONS,
+    CODES_LAUNCHES,
     GROUP_S,
     LAUNCH_SLOWDOWN,
     MATMUL_EFFICIENCY,
-    ROUTED_LAUNCHES,
     SORTING_S,
+    VALUES_LAUNCHES,
     WINDOW_TOKENS,
 )
 from offplan.costs.link import TILE_ROWS, UVA_SLOWDOWN
 from offplan.costs.memory import MARGIN
 from offplan.costs.packing import PACKED_EXPERT_SLOWDOWNS, PACKED_SLOWDOWNS
 from offplan.costs.predict import derive_stage
-from offplan.costs.ranges import COMPUTE_ERRORS, WAITING_ERRORS
+from offplan.costs.ranges import COMPUTE_ERRORS, CORES_ERRORS, WAITING_ERRORS
 from offplan.costs.timeline import to_seconds
 from offplan.costs.work import PassShape, decode_shape, prefill_shapes
 from offplan.held.held import hold
@@ -289,7 +290,8 @@ def test_the_cost_model_names_the_constants() -> None:
         f"causal pairs at {ATTENTION_EFFICIENCY} of `matmul`",
         f"windows look {WINDOW_TOKENS:,} tokens further",
         f"half a tile of {kernels.TILE_ROWS} rows",
-        f"with routed experts {ROUTED_LAUNCHES}, each {LAUNCH_SLOWDOWN} times as long",
+        f"{VALUES_LAUNCHES} with routed experts, {CODES_LAUNCHES} with their codes, each",
+        f"each {LAUNCH_SLOWDOWN} times as long",
         f"Groups of experts take {1e6 * GROUP_S:.0f} us",
         f"a prompt's routing {1e6 * SORTING_S:.0f} us",
         *(
@@ -298,6 +300,7 @@ def test_the_cost_model_names_the_constants() -> None:
                 ("a step's compute", COMPUTE_ERRORS[Phase.DECODE]),
                 ("a prompt's", COMPUTE_ERRORS[Phase.PREFILL]),
                 ("waiting", WAITING_ERRORS),
+                ("it with the cores", CORES_ERRORS),
             )
         ),
         f"else {UVA_SLOWDOWN} |",

@@ -35,10 +35,12 @@ LAUNCH_SLOWDOWN = 1.8
 
 Source: 130 kernels of 4 layers of gpt-oss-20b on an H200 take 2.2 us each, less products' bytes.
 """
-DENSE_LAUNCHES, ROUTED_LAUNCHES = 12, 32
-"""Kernels of a captured layer, products included, without and with routed experts.
+DENSE_LAUNCHES, VALUES_LAUNCHES, CODES_LAUNCHES = 12, 22, 32
+"""Kernels of a captured layer, products included: without routed experts, and with those stored as
+values or as codes.
 
-Source: as ``LAUNCH_SLOWDOWN`` for routed ones; Qwen3-8B takes 58 us a layer beside its bytes.
+Source: an H200, as ``LAUNCH_SLOWDOWN`` for codes. Beside their bytes and ``RAMP_S``, steps of
+Qwen3-8B take 30 us a layer, and of DeepSeek-V2-Lite 50.
 """
 RAMP_S = 4e-6
 """Seconds that a product of few rows takes beside those of its weight's bytes and its launch.
@@ -123,7 +125,9 @@ def launch_seconds(machine: MachineProfile, work: LayerWork, shape: PassShape) -
         return machine.layer_overhead.value
     if work.overhead_s is not None:
         return work.overhead_s
-    number = ROUTED_LAUNCHES if work.expert_bytes else DENSE_LAUNCHES
+    number = DENSE_LAUNCHES
+    if work.expert_bytes:
+        number = CODES_LAUNCHES if any(work.expert_codes) else VALUES_LAUNCHES
     sorting = SORTING_S if work.expert_bytes and shape.phase is Phase.PREFILL else 0.0
     return number * LAUNCH_SLOWDOWN * machine.layer_overhead.value / LAUNCHES + sorting
 

@@ -297,7 +297,7 @@ def describe_speed(plan: Plan) -> str:
     phase, took = Phase.DECODE, prediction.decode
     if workload.num_steps == 0:
         phase, took = Phase.PREFILL, prediction.prefill
-    steps, prompts = step_range(prediction, phase), step_range(prediction, Phase.PREFILL)
+    steps, prompts = (step_range(prediction, plan.offload, each) for each in (phase, Phase.PREFILL))
     if steps is None or prompts is None:
         each, first = format_seconds(took.step_s), format_seconds(prediction.prefill.step_s)
         rate = format_frequency(workload.batch / took.step_s)

@@ -65,14 +65,14 @@ def plan_payload(plan: Plan, why_not_run: str | None) -> dict[str, Any]:
 
 def file_payload(plan: Plan) -> dict[str, Any]:
     """Return the keys of a plan's file, with the ranges of its predicted times."""
-    predicted = _with_ranges(plan.prediction)
+    predicted = _with_ranges(plan.prediction, plan)
     return {**plan.model_dump(mode="json"), "prediction": predicted}
 
 
-def _with_ranges(prediction: Prediction) -> dict[str, Any]:
+def _with_ranges(prediction: Prediction, plan: Plan) -> dict[str, Any]:
     predicted = prediction.model_dump(mode="json")
     for phase in Phase:
-        predicted[phase.value]["step_range_s"] = dump(step_range(prediction, phase))
+        predicted[phase.value]["step_range_s"] = dump(step_range(prediction, plan.offload, phase))
     return predicted
 
 
@@ -154,8 +154,8 @@ def run_payload(plan: Plan, result: RunResult, texts: Sequence["Text"]) -> dict[
         "output_tokens": max((text.num_made for text in texts), default=len(measured.step_s) + 1),
         "text": texts[0].made if texts else None,
         "texts": [text_payload(text) for text in texts],
-        "predicted": _prediction_payload(plan.prediction),
-        "predicted_as_run": None if other is None else _prediction_payload(other),
+        "predicted": _prediction_payload(plan.prediction, plan),
+        "predicted_as_run": None if other is None else _prediction_payload(other, plan),
         "measured": {"decode": decode, "prefill": prefill, "gpu_memory": memory},
         **_counts_payload(result.counts),
         **dict(plan.goal.list_outcomes()),
@@ -175,7 +175,7 @@ def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
         "plan": Ran.of(plan).model_dump(mode="json"),
         "runtime": {"predicted": plan.goal.engine or OWN_RUNTIME, "measured": OWN_RUNTIME},
         "predicted": {
-            **_prediction_payload(plan.prediction),
+            **_prediction_payload(plan.prediction, plan),
             "host_memory": {"weights_bytes": plan.prediction.host_memory_bytes},
         },
         "measured": {
@@ -194,8 +194,8 @@ def _counts_payload(counts: Mapping[str, ComparedCounts]) -> dict[str, Any]:
     return {each.key: dump(counts.get(name)) for name, each in COUNTS.items()}
 
 
-def _prediction_payload(prediction: Prediction) -> dict[str, Any]:
-    predicted = _with_ranges(prediction)
+def _prediction_payload(prediction: Prediction, plan: Plan) -> dict[str, Any]:
+    predicted = _with_ranges(prediction, plan)
     return {key: predicted[key] for key in (*PHASES, "gpu_memory")}
 
 
