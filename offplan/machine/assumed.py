@@ -142,7 +142,7 @@ def _achieve(figure: Any, share: float, parse: Callable[[str | float], float]) -
         peak = parse(figure["value"])
     except (InputError, KeyError, TypeError):
         return figure  # the profile's check refuses it
-    source = f"{share} of {figure['value']}, as an H200 achieves: {figure.get('source')}"
+    source = f"{share} of the peak, as an H200 achieves: {figure.get('source')}"
     return {**figure, "value": share * peak, "basis": "estimated", "source": source}
 
 
