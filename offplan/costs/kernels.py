@@ -68,8 +68,9 @@ Source: Qwen3-30B's experts by 512 and 1,024 tokens, which are 128 and some 192 
 GROUP_S = 20e-6
 """Seconds that each group of experts takes whose values are made together, beside its kernels' own.
 
-Source: gpt-oss-120b on an H200 has 24 groups, and 2,048 tokens took 4.40 ms; 20b has 6, and took
-1.13 and 1.48 ms by 512 and 2,048. Without groups 3.6, 0.93 and 1.38 would be given.
+Source: an H200, 2,048 tokens. gpt-oss-20b took 1.38 / 1.40 / 1.48 / 1.55 ms in 2 / 3 / 6 / 12
+groups, gpt-oss-120b 3.99 / 4.14 / 4.40 / 4.82 in 8 / 12 / 24 / 48, Qwen3-30B in FP8 1.05 / 1.08 /
+1.10 / 1.20 in 2 / 3 / 6 / 11 (``benchmarks/results/grouped-experts-h200.json``).
 """
 SORTING_S = 80e-6
 """Seconds that a prompt's routing takes beside a step's: more pairs are sorted and summed up.

@@ -131,7 +131,7 @@ def test_one_output_token_is_the_prompts(cli: CLI) -> None:
     asked = "analyze", QWEN, "--machine", "h200-pcie5", "--output-tokens", 1
     out = " ".join(cli(*asked).out.split())
     prompt = json.loads(cli(*asked, "--json").out)["plan"]["prediction"]["prefill"]
-    ends = format_range(*prompt["step_range_s"], format_seconds)
+    ends = format_range(prompt["step_range_s"][0], prompt["step_range_s"][1], format_seconds)
     told = f"tokens a second, one after each prompt of 512: {ends}, estimated; `offplan measure`"
     assert told in out
 
