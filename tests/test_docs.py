@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from docs import make_cli_reference, make_fields
+from offplan.backends import Backend
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.costs import kernels
@@ -25,6 +26,7 @@ from offplan.costs.activations import (
     waiting_bytes,
 )
 from offplan.costs.compute import ModelCompute
+from offplan.costs.cores import WAIT_ERRORS
 from offplan.costs.kernels import (
     ATTENTION_EFFICIENCY,
     CODE_EFFICIENCY,
@@ -41,7 +43,7 @@ from offplan.costs.link import TILE_ROWS, UVA_SLOWDOWN
 from offplan.costs.memory import MARGIN
 from offplan.costs.packing import PACKED_EXPERT_SLOWDOWNS, PACKED_SLOWDOWNS
 from offplan.costs.predict import derive_stage
-from offplan.costs.ranges import COMPUTE_ERRORS, CORES_ERRORS, WAITING_ERRORS
+from offplan.costs.ranges import COMPUTE_ERRORS, WAITING_ERRORS
 from offplan.costs.timeline import to_seconds
 from offplan.costs.work import PassShape, decode_shape, prefill_shapes
 from offplan.held.held import hold
@@ -300,7 +302,7 @@ def test_the_cost_model_names_the_constants() -> None:
                 ("a step's compute", COMPUTE_ERRORS[Phase.DECODE]),
                 ("a prompt's", COMPUTE_ERRORS[Phase.PREFILL]),
                 ("waiting", WAITING_ERRORS),
-                ("it with the cores", CORES_ERRORS),
+                ("it with the cores", WAIT_ERRORS[Backend.HOST.capability]),
             )
         ),
         f"else {UVA_SLOWDOWN} |",

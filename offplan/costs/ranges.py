@@ -1,18 +1,11 @@
 """Ranges of the times of passes whose layers nobody has timed."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
+from offplan.costs.capabilities import WAIT_ERRORS
+from offplan.costs.term import Errors
 from offplan.placement import Phase
 from offplan.plan import Offload, Prediction
-
-
-class Errors(NamedTuple):
-    """Measured times as multiples of those estimated, the least and the most."""
-
-    least: float
-    most: float
-
 
 COMPUTE_ERRORS: Mapping[Phase, Errors] = {
     Phase.DECODE: Errors(0.85, 1.3),
@@ -30,12 +23,6 @@ WAITING_ERRORS = Errors(0.9, 1.15)
 Source: plans on an H100 by a profile that was not measured there. Steps and first tokens of
 gpt-oss-20b and Qwen3-8B in FP8 took 0.92 to 1.08 of what was predicted.
 """
-CORES_ERRORS = Errors(0.65, 1.5)
-"""Errors of the time that compute waits for the host's cores, and what else it waits for.
-
-Source: a step of Qwen3-30B on that H100, where their rate was assumed, waited 0.66 of what was
-predicted. One of gpt-oss-20b on an H200, where it was measured, waited 1.5 times that.
-"""
 
 
 def step_range(
@@ -46,8 +33,10 @@ def step_range(
         return None
     is_step = phase is Phase.DECODE
     took = prediction.decode if is_step else prediction.prefill
-    waits = is_step and any(rule.decode.is_by_cores for rule in offload.rules)
-    pairs = zip(COMPUTE_ERRORS[phase], CORES_ERRORS if waits else WAITING_ERRORS, strict=True)
+    used = {name for rule in offload.rules if is_step for name in rule.list_capabilities()}
+    errors = [WAITING_ERRORS, *(WAIT_ERRORS[name] for name in used & WAIT_ERRORS.keys())]
+    widest = min(each.least for each in errors), max(each.most for each in errors)
+    pairs = zip(COMPUTE_ERRORS[phase], widest, strict=True)
     waiting_s = min(took.stall_s, took.step_s)
     low, high = ((took.step_s - waiting_s) * a + waiting_s * b for a, b in pairs)
     return low, high

@@ -3,7 +3,8 @@
 import pytest
 
 from offplan.backends import Backend
-from offplan.costs.ranges import COMPUTE_ERRORS, CORES_ERRORS, WAITING_ERRORS, step_range
+from offplan.costs.cores import WAIT_ERRORS
+from offplan.costs.ranges import COMPUTE_ERRORS, WAITING_ERRORS, step_range
 from offplan.placement import Phase
 from offplan.plan import Budget, Offload, Workload
 from tests.costs.builders import MIB, dense_model, make_machine, rule
@@ -40,7 +41,7 @@ def test_a_step_that_waits_for_the_cores_has_their_errors() -> None:
     assert by_cores is not None
     assert by_link is not None
     for ours, theirs, of_cores, of_link in zip(
-        by_cores, by_link, CORES_ERRORS, WAITING_ERRORS, strict=True
+        by_cores, by_link, WAIT_ERRORS[Backend.HOST.capability], WAITING_ERRORS, strict=True
     ):
         assert ours - theirs == pytest.approx(waiting_s * (of_cores - of_link))
     assert step_range(found, cores, Phase.PREFILL) == step_range(found, offload, Phase.PREFILL)
