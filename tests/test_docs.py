@@ -12,7 +12,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from docs import make_cli_reference, make_fields
+from docs import make_cli_reference, make_fields, make_speeds
 from offplan.backends import Backend
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
@@ -109,6 +109,17 @@ def test_the_reference_is_what_the_commands_declare() -> None:
 def test_the_table_of_fields_is_the_servers() -> None:
     written = make_fields.PAGE.read_text("utf-8")
     assert written == make_fields.render_page(), "run python docs/make_fields.py"
+
+
+def test_published_speeds_are_within_the_factors_that_the_page_states() -> None:
+    written = make_speeds.PAGE.read_text("utf-8")
+    assert written == make_speeds.render_page(), "run python docs/make_speeds.py"
+    for each in make_speeds.SPEEDS:
+        decode, prompt = each.estimates
+        most = make_speeds.OTHER_FORM if each.source.is_gguf else make_speeds.SAME_FORM
+        assert 1 / most <= each.decode / decode <= most, each
+        if each.prompt is not None:
+            assert 1 / make_speeds.PROMPTS <= each.prompt / prompt <= make_speeds.PROMPTS, each
 
 
 @pytest.mark.parametrize("command", make_cli_reference.list_commands())
