@@ -19,6 +19,12 @@ def machine_payload(machine: MachineProfile) -> dict[str, Any]:
     return {**machine.model_dump(mode="json"), "fingerprint": machine.fingerprint}
 
 
+def shared_profile(machine: MachineProfile) -> MachineProfile:
+    """Return what others can use of a profile: no layers of a model, nor one host's memory."""
+    left = dict.fromkeys(("host_memory", "numa_node", "numa_nodes", "in_place_reads"))
+    return machine.model_copy(update={**left, "layer_times": ()})
+
+
 def render_machine(machine: MachineProfile) -> Table:
     """Show the figures that plans are made from."""
     table = make_table(f"{machine.name}, {machine.link}", "figure", "value", "basis")
