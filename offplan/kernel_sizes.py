@@ -16,6 +16,8 @@ expanded first 329 / 332 / 340.
 """
 MIN_ROWS = 16
 """Rows that a product with codes takes at least."""
+PAIR_ROWS = 64
+"""Pairs of a token and an expert that read the expert's codes together, at most."""
 IN_PLACE_ROWS = 128
 """Pairs of a token and an expert that read the expert's codes in host memory together, at most.
 

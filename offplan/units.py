@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
 
@@ -168,6 +168,15 @@ def format_flops(flops_per_s: float) -> str:
 def format_seconds(seconds: float) -> str:
     """Print a duration: ``31.2 ms``."""
     return _format(seconds, _SECONDS)
+
+
+def format_range(low: float, high: float, print_number: Callable[[float], str]) -> str:
+    """Print a range whose ends have two significant digits: ``5.6 to 7.8 ms``."""
+    least, most = (print_number(float(f"{number:.2g}")) for number in (low, high))
+    if least == most:
+        return least
+    (number, _, unit), (_, _, same) = least.partition(" "), most.partition(" ")
+    return f"{number if unit == same else least} to {most}"
 
 
 def format_seconds_exact(seconds: float) -> str:

@@ -12,9 +12,11 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from docs import make_cli_reference, make_fields
+from docs import make_cli_reference, make_fields, make_speeds
+from offplan.backends import Backend
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
+from offplan.costs import kernels
 from offplan.costs.activations import (
     CODED_EXPERTS_BYTES,
     attention_bytes,
@@ -23,11 +25,25 @@ from offplan.costs.activations import (
     mlp_bytes,
     waiting_bytes,
 )
-from offplan.costs.compute import MATMUL_EFFICIENCY, ModelCompute
+from offplan.costs.compute import ModelCompute
+from offplan.costs.cores import WAIT_ERRORS
+from offplan.costs.kernels import (
+    ATTENTION_EFFICIENCY,
+    CODE_EFFICIENCY,
+    CODE_INSTRUCTIONS,
+    CODES_LAUNCHES,
+    GROUP_S,
+    LAUNCH_SLOWDOWN,
+    MATMUL_EFFICIENCY,
+    SORTING_S,
+    VALUES_LAUNCHES,
+    WINDOW_TOKENS,
+)
 from offplan.costs.link import TILE_ROWS, UVA_SLOWDOWN
 from offplan.costs.memory import MARGIN
 from offplan.costs.packing import PACKED_EXPERT_SLOWDOWNS, PACKED_SLOWDOWNS
 from offplan.costs.predict import derive_stage
+from offplan.costs.ranges import COMPUTE_ERRORS, WAITING_ERRORS
 from offplan.costs.timeline import to_seconds
 from offplan.costs.work import PassShape, decode_shape, prefill_shapes
 from offplan.held.held import hold
@@ -93,6 +109,17 @@ def test_the_reference_is_what_the_commands_declare() -> None:
 def test_the_table_of_fields_is_the_servers() -> None:
     written = make_fields.PAGE.read_text("utf-8")
     assert written == make_fields.render_page(), "run python docs/make_fields.py"
+
+
+def test_published_speeds_are_within_the_factors_that_the_page_states() -> None:
+    written = make_speeds.PAGE.read_text("utf-8")
+    assert written == make_speeds.render_page(), "run python docs/make_speeds.py"
+    for each in make_speeds.SPEEDS:
+        decode, prompt = each.estimates
+        most = make_speeds.OTHER_FORM if each.source.is_gguf else make_speeds.SAME_FORM
+        assert 1 / most <= each.decode / decode <= most, each
+        if each.prompt is not None:
+            assert 1 / make_speeds.PROMPTS <= each.prompt / prompt <= make_speeds.PROMPTS, each
 
 
 @pytest.mark.parametrize("command", make_cli_reference.list_commands())
@@ -269,7 +296,26 @@ def test_the_cost_model_names_the_constants() -> None:
     (_, least), *_, (many, most) = PACKED_SLOWDOWNS
     ttft, tpot, memory = (f"{min(each):.3f} to {max(each):.3f}" for each in ratios)
     for stated in (
-        f"matmul rate x {MATMUL_EFFICIENCY})",
+        f"at {MATMUL_EFFICIENCY} of `matmul`",
+        f"{CODE_INSTRUCTIONS.half:g} instructions for each value of 4 bits, "
+        f"{CODE_INSTRUCTIONS.whole:g} of 8",
+        f"at {CODE_EFFICIENCY.half} and {CODE_EFFICIENCY.whole} of `matmul`",
+        f"causal pairs at {ATTENTION_EFFICIENCY} of `matmul`",
+        f"windows look {WINDOW_TOKENS:,} tokens further",
+        f"half a tile of {kernels.TILE_ROWS} rows",
+        f"{VALUES_LAUNCHES} with routed experts, {CODES_LAUNCHES} with their codes, each",
+        f"each {LAUNCH_SLOWDOWN} times as long",
+        f"Groups of experts take {1e6 * GROUP_S:.0f} us",
+        f"a prompt's routing {1e6 * SORTING_S:.0f} us",
+        *(
+            f"{errors.least:g} to {errors.most:g} of {what}"
+            for what, errors in (
+                ("a step's compute", COMPUTE_ERRORS[Phase.DECODE]),
+                ("a prompt's", COMPUTE_ERRORS[Phase.PREFILL]),
+                ("waiting", WAITING_ERRORS),
+                ("it with the cores", WAIT_ERRORS[Backend.HOST.capability]),
+            )
+        ),
         f"else {UVA_SLOWDOWN} |",
         f"by {least} for one token to {most} for {many}",
         f"(routed experts: {PACKED_EXPERT_SLOWDOWNS[-1][1]})",

@@ -160,3 +160,16 @@ def test_what_is_printed_reads_back_to_what_prints_the_same(num_bytes: int) -> N
 def test_what_is_needed_is_never_rounded_down(num_bytes: int) -> None:
     enough = units.parse_bytes(units.format_bytes_enough(num_bytes))
     assert num_bytes <= enough <= num_bytes * 1.002 + 1
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "told"),
+    [
+        (0.005612, 0.00784, "5.6 to 7.8 ms"),
+        (0.0009, 0.0012, "900 us to 1.2 ms"),
+        (0.99951, 0.99952, "1 s"),
+    ],
+)
+def test_ranges_have_two_digits_and_one_unit(low: float, high: float, told: str) -> None:
+    assert units.format_range(low, high, units.format_seconds) == told
+    assert units.format_range(107.3, 191.2, units.format_frequency) == "110 to 190"

@@ -41,7 +41,8 @@ def show(plan: options.Plan, json: options.Json = False) -> None:
     Nothing else is read, neither the model nor the machine.
     """
     from offplan.plan import load_plan
+    from offplan.report.payload import file_payload
     from offplan.report.plan import render_plan_file
 
     loaded = load_plan(plan)
-    print_result(loaded.model_dump(mode="json"), *render_plan_file(loaded), json=json)
+    print_result(file_payload(loaded), *render_plan_file(loaded), json=json)

@@ -37,6 +37,12 @@ def measure(
     goal: options.TimedOptions = options.ALL_TIMED,
     trust_remote_code: options.TrustRemoteCode = False,
     host_threads: options.HostThreads = None,
+    share: Annotated[
+        bool,
+        typer.Option(
+            "--share", help="Print what others can use: no layers, nor this host's memory."
+        ),
+    ] = False,
     output: options.Output = None,
     force: options.Force = False,
     json: options.Json = False,
@@ -52,7 +58,7 @@ def measure(
     from offplan.cli.threads import settle_threads
     from offplan.library.machines import measure_here, require_gpu
     from offplan.machine.profile import dump_profile
-    from offplan.report.machine import machine_payload, render_machine
+    from offplan.report.machine import machine_payload, render_machine, shared_profile
 
     if output == STANDARD:  # where it goes anyway
         output = None
@@ -83,7 +89,7 @@ def measure(
         **vars(goal),
         on_stage=ProgressBar,
     )
-    profile = machine.profile
+    profile = shared_profile(machine.profile) if share else machine.profile
     for each in machine.skipped:
         print_note(f"not measured: {each}")
     if output is not None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from offplan.checkpoint.parameter import Parameter
 from offplan.costs import cached_experts, cores, packing, parts
 from offplan.costs.in_place_costs import CachedTimes
-from offplan.costs.term import Input
+from offplan.costs.term import Errors, Input
 from offplan.costs.timeline import PieceTimes
 from offplan.costs.work import LayerWork, PassShape
 
@@ -25,6 +25,8 @@ WAITS: tuple[Callable[..., Iterable[Input]], ...] = (
     cores.list_waits,
 )
 """Given a pass's times, stage and machine: those that compute waits, beyond those for the link."""
+WAIT_ERRORS: Mapping[str | None, Errors] = cores.WAIT_ERRORS
+"""Errors of what a decode step waits, by the name of the capability that it waits for."""
 MISSES: tuple[Callable[..., tuple[str, tuple[Input, ...]]], ...] = (cached_experts.list_misses,)
 """Given placement, stage, batch, machine and a step's times: words and inputs of the bytes over the
 link for what steps miss in caches."""

@@ -7,6 +7,7 @@ from math import log
 
 from offplan.costs.calls import count_calls
 from offplan.costs.capabilities import RECODED_HEAD_BYTES, RECODED_LAYER_BYTES
+from offplan.costs.kernels import head_seconds, launch_seconds, layer_seconds
 from offplan.costs.kv_cache import cached_bytes
 from offplan.costs.pass_compute import PassCompute
 from offplan.costs.timeline import to_ps
@@ -19,15 +20,6 @@ from offplan.costs.work import (
 )
 from offplan.held.stage import Stage
 from offplan.machine.profile import LayerTime, MachineProfile
-
-MATMUL_EFFICIENCY = 0.75
-"""Share of the profile's matmul rate that the products of a whole layer reach.
-
-Source: estimated. Of the 680 TFLOP/s that an H200 reaches on large products alone, resident prompts
-of 8,192 tokens reached 0.68 and 0.91. DeepSeek-V2-Lite took 0.0992 s for 46.0 TFLOP, attention
-included, and Qwen3-8B 0.2151 s for 133.6 (``benchmarks/results/h200.json``).
-"""
-
 
 LAUNCH_S = 8.2e-6
 """Seconds that the host takes for an operator of an uncaptured pass, Python included.
@@ -87,7 +79,7 @@ class ModelCompute:
         calls = count_calls(self.stage, shapes[0].phase)
         routed = {
             key: sum(
-                round(work.routed_share(shape) * to_ps(chunk[key].seconds))
+                round(routed_share(self.machine, work, shape) * to_ps(chunk[key].seconds))
                 for shape, chunk in zip(shapes, chunks, strict=True)
             )
             for key, work in self.works.items()
@@ -105,10 +97,9 @@ class ModelCompute:
 def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> ComputeTime:
     """Price one layer: the measured time of this shape, or an estimate.
 
-    The estimate is a roofline, max(bytes / HBM rate, operations / matmul rate), and what making
-    experts' values takes before it, plus the overhead of a layer, an engine's own or the profile's.
-    A layer of transformers' own passes takes the roofline, its launches, or what its operators read
-    and write, whichever is most. Times of two equal chunks give those between them, and chunks that
+    The estimate is that of ``kernels.layer_seconds``, plus launches. A layer of transformers' own
+    passes takes its kernels, its launches, or what its operators read and write, whichever is most.
+    Times of two equal chunks give those between them, and chunks that
     of a longer prompt. Times measured at other shapes of the same layer scale it, or, of the chunks
     of a prompt, differ from it by as much. A smaller chunk takes its share of a larger one at
     least. A recoded layer that was not measured itself takes what that costs beyond the layer as it
@@ -120,26 +111,24 @@ def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> Co
             seconds += RECODED_LAYER_BYTES(work, shape) / machine.hbm.value
         if work.kv_cache.is_coded:
             more = cached_bytes(work, shape, in_place=not machine.is_cpu) / machine.hbm.value
-            seconds = max(seconds + more, _roofline(machine, work, shape))
+            seconds = max(seconds + more, layer_seconds(machine, work, shape).total)
         return ComputeTime(seconds, measured=False)
 
     def estimate(at: PassShape) -> float:
-        roofline = _roofline(machine, work, at)
+        kernels = layer_seconds(machine, work, at).total
         if work.operators is None or work.moved is None:
-            known = None if machine.is_cpu else work.overhead_s  # an engine's is that of a GPU
-            return roofline + (machine.layer_overhead.value if known is None else known)
+            return kernels + launch_seconds(machine, work, at)
         beside = work.moved(at) / MOVED_EFFICIENCY
         moving = (work.weight_bytes(at) + beside) / machine.hbm.value
-        return max(roofline, LAUNCH_S * work.operators[at.phase], moving)
+        return max(kernels, LAUNCH_S * work.operators[at.phase], moving)
 
     return _measured_or(machine, work.key, shape, estimate)
 
 
-def _roofline(machine: MachineProfile, work: LayerWork, shape: PassShape) -> float:
-    reading = (work.device_bytes(shape) + work.decoding_bytes(shape)) / machine.hbm.value
-    flops = work.flops(shape) + work.decoding_flops(shape)
-    making = work.making_bytes(shape) / machine.hbm.value
-    return making + max(reading, flops / (machine.matmul.value * MATMUL_EFFICIENCY))
+def routed_share(machine: MachineProfile, work: LayerWork, shape: PassShape) -> float:
+    """Part of a layer's kernels that are products with routed experts."""
+    taken = layer_seconds(machine, work, shape)
+    return taken.routed / taken.total if taken.routed else 0.0
 
 
 def outside_time(machine: MachineProfile, stage: Stage, shape: PassShape) -> ComputeTime:
@@ -165,9 +154,8 @@ def outside_time(machine: MachineProfile, stage: Stage, shape: PassShape) -> Com
         made = head.num_weights if makes else 0
         recodes = head.is_recoded and not makes
         stored = RECODED_HEAD_BYTES(head, at) if recodes else head.nbytes
-        reading = (stored + rows + 2 * element_bytes * made) / machine.hbm.value
-        flops = 2 * head.num_weights * at.batch
-        return max(reading, flops / (machine.matmul.value * MATMUL_EFFICIENCY))
+        num_bytes = stored + rows + 2 * element_bytes * made
+        return head_seconds(machine, num_bytes, head.num_weights, at.batch)
 
     return _measured_or(machine, stage.time_key(stage.outside_key), shape, estimate)
 

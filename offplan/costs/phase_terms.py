@@ -5,7 +5,6 @@ from fractions import Fraction
 
 from offplan.backends import Backend
 from offplan.costs.capabilities import MISSES, WAITS
-from offplan.costs.compute import MATMUL_EFFICIENCY
 from offplan.costs.pass_compute import PassCompute
 from offplan.costs.term import Input, Term, list_figures, list_sizes, show_figure
 from offplan.costs.timeline import PhaseTimes, to_seconds
@@ -30,10 +29,11 @@ def list_phase(
     source = "measured on the machine, at these shapes"
     roofline: tuple[Input, ...] = ()
     if not priced.measured:
-        source = f"roofline, of which matmul counts {MATMUL_EFFICIENCY:g}, or scaled from it"
+        source = "kernels, the longer of bytes and arithmetic each, or scaled from them"
         if stage.recoding is not None:
             source += f"; what {stage.recoding.word} adds is as on an H200"
-        roofline = list_figures(machine, "hbm", "matmul", "layer_overhead")
+        known = ("vector",) if machine.vector is not None else ()
+        roofline = list_figures(machine, "hbm", "matmul", *known, "layer_overhead")
     computed = {"layers": sum(priced.layer_ps), "outside the layers": priced.outside_ps}
     parts = [Input(name, to_seconds(ps), "s", source) for name, ps in computed.items()]
     yield seconds("compute", taken.compute_ps, " + ".join(computed), *parts, *roofline)

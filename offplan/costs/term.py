@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from offplan.backends import Figure
 from offplan.machine.profile import MachineProfile
@@ -16,8 +16,16 @@ _FIGURES: Mapping[str, UnitName] = {
     "h2d": "bytes_per_s",
     "hbm": "bytes_per_s",
     "matmul": "flops_per_s",
+    "vector": "flops_per_s",
 }
 """Figures of a profile, and their units."""
+
+
+class Errors(NamedTuple):
+    """Measured times as multiples of those estimated, the least and the most."""
+
+    least: float
+    most: float
 
 
 @dataclass(frozen=True)

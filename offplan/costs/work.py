@@ -1,36 +1,31 @@
 """The work of one decoder layer, whatever the machine: bytes to read, products to compute."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import prod
+from typing import NamedTuple
 
 from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.model import Experts, KVCache, Layer
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.windows import Mixer
 from offplan.costs.calls import count_calls
-from offplan.forms.form import Kind
 from offplan.held.stage import Stage
-from offplan.kernel_sizes import CODES_ROWS, MIN_ROWS, are_gathered, are_grouped
+from offplan.kernel_sizes import CODES_ROWS, are_gathered, are_grouped
 from offplan.placement import Phase
 from offplan.plan import Workload
 
-CODED_EXPERT_SLOWDOWNS = {False: 5.0, True: 9.0}
-"""Time of products with experts' codes, of eight bits and of four (True), as a multiple of that of
-as many operations with values. It is for a machine whose profile has no times of such layers.
 
-Source: prompts of 512 to 4,096 tokens on an H200. Qwen3-30B-A3B and DeepSeek-V3 in FP8 took 0.6 to
-1.3 of what this gives, and gpt-oss in MXFP4 1.0 to 1.3.
-"""
+class Codes(NamedTuple):
+    """A number for weights whose codes have four bits, and one for those of eight."""
 
-WHOLE_NUMBER_SLOWDOWNS = (2.5, 1.2)
-"""Times of dense whole numbers of four bits, as multiples of that of their bytes. The first is of
-reading for few tokens, the second of making their values for many. They are for a machine whose
-profile has no times of such layers.
+    half: float = 0.0
+    whole: float = 0.0
 
-Source: 12,288 x 4,096 of compressed-tensors' W4A16 on an H200. By one input it takes 19 us, where
-22 made 2.9 of a decode step of Qwen3-32B. To be expanded it takes 37 us, where its bytes take 30.
-"""
+
+MATRIX_ELEMENTS = 2**20
+"""Weights of a matrix whose product takes longer than another small kernel. Source: estimated."""
 
 
 @dataclass(frozen=True)
@@ -119,19 +114,28 @@ class LayerWork:
     """Weights whose values are made of their codes for passes of many tokens."""
     absorbed_elements: int
     """``expanded_elements`` that are expanded in every decode step."""
-    whole_elements: int
-    """``expanded_elements`` that are stored as whole numbers of four bits."""
-    slow_expert_elements: float
-    """Weights of routed experts that are stored as codes, each as often as a product with it takes
-    longer than with its value."""
+    coded_bytes: int
+    """Bytes of ``dense_bytes`` that ``expanded_elements`` are stored in."""
+    dense_codes: Codes
+    """Dense weights that the checkpoint stores as codes."""
+    expert_codes: Codes
+    """Weights of routed experts that the checkpoint stores as codes."""
+    num_matrices: int
+    """Dense weights of MATRIX_ELEMENTS and more."""
     grouped_elements: int
     """Weights of routed experts whose values prompts of many tokens make of codes."""
+    grouped_values: tuple[int, ...]
+    """Weights of one expert in each matrix that these are of."""
     grouped_kinds: frozenset[str]
     """Kinds of the forms that these are stored in."""
     token_elements: float
     """Elements that each new token is multiplied by; of routed experts, only its own."""
     routed_elements: float
     """``token_elements`` of routed experts."""
+    expert_elements: int
+    """Weights of all routed experts."""
+    row_elements: float
+    """Elements of rows that each new token's products read and write."""
     element_bytes: int
     """Bytes of an element of what is computed with."""
     kv_cache: KVCache
@@ -164,59 +168,40 @@ class LayerWork:
 
         They are the weights and the cache, and values that are made of codes and then read.
         """
-        made = self.absorbed_elements if shape.phase is Phase.DECODE else 0
-        if makes_values(shape.num_tokens, self.element_bytes):
-            made = self.expanded_elements
         cache = self.kv_cache.nbytes(shape.batch, shape.context)
+        made = self.made_elements(shape)
         return self.weight_bytes(shape) + 2 * self.element_bytes * made + cache
 
-    def decoding_bytes(self, shape: PassShape) -> float:
-        """Bytes to and from GPU memory that are as long on their way as decoding makes a pass.
-
-        Dense whole numbers of four bits take WHOLE_NUMBER_SLOWDOWNS times as long as their bytes.
-        """
-        reading, making = WHOLE_NUMBER_SLOWDOWNS
+    def made_elements(self, shape: PassShape) -> int:
+        """Dense weights whose values a pass makes of their codes before it multiplies."""
         if makes_values(shape.num_tokens, self.element_bytes):
-            return (making - 1) * 2 * self.element_bytes * self.whole_elements
-        return (reading - 1) * self.whole_elements / 2
-
-    def decoding_flops(self, shape: PassShape) -> float:
-        """Operations that take as long as multiplying experts' codes takes beyond their values.
-
-        An expert that tokens are sent to takes the time of MIN_ROWS of them, or more: few
-        rows, each by itself, took as long.
-        """
-        if self.experts is None or self.groups_experts(shape):
-            return 0.0
-        pairs = shape.num_tokens * self.experts.num_experts_per_token
-        rows = max(pairs, MIN_ROWS * self.experts.touched(shape.num_tokens))
-        return 2 * self.slow_expert_elements * rows / self.experts.num_experts
+            return self.expanded_elements
+        return self.absorbed_elements if shape.phase is Phase.DECODE else 0
 
     def groups_experts(self, shape: PassShape) -> bool:
         """Return True if a pass makes values of experts' codes, group by group."""
         kinds = self.grouped_kinds
         return bool(kinds) and groups_codes(self.experts, shape.num_tokens, kinds)
 
-    def making_bytes(self, shape: PassShape) -> float:
-        """Bytes that are read and written to make experts' values, while nothing is multiplied."""
-        if not self.groups_experts(shape):
-            return 0.0
-        return self.expert_bytes + self.element_bytes * self.grouped_elements
-
     def flops(self, shape: PassShape) -> float:
         """Operations of a pass: two for each weight and token, and causal attention."""
         products = self.token_elements * shape.num_tokens
-        dims = self.attention[shape.phase]
-        pairs = shape.batch * self._pairs(shape)
-        return 2 * products + 2 * dims.num_heads * (dims.query_dim + dims.value_dim) * pairs
+        return 2 * products + self._attention(shape, shape.batch * self._pairs(shape))
 
-    def routed_share(self, shape: PassShape) -> float:
-        """Part of a pass's operations that are products with routed experts."""
-        if not self.routed_elements:
-            return 0.0
-        decoding = self.decoding_flops(shape)
-        routed = 2 * self.routed_elements * shape.num_tokens + decoding
-        return routed / (self.flops(shape) + decoding)
+    def attention_flops(self, shape: PassShape, beyond: int) -> float:
+        """Operations of attention that take as long as it does.
+
+        A new token takes as long as looking at ``beyond`` tokens more than its window has.
+        """
+        pairs = self._pairs(shape)
+        if self.mixer is Mixer.SLIDING and self.kv_cache.window is not None:
+            blocks = self.kv_cache.window + beyond
+            pairs = attended_pairs(shape, blocks)
+        return self._attention(shape, shape.batch * pairs)
+
+    def _attention(self, shape: PassShape, pairs: int) -> float:
+        dims = self.attention[shape.phase]
+        return 2.0 * dims.num_heads * (dims.query_dim + dims.value_dim) * pairs
 
     def _pairs(self, shape: PassShape) -> int:
         """Pairs of a new token and one it looks at, in one sequence; linear attention has none."""
@@ -267,17 +252,21 @@ def layer_work(stage: Stage, layer: Layer) -> LayerWork:
         expert_bytes=layer.expert_bytes,
         expanded_elements=sum(p.num_weights for p in dense if not p.form.is_raw),
         absorbed_elements=sum(p.num_weights for p in dense if is_absorbed(p)),
-        whole_elements=sum(p.num_weights for p in dense if p.form.kind is Kind.W4A16),
-        slow_expert_elements=sum(
-            (CODED_EXPERT_SLOWDOWNS[_is_half_byte(p)] - 1) * p.num_weights
-            for p in layer.parameters
-            if p.is_expert and not p.form.is_raw and not p.is_recoded
-        ),
+        coded_bytes=sum(p.nbytes for p in dense if not p.form.is_raw),
+        dense_codes=_count_codes(dense),
+        expert_codes=_count_codes(p for p in layer.parameters if p.is_expert),
+        num_matrices=sum(_matrix_elements(p) >= MATRIX_ELEMENTS for p in dense),
         grouped_elements=sum(p.num_weights for p in grouped),
+        grouped_values=tuple(p.num_weights // experts.num_experts for p in grouped)
+        if experts
+        else (),
         grouped_kinds=frozenset(p.form.kind.value for p in grouped),
         element_bytes=stage.element_bytes,
         token_elements=dense_elements + borrowed + share * expert_elements,
         routed_elements=share * expert_elements,
+        expert_elements=expert_elements,
+        row_elements=sum(sum(p.shape[-2:]) for p in dense if len(p.shape) > 1)
+        + share * sum(_row_elements(p, experts) for p in layer.parameters if p.is_expert),
         kv_cache=layer.kv_cache,
         mixer=stage.architecture.mixers[layer.index],
         attention={phase: attention_dims(stage.architecture, phase) for phase in Phase},
@@ -353,6 +342,18 @@ def gathers_codes(experts: Experts | None, num_tokens: int) -> bool:
         return False
     num_pairs = num_tokens * experts.num_experts_per_token
     return are_gathered(num_pairs, experts.num_in_all)
+
+
+def _count_codes(parameters: Iterable[Parameter]) -> Codes:
+    coded = [p for p in parameters if not p.form.is_raw and not p.is_recoded]
+    half = sum(p.num_weights for p in coded if _is_half_byte(p))
+    return Codes(half, sum(p.num_weights for p in coded) - half)
+
+
+def _row_elements(parameter: Parameter, experts: Experts | None) -> int:
+    """Elements of the rows in and out of a weight of all experts; 0 for biases."""
+    number, last = 1 if experts is None else experts.num_experts, parameter.shape[-2:]
+    return number * sum(last) if number * prod(last) == parameter.num_weights else 0
 
 
 def _is_half_byte(parameter: Parameter) -> bool:

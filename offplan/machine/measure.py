@@ -13,7 +13,7 @@ from offplan.machine.measure_host import measure_pinning, measure_place
 from offplan.machine.measure_link import measure_in_place, measure_pageable, measure_pinned
 from offplan.machine.measure_others import measure_concurrent, measure_peer
 from offplan.machine.measure_time import figure, time_work
-from offplan.machine.profile import MachineProfile
+from offplan.machine.profile import LAUNCHES, MachineProfile
 from offplan.progress import Progress
 
 LIBRARY_BYTES = 100 * 2**20
@@ -24,9 +24,6 @@ Source: eight plans of Qwen3-8B and DeepSeek-V2-Lite on an H200 with torch 2.11 
 less than is predicted so. Of these, 28 to 74 MiB are margin
 (``benchmarks/results/packed-h200.json``).
 """
-
-KERNELS_PER_LAYER = 20
-"""Small kernels of one decoder layer as transformers writes it: norms, rotary, residuals."""
 
 
 def measure_machine(
@@ -87,7 +84,7 @@ def _measure_matmul() -> dict[str, object]:
 
 
 def _measure_launch() -> dict[str, object]:
-    """Time one small kernel in a captured graph, and estimate a layer's from it."""
+    """Time small kernels in a captured graph."""
     small = torch.zeros(4096, dtype=torch.bfloat16, device="cuda")
     small.add_(1)
     graph = torch.cuda.CUDAGraph()
@@ -96,8 +93,8 @@ def _measure_launch() -> dict[str, object]:
         for _ in range(100):
             small.add_(1)
     timing = time_work(graph.replay)
-    seconds = timing.seconds / 100 * KERNELS_PER_LAYER
-    how = f"{KERNELS_PER_LAYER} captured small kernels"
+    seconds = timing.seconds / 100 * LAUNCHES
+    how = f"{LAUNCHES} captured small kernels"
     return {"layer_overhead": figure(seconds, how, timing.spread, basis="estimated")}
 
 

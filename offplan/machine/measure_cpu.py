@@ -9,9 +9,8 @@ from functools import partial
 import torch
 
 from offplan.hostmem.limits import memory_limit
-from offplan.machine.measure import KERNELS_PER_LAYER
 from offplan.machine.measure_time import figure, time_on_host
-from offplan.machine.profile import MachineProfile
+from offplan.machine.profile import LAUNCHES, MachineProfile
 from offplan.progress import Progress
 
 _LARGE_BYTES = 128 * 2**20
@@ -73,7 +72,7 @@ def _measure_matmul() -> dict[str, object]:
 def _measure_operators() -> dict[str, object]:
     small = torch.zeros(4096, dtype=torch.bfloat16)
     timing = time_on_host(lambda: small.add_(1), repeats=1000)
-    seconds, how = KERNELS_PER_LAYER * timing.seconds, f"{KERNELS_PER_LAYER} small operators"
+    seconds, how = LAUNCHES * timing.seconds, f"{LAUNCHES} small operators"
     return {"layer_overhead": figure(seconds, how, timing.spread, basis="estimated")}
 
 

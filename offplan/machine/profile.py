@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Annotated, Any, Generic, Protocol, TypeVar, get_args
 
 from pydantic import Field, GetJsonSchemaHandler, PrivateAttr, model_validator
@@ -15,7 +15,7 @@ from offplan.errors import ProfileError
 from offplan.kernel_sizes import ASSUMED_CORES_BYTES_PER_S, ASSUMED_TRIP_S
 from offplan.machine.assumed import change_figures, complete_figures
 from offplan.machine.curve import MAX_FACTOR, Curve, Rereads
-from offplan.machine.name import MachineName, parse_name
+from offplan.machine.name import SHIPPED, MachineName, parse_name
 from offplan.machine.name import shipped_profiles as shipped_profiles
 from offplan.records import (
     Basis,
@@ -31,6 +31,11 @@ from offplan.records import (
 from offplan.stores import STORES, StoreName
 
 PROFILE_VERSION = 1
+VECTOR_SHARE = 1 / 16
+"""``vector`` of an unknown GPU as a share of ``matmul``. Source: a quarter on GeForce cards, 1/11
+on an A100, 1/20 on an H100; estimated between these."""
+LAUNCHES = 20
+"""Kernels whose captured launches ``layer_overhead`` is the time of."""
 MOST_FILE_BYTES = 2**20
 """Beyond any profile's file, layer times included."""
 
@@ -172,11 +177,16 @@ class MachineProfile(Record):
     """Times that weights read in place cross, by the rows of the product; absent is as on an
     H200."""
     hbm: Figure[LinkRate]
-    """Device memory, as a memory-bound kernel reads it."""
+    """Device memory, as a memory-bound kernel reads it. A file's figure of basis ``datasheet`` is a
+    peak, of which reading makes what kernels achieve."""
     matmul: Figure[ComputeRate]
-    """bf16 matrix products, large and back to back."""
+    """bf16 matrix products with float32 sums, large and back to back; a datasheet's as ``hbm``."""
+    vector: Figure[ComputeRate] | None = None
+    """Instructions of threads that multiprocessors issue: 128 a cycle each. Absent is that of the
+    shipped profile of the same GPU, or VECTOR_SHARE of ``matmul``."""
     layer_overhead: Figure[ShortTime]
-    """Launch and small-kernel time of one decoder layer in decode, beyond its bytes and flops."""
+    """Time of LAUNCHES kernels in a captured graph that do next to nothing; on a CPU, that of the
+    small operators of one layer."""
     gpu_memory: Figure[Memory]
     """GPU memory that the card offers to a process, context included."""
     host_memory: Figure[Capacity] | None = None
@@ -232,6 +242,12 @@ class MachineProfile(Record):
         # the fingerprints that plans name; host memory is older, and always counted
         content = {"host_memory": None, **self.model_dump(mode="json", exclude_none=True)}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def vector_rate(self) -> float:
+        """``vector``, or what is assumed in its place."""
+        known = self.vector or _vector_of(self.name)
+        return VECTOR_SHARE * self.matmul.value if known is None else known.value
 
     @property
     def cores_rate(self) -> Figure[float]:
@@ -422,6 +438,16 @@ def load_profile(name: str | MachineName) -> MachineProfile:
     if named.changes and isinstance(data, dict):
         data = change_figures(data, named.read_changes())
     return _check_figures(data, str(named))
+
+
+@cache
+def _vector_of(gpu: str) -> Figure[float] | None:
+    """Find what a shipped profile tells of the CUDA cores of a GPU of this name."""
+    for name in shipped_profiles():
+        text = (SHIPPED / f"{name}.yaml").read_text("utf-8")
+        if f"\nname: {gpu}\n" in text:
+            return load_profile(name).vector
+    return None
 
 
 def parse_profile(text: str, name: str) -> MachineProfile:

@@ -14,6 +14,7 @@ from offplan.capabilities.way import Way
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.tables import describe_tables
 from offplan.checkpoint.weights import has_weights
+from offplan.costs.ranges import step_range
 from offplan.engines.export import export_plan
 from offplan.errors import ExportError
 from offplan.held.stage import Stage
@@ -21,6 +22,7 @@ from offplan.library.alternatives import Alternative
 from offplan.library.analysis import Analysis
 from offplan.library.cache_advice import CacheAdvice
 from offplan.machine.profile import MachineProfile
+from offplan.placement import Phase
 from offplan.plan import WORKLOADS, Plan, Rule, Workload
 from offplan.planner.question import Question
 from offplan.report.machine import render_machine
@@ -30,7 +32,14 @@ from offplan.report.shares import describe_shares, render_shares
 from offplan.report.strip import MemoryBar, make_layer_strip, memory_parts
 from offplan.report.wording import name_options
 from offplan.stores import STORES
-from offplan.units import format_budget, format_bytes, format_frequency, format_rate, format_seconds
+from offplan.units import (
+    format_budget,
+    format_bytes,
+    format_frequency,
+    format_range,
+    format_rate,
+    format_seconds,
+)
 
 _REPOSITORIES = {8: "FP8", 4: "GPTQ, AWQ, W4A16, MXFP4 or NVFP4"}
 """The words that repositories on the Hub which store so many bits a weight have in their names."""
@@ -278,23 +287,32 @@ def describe_fit(plan: Plan, machine: MachineProfile) -> str:
 
 
 def describe_speed(plan: Plan) -> str:
-    """Say how fast tokens come, the first one and those after it."""
+    """Say how fast tokens come, the first one and those after it, by ranges if they are estimated.
+
+    Prompts give the only token of requests without steps.
+    """
     workload, prediction = plan.workload, plan.prediction
     batch = f" over a batch of {workload.batch}" if workload.batch > 1 else ""
-    if workload.num_steps == 0:  # the prompt gives the only token
-        prompt_s = prediction.prefill.step_s
-        return (
-            f"{format_frequency(workload.batch / prompt_s)} tokens a second{batch}, one after each "
-            f"prompt of {workload.prompt_tokens:,}: {format_seconds(prompt_s)} "
-            f"({prediction.basis})."
-        )
-    step_s = prediction.decode.step_s
-    rate = format_frequency(workload.batch / step_s)
-    return (
-        f"{rate} tokens a second{batch}, {format_seconds(step_s)} each; the first token "
-        f"{format_seconds(prediction.prefill.step_s)} after a prompt of {workload.prompt_tokens:,} "
-        f"({prediction.basis})."
-    )
+    prompt = f"a prompt of {workload.prompt_tokens:,}"
+    phase, took = Phase.DECODE, prediction.decode
+    if workload.num_steps == 0:
+        phase, took = Phase.PREFILL, prediction.prefill
+    steps, prompts = (step_range(prediction, plan.offload, each) for each in (phase, Phase.PREFILL))
+    if steps is None or prompts is None:
+        each, first = format_seconds(took.step_s), format_seconds(prediction.prefill.step_s)
+        rate = format_frequency(workload.batch / took.step_s)
+    else:
+        each, first = (format_range(*ends, format_seconds) for ends in (steps, prompts))
+        low, high = steps
+        rate = format_range(workload.batch / high, workload.batch / low, format_frequency)
+    told = f"{rate} tokens a second{batch}"
+    if workload.num_steps == 0:
+        told += f", one after each {prompt.removeprefix('a ')}: {each}"
+    else:
+        told += f", {each} each; the first token {first} after {prompt}"
+    if steps is None:
+        return f"{told} ({prediction.basis})."
+    return f"{told}, estimated; `offplan measure` on that machine narrows it."
 
 
 def describe_workload(workload: Workload) -> str:

@@ -19,6 +19,12 @@ def machine_payload(machine: MachineProfile) -> dict[str, Any]:
     return {**machine.model_dump(mode="json"), "fingerprint": machine.fingerprint}
 
 
+def shared_profile(machine: MachineProfile) -> MachineProfile:
+    """Return what others can use of a profile: no layers of a model, nor one host's memory."""
+    left = dict.fromkeys(("host_memory", "numa_node", "numa_nodes", "in_place_reads"))
+    return machine.model_copy(update={**left, "layer_times": ()})
+
+
 def render_machine(machine: MachineProfile) -> Table:
     """Show the figures that plans are made from."""
     table = make_table(f"{machine.name}, {machine.link}", "figure", "value", "basis")
@@ -61,7 +67,8 @@ def _figures(machine: MachineProfile) -> list[tuple[str, Figure[Any] | None, Cal
         ("host memory read in place", machine.uva, units.format_rate),
         ("GPU memory rate", machine.hbm, units.format_rate),
         ("matrix products", machine.matmul, units.format_flops),
-        ("overhead of a layer", machine.layer_overhead, units.format_seconds),
+        ("instructions of the CUDA cores", machine.vector, units.format_flops),
+        ("launches of a layer", machine.layer_overhead, units.format_seconds),
         ("GPU memory", machine.gpu_memory, units.format_bytes),
         ("context, libraries, graphs", machine.gpu_overhead, units.format_bytes),
         ("the same of several GPUs, beside", machine.ranks_overhead, units.format_bytes),

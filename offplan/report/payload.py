@@ -8,10 +8,12 @@ from pydantic import TypeAdapter
 from offplan.capabilities.way import Way
 from offplan.checkpoint.model import Model
 from offplan.costs.capabilities import COUNTS
+from offplan.costs.ranges import step_range
 from offplan.errors import InfeasibleError
 from offplan.held.held import hold
 from offplan.library.analysis import Analysis
 from offplan.library.repricing import ComparedCounts
+from offplan.placement import Phase
 from offplan.plan import Plan, Prediction
 from offplan.planner.find import PlanResult
 from offplan.report.bench import PHASES, measured_phase
@@ -46,7 +48,7 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
         "ranks": dump([*analysis.shares]),
         **running_payload(analysis.why_not_run, analysis.stage.way),
         "machine": None if machine is None else machine_payload(machine),
-        "plan": None if plan is None else plan.model_dump(mode="json"),
+        "plan": None if plan is None else file_payload(plan),
         **analysis.sample._asdict(),
         "alternatives": [vars(each) for each in analysis.alternatives],
         "cache_advice": None if advice is None else vars(advice),
@@ -58,7 +60,20 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
 
 def plan_payload(plan: Plan, why_not_run: str | None) -> dict[str, Any]:
     """Return what ``plan --json`` and ``replan --json`` print: the file's keys, and ``run``."""
-    return {**plan.model_dump(mode="json"), **running_payload(why_not_run, plan.goal.way)}
+    return {**file_payload(plan), **running_payload(why_not_run, plan.goal.way)}
+
+
+def file_payload(plan: Plan) -> dict[str, Any]:
+    """Return the keys of a plan's file, with the ranges of its predicted times."""
+    predicted = _with_ranges(plan.prediction, plan)
+    return {**plan.model_dump(mode="json"), "prediction": predicted}
+
+
+def _with_ranges(prediction: Prediction, plan: Plan) -> dict[str, Any]:
+    predicted = prediction.model_dump(mode="json")
+    for phase in Phase:
+        predicted[phase.value]["step_range_s"] = dump(step_range(prediction, plan.offload, phase))
+    return predicted
 
 
 def running_payload(why_not: str | None, way: Way) -> dict[str, Any]:
@@ -139,8 +154,8 @@ def run_payload(plan: Plan, result: RunResult, texts: Sequence["Text"]) -> dict[
         "output_tokens": max((text.num_made for text in texts), default=len(measured.step_s) + 1),
         "text": texts[0].made if texts else None,
         "texts": [text_payload(text) for text in texts],
-        "predicted": _prediction_payload(plan.prediction),
-        "predicted_as_run": None if other is None else _prediction_payload(other),
+        "predicted": _prediction_payload(plan.prediction, plan),
+        "predicted_as_run": None if other is None else _prediction_payload(other, plan),
         "measured": {"decode": decode, "prefill": prefill, "gpu_memory": memory},
         **_counts_payload(result.counts),
         **dict(plan.goal.list_outcomes()),
@@ -160,7 +175,7 @@ def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
         "plan": Ran.of(plan).model_dump(mode="json"),
         "runtime": {"predicted": plan.goal.engine or OWN_RUNTIME, "measured": OWN_RUNTIME},
         "predicted": {
-            **_prediction_payload(plan.prediction),
+            **_prediction_payload(plan.prediction, plan),
             "host_memory": {"weights_bytes": plan.prediction.host_memory_bytes},
         },
         "measured": {
@@ -179,8 +194,8 @@ def _counts_payload(counts: Mapping[str, ComparedCounts]) -> dict[str, Any]:
     return {each.key: dump(counts.get(name)) for name, each in COUNTS.items()}
 
 
-def _prediction_payload(prediction: Prediction) -> dict[str, Any]:
-    predicted = prediction.model_dump(mode="json")
+def _prediction_payload(prediction: Prediction, plan: Plan) -> dict[str, Any]:
+    predicted = _with_ranges(prediction, plan)
     return {key: predicted[key] for key in (*PHASES, "gpu_memory")}
 
 

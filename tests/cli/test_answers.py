@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from offplan.units import format_seconds
+from offplan.units import format_range, format_seconds
 from tests.cli import CLI, ROOT, TINY_MOE
 
 QWEN = ROOT / "tests" / "models" / "qwen3-8b" / "config.json"
@@ -130,8 +130,9 @@ def test_one_output_token_is_the_prompts(cli: CLI) -> None:
     """No decode step runs, so none is a speed."""
     asked = "analyze", QWEN, "--machine", "h200-pcie5", "--output-tokens", 1
     out = " ".join(cli(*asked).out.split())
-    step_s = json.loads(cli(*asked, "--json").out)["plan"]["prediction"]["prefill"]["step_s"]
-    told = f"tokens a second, one after each prompt of 512: {format_seconds(step_s)} (estimated)."
+    prompt = json.loads(cli(*asked, "--json").out)["plan"]["prediction"]["prefill"]
+    ends = format_range(prompt["step_range_s"][0], prompt["step_range_s"][1], format_seconds)
+    told = f"tokens a second, one after each prompt of 512: {ends}, estimated; `offplan measure`"
     assert told in out
 
 

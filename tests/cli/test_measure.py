@@ -257,6 +257,24 @@ def test_measure_prints_a_profile_or_json(cli: CLI, machine: Machine) -> None:
     assert machine.num_layer_times == 0
 
 
+def test_a_shared_profile_has_figures_and_versions_alone(
+    cli: CLI, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a file of ``machine/profiles`` as it is: the tests of GPUs' order then read it."""
+    figure = {"value": 2**36, "basis": "measured", "source": "a test"}
+    here = load_profile("h200-pcie5").model_copy(update={"host_memory": figure})
+    here = MachineProfile.model_validate(dict(here))
+    monkeypatch.setattr(offplan.machine.measure, "measure_machine", lambda *_, **__: here)
+    whole, shared = (cli("measure", TINY_MOE, *more).out for more in ((), ("--share",)))
+    own, others = (parse_profile(text, "shared") for text in (whole, shared))
+    assert own.layer_times
+    assert own.host_memory is not None
+    left = {"host_memory": None, "layer_times": (), "in_place_reads": None}
+    assert others == own.model_copy(update=left)
+    payload = json.loads(cli("measure", TINY_MOE, "--share", "--json").out)["machine"]
+    assert not payload["layer_times"]
+
+
 @pytest.mark.slow
 def test_a_cpu_is_measured_as_one_that_plays_gpu(
     cli: CLI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,8 +7,9 @@ import pytest
 from offplan import placement as placements
 from offplan.checkpoint.open import open_model
 from offplan.costs.engine_times import build_engine_pass
+from offplan.costs.kernels import DENSE_LAUNCHES, LAUNCH_SLOWDOWN
 from offplan.engines.vllm import VLLM_PASSES
-from offplan.machine.profile import MachineProfile, load_profile
+from offplan.machine.profile import LAUNCHES, MachineProfile, load_profile
 from offplan.placement import Phase
 from offplan.plan import Budget, Offload, Prediction, Rule, Workload
 from offplan.schedule import Compute, Copy, Wait, build_repeated_pass
@@ -42,7 +43,9 @@ def on(engine: str | None, decision: Offload, link: float = 1e9) -> Prediction:
 def machine(link: float = 1e9) -> MachineProfile:
     """A machine whose layers have the overhead of vLLM's."""
     given = make_machine(h2d=link, uva=link)
-    overhead = given.layer_overhead.model_copy(update={"value": VLLM_PASSES.layer_overhead_s})
+    assert VLLM_PASSES.layer_overhead_s is not None
+    of_launches = VLLM_PASSES.layer_overhead_s * LAUNCHES / (DENSE_LAUNCHES * LAUNCH_SLOWDOWN)
+    overhead = given.layer_overhead.model_copy(update={"value": of_launches})
     return given.model_copy(update={"layer_overhead": overhead})
 
 
@@ -58,7 +61,7 @@ def test_layers_on_an_engine_have_its_own_overhead() -> None:
     assert rules.overhead_s(is_routed=False, num_gpus=1) == 40e-6
     assert rules.overhead_s(is_routed=True, num_gpus=2) == pytest.approx(70e-6)
     quick = make_machine(h2d=1e9, uva=1e9)
-    for engine, more_s in {"vllm": NUM_LAYERS * (40e-6 - 2e-6), "sglang": 0.0}.items():
+    for engine, more_s in {"vllm": NUM_LAYERS * (40e-6 - 2.16e-6), "sglang": 0.0}.items():
         steps = [
             predict(dense_model(NUM_LAYERS), quick, WORKLOAD, BUDGET, RESIDENT, of).decode.step_s
             for of in (None, engine)

@@ -21,7 +21,8 @@ from offplan.costs.activations import (
     phase_bytes,
     scratch_bytes,
 )
-from offplan.costs.compute import MATMUL_EFFICIENCY, layer_time, outside_time
+from offplan.costs.compute import outside_time
+from offplan.costs.kernels import GROUP_S, MATMUL_EFFICIENCY, layer_seconds
 from offplan.costs.link import UNALIGNED_ROWS, coded_reads
 from offplan.costs.work import PassShape, layer_work
 from offplan.forms.form import RAW, Component, Kind
@@ -189,27 +190,27 @@ def test_float32_is_multiplied_by_values_alone(tmp_path: Path) -> None:
     assert made[1] - made[0] == 2 * 4 * works[1].expanded_elements
 
 
-@pytest.mark.parametrize(("name", "slowdown"), [("fp8 blocks", 5), ("compressed-tensors int4", 9)])
-def test_codes_of_experts_take_longer_than_values(
-    tmp_path: Path, raw: Stage, name: str, slowdown: int
-) -> None:
-    """Sixteen tokens at least of each expert that is chosen, so many times as long."""
+@pytest.mark.parametrize(("name", "kind"), [("fp8 blocks", 1), ("compressed-tensors int4", 0)])
+def test_codes_take_the_cuda_cores(tmp_path: Path, raw: Stage, name: str, kind: int) -> None:
+    """With slow cores a layer takes as much longer as they are slower; by values it does not."""
     stage = open_stage(write_quantised(tmp_path, FORMATS[name]))
-    layer, experts = stage.layers[-1], stage.experts
-    assert experts is not None
-    work, plain = layer_work(stage, layer), layer_work(raw, raw.layers[-1])
-    of_expert = sum(p.num_weights for p in layer.parameters if p.is_expert) / experts.num_experts
-    for num_tokens in (1, 4096):
-        shape = PassShape(Phase.PREFILL, 1, num_tokens, num_tokens)
-        pairs = num_tokens * experts.num_experts_per_token
-        rows = max(pairs, 16 * experts.touched(num_tokens))
-        assert work.decoding_flops(shape) == pytest.approx(2 * (slowdown - 1) * of_expert * rows)
-        assert (plain.decoding_flops(shape), plain.decoding_bytes(shape)) == (0, 0)
-    values = work.whole_elements
-    assert (values > 0) == (slowdown == 9)
-    assert work.decoding_bytes(shape) == pytest.approx(0.2 * 4 * values)
-    step = PassShape(Phase.DECODE, 1, 1, 9)
-    assert work.decoding_bytes(step) == pytest.approx(1.5 * values / 2)
+    work, plain = (layer_work(each, each.layers[-1]) for each in (stage, raw))
+    assert work.dense_codes[kind] > 0 < work.expert_codes[kind]
+    assert work.dense_codes[1 - kind] == work.expert_codes[1 - kind] == 0
+    assert sum(plain.dense_codes) == sum(plain.expert_codes) == 0
+    machine = load_profile("h200-pcie5")
+    for num_tokens in (1, 9, 32):
+        shape = PassShape(Phase.DECODE, num_tokens, 1, 9)
+        taken = []
+        for rate in (1e6, 2e6):
+            assert machine.vector is not None
+            vector = machine.vector.model_copy(update={"value": rate})
+            slow = machine.model_copy(update={"vector": vector})
+            slow.__dict__.pop("vector_rate", None)
+            taken.append(layer_seconds(slow, work, shape))
+            assert layer_seconds(slow, plain, shape) == layer_seconds(machine, plain, shape)
+        assert taken[0].dense == pytest.approx(2 * taken[1].dense, rel=1e-3)
+        assert taken[0].routed == pytest.approx(2 * taken[1].routed, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -260,21 +261,20 @@ def test_values_of_experts_are_made_and_then_multiplied(monkeypatch: pytest.Monk
     )
     machine = machine.model_copy(update={"layer_times": ()})
     work = layer_work(stage, stage.layers[0])
+    monkeypatch.setattr(kernel_sizes, "GROUPED_ROWS", ROWS)
     few = PassShape(Phase.PREFILL, 1, 8 * ROWS["mxfp4"] - 1, 512)
     many = replace(few, tokens=8 * ROWS["mxfp4"])
-    before = [layer_time(machine, work, shape).seconds for shape in (few, many)]
-    assert work.making_bytes(many) == 0 < work.decoding_flops(many)
-    monkeypatch.setattr(kernel_sizes, "GROUPED_ROWS", ROWS)
-    after = [layer_time(machine, work, shape).seconds for shape in (few, many)]
-    assert after[0] == before[0]
-    assert work.decoding_flops(many) == 0
-    values = 32 * 3 * 2880 * 2880
-    made = work.expert_bytes + 2 * values
-    assert work.making_bytes(many) == made
-    reading = work.device_bytes(many) / machine.hbm.value
-    multiplying = work.flops(many) / (machine.matmul.value * MATMUL_EFFICIENCY)
-    expected = max(reading, multiplying) + made / machine.hbm.value + machine.layer_overhead.value
-    assert after[1] == pytest.approx(expected)
+    assert not work.groups_experts(few)
+    assert work.groups_experts(many)
+    values, rate = 32 * 3 * 2880 * 2880, machine.hbm.value
+    made = (work.expert_bytes + 2 * values) / rate
+    # of gate and up the scratch has room for 4 experts, of down for 8
+    expected = made + 2 * values / rate + (8 + 4) * GROUP_S
+    assert layer_seconds(machine, work, many).routed == pytest.approx(expected, rel=1e-3)
+    most = replace(many, tokens=65_536)
+    products = 2 * values / 32 * (4 * 65_536 + 64 * 32) / (680e12 * MATMUL_EFFICIENCY)
+    expected = made + products + 12 * GROUP_S
+    assert layer_seconds(machine, work, most).routed == pytest.approx(expected, rel=1e-3)
 
 
 def test_no_scratch_holds_values_of_experts_that_are_stored_so(

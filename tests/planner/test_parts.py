@@ -78,8 +78,10 @@ def test_chunks_wait_in_groups_where_all_of_them_do_not_fit() -> None:
         plans.append(make_plan(question).plan)
     (rule,) = (rule for rule in plans[1].offload.rules if rule.parts)
     assert rule.tokens_at_once is not None
-    times = [plan.prediction.prefill.step_s for plan in plans]
-    assert times[1] < 0.3 * times[0]
+    without, inside = (plan.prediction.prefill for plan in plans)
+    # chunks of half as many tokens, whose tiles are emptier, compute for a fifth longer
+    assert inside.link_bytes < 0.15 * without.link_bytes
+    assert inside.step_s < without.step_s / 3
     changes = [each.change for each in find_neighbours(question, plans[1])]
     assert any("without tokens_at_once" in change for change in changes)
     told = rule.describe()

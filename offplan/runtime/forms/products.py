@@ -8,12 +8,12 @@ import torch
 import triton
 
 from offplan.forms.form import Component, Form, Kind
-from offplan.kernel_sizes import IN_PLACE_ROWS, MIN_ROWS
+from offplan.kernel_sizes import IN_PLACE_ROWS, MIN_ROWS, PAIR_ROWS
 from offplan.runtime.forms import kernels, packed_kernels
 from offplan.runtime.forms.gather import sort_pairs
 from offplan.runtime.forms.operands import Layout, Operands, is_stacked, operands_of
 from offplan.runtime.forms.reference import Components, restore_order
-from offplan.runtime.forms.runnable import BLOCK_OUT, PAIR_ROWS
+from offplan.runtime.forms.runnable import BLOCK_OUT
 from offplan.runtime.gpu_limits import gpu_limits
 
 SPLIT_PROGRAMS = 2048

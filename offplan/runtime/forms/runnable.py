@@ -14,8 +14,6 @@ from offplan.transformers_private import is_experts, name_first
 
 BLOCK_OUT = 64
 """Outputs of a weight that a program of our kernels multiplies."""
-PAIR_ROWS = 64
-"""Pairs of a token and an expert that read the expert's codes together, at most."""
 _ROWS_PER_ZERO = 8
 """Rows whose zeros are packed in one word of compressed-tensors, at most."""
 _MIN_GROUP = 32
