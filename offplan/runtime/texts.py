@@ -56,10 +56,13 @@ class Text:
         self._num_shown = len(self._decode_tokens(self._known))
         self._held = ""
 
-    def add(self, token: int) -> str:
-        """Take the next token; return the text that is certain by now."""
+    def add(self, token: int, *, is_last: bool = False) -> str:
+        """Take the next token; return the text that is certain by now.
+
+        ``is_last`` ends the text with it, as an end token would behind it.
+        """
         self.num_made += 1
-        if token in self.rules.end_tokens:
+        if is_last or token in self.rules.end_tokens:
             self.finish = "stop"
         elif self.num_made == self.num_tokens:
             self.finish = "length"

@@ -20,11 +20,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from offplan.checkpoint.jsontext import quote
 from offplan.runtime.joined import Added, Continued
+from offplan.runtime.masks import Matcher
 from offplan.serve import anthropic_api, ollama_api
 from offplan.serve.answers import Answer, Choice, TokenNames, make_answer
 from offplan.serve.anthropic_api import Messages
 from offplan.serve.api import CappedChat, Translate, Translation
 from offplan.serve.errors import ApiError
+from offplan.serve.grammars import has_grammar
 from offplan.serve.guard import Guard, finish_before
 from offplan.serve.metrics import Metrics
 from offplan.serve.ollama_api import Ollama
@@ -113,6 +115,10 @@ class Service:
         default_factory=lambda: WatchedThread("offplan-parser", "the parser of bodies")
     )
     """One thread: the objects of one large body after the other are in memory."""
+    compiling: WatchedThread = field(
+        default_factory=lambda: WatchedThread("offplan-grammars", "the compiler of grammars")
+    )
+    """A grammar may take a second, and only those with one wait for it."""
     dividing: WatchedThread = field(
         default_factory=lambda: WatchedThread("offplan-answers", "the response template")
     )
@@ -161,7 +167,7 @@ class Service:
     @property
     def threads(self) -> tuple[WatchedThread, ...]:
         """Threads that the event loop hands requests to."""
-        return self.parsing, self.tokenizing, self.rendering, self.dividing
+        return self.parsing, self.tokenizing, self.rendering, self.compiling, self.dividing
 
     def end(self) -> None:
         """End all texts behind the pass at hand, and the requests that wait for a thread."""
@@ -443,11 +449,16 @@ class _Generating:
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         try:
-            read = partial(service.reader.read, asked)
+            rendered = ""
             if isinstance(asked, ChatRequest):
-                rendering = service.call(service.rendering, service.reader.render, asked)
-                read = partial(read, await rendering)
-            texts = await service.call(service.tokenizing, read)
+                rendered = await service.call(service.rendering, service.reader.render, asked)
+            texts = await service.call(service.tokenizing, service.reader.read, asked, rendered)
+            matchers = list[Matcher]()
+            if has_grammar(asked):
+                list_matchers = service.reader.grammars.list_matchers
+                matchers = await service.call(
+                    service.compiling, list_matchers, asked, rendered, len(texts)
+                )
             for index, text in enumerate(texts):
                 tell = partial(_tell, loop, events, index)
                 continued = Continued(
@@ -456,6 +467,7 @@ class _Generating:
                     asked.num_logprobs,
                     scores_prompt=asked.echoes and asked.num_logprobs is not None,
                     owner=client.owner,
+                    matcher=matchers[index] if matchers else None,
                 )
                 jobs.append(Job(continued, tell, client.turn))
                 num_left -= 1

@@ -14,7 +14,8 @@ from offplan.runtime.sampling import MAX_SEED, Sampling
 from offplan.runtime.texts import Text
 from offplan.serve.answers import CallParser
 from offplan.serve.errors import ApiError, refuse_length, refuse_token
-from offplan.serve.formats import Divider, find_divider
+from offplan.serve.formats import Divider, find_divider, find_format
+from offplan.serve.grammars import Grammars
 from offplan.serve.requests import ChatRequest, CompletionRequest, Request
 from offplan.serve.showing import Showing
 
@@ -35,6 +36,7 @@ class Reader:
     divider: Divider = field(init=False)
     """What divides answers into text, thoughts and calls."""
     showing: Showing = field(init=False)
+    grammars: Grammars = field(init=False)
 
     def __post_init__(self) -> None:
         """Find how the model thinks and calls tools."""
@@ -42,6 +44,14 @@ class Reader:
         object.__setattr__(self, "divider", found)
         showing = Showing(self.model, self.tokenizer, self.renderer)
         object.__setattr__(self, "showing", showing)
+        grammars = Grammars(
+            self.tokenizer,
+            self.rules.end_tokens,
+            self.model.architecture.vocabulary_size or 0,
+            find_format(self.tokenizer),
+            showing.thinks,
+        )
+        object.__setattr__(self, "grammars", grammars)
 
     @classmethod
     def of(
@@ -210,11 +220,15 @@ def read_drawing(request: Request, usual: Mapping[str, float] | None = None) -> 
     """
     named = {key: value for key in DRAWN if (value := getattr(request, key)) is not None}
     drawn: dict[str, Any] = {"temperature": 1.0, **(usual or {}), **named}
+    if request.do_sample and "temperature" not in named:
+        drawn["temperature"] = drawn["temperature"] or 1.0
     if drawn["temperature"] == 0:
         return None
     if drawn.get("top_k") in (0, -1):
         del drawn["top_k"]
-    seed = secrets.randbelow(MAX_SEED) if request.seed is None else request.seed % MAX_SEED
+    # -1 as llama.cpp and vLLM have it
+    named_seed = None if request.seed == -1 else request.seed
+    seed = secrets.randbelow(MAX_SEED) if named_seed is None else named_seed % MAX_SEED
     try:
         # the texts of a request take the seeds behind its own
         return Sampling(**drawn, seed=min(seed, MAX_SEED - 2**16))
