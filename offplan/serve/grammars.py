@@ -12,9 +12,11 @@ from offplan.runtime.masks import Matcher
 from offplan.serve.errors import ApiError
 from offplan.serve.formats import Format, Writing
 from offplan.serve.requests import ChatRequest, NamedTool, Request, Tool
+from offplan.serve.schemas import is_any_text, list_options, may_be_text
 
-_SPACE = r"[\x20\x0A\x0D\x09]{0,32}"
-"""Space between the parts of JSON: without a bound models that are lost write nothing else."""
+_SPACE = r"(\x20|\n[\x20\t]{0,32})?"
+"""Space between the parts of JSON, in a line or indented: models that are lost would write nothing
+else without a bound."""
 _JSON_OPTIONS: Any = {
     "whitespace_pattern": _SPACE,
     "item_separator": ",",
@@ -137,8 +139,10 @@ class _Rules:
         return name
 
     def add(self, grammar: str) -> str:
-        """Return what matches a grammar in llguidance's JSON."""
-        (named,) = json.loads(grammar)["grammars"]
+        """Return what matches a grammar, in llguidance's JSON or in Lark."""
+        named: dict[str, Any] = {"lark_grammar": grammar}
+        if grammar.startswith("{"):
+            (named,) = json.loads(grammar)["grammars"]
         named["name"] = f"g{len(self.grammars)}"
         self.grammars.append(named)
         return f"@{named['name']}"
@@ -376,10 +380,10 @@ class Grammars:
         self, rules: _Rules, schema: Any, root: Mapping[str, Any], end: str, place: str
     ) -> list[tuple[bool, str]]:
         """Return ways to write a value and the ``end`` behind it, each with whether it is text."""
-        options = _list_options(schema, root)
-        if any(_is_any_text(each) for each in options):
+        options = list_options(schema, root)
+        if any(is_any_text(each) for each in options):
             for each in options:
-                if isinstance(each, dict) and _may_be_text(each) and (more := {*each} - _OF_TEXT):
+                if isinstance(each, dict) and may_be_text(each) and (more := {*each} - _OF_TEXT):
                     raise _refuse_keyword(place, min(more))
             tail = end.strip()
             return [(True, f"{rules.until(tail)} {rules.literal(end.partition(tail)[2])}")]
@@ -395,38 +399,6 @@ class Grammars:
                 matched = self._write_json(rules, {**defined, **each}, place)
                 written.append((False, f"{matched} {rules.literal(end)}"))
         return written
-
-
-def _list_options(schema: Any, root: Mapping[str, Any]) -> list[Any]:
-    """Return the schemas that a value may be of, one of them or several."""
-    if not isinstance(schema, dict):
-        return [schema]
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        found: Any = root
-        for name in reference[2:].split("/"):
-            found = found.get(name) if isinstance(found, dict) else None
-        if isinstance(found, dict) and "$ref" not in found:
-            return _list_options(found, root)
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list):
-            return [option for each in schema[key] for option in _list_options(each, root)]
-    if isinstance(kinds := schema.get("type"), list) and not schema.keys() & {"enum", "const"}:
-        return [{**schema, "type": kind} for kind in kinds]
-    return [schema]
-
-
-def _may_be_text(schema: Mapping[str, Any]) -> bool:
-    return schema.get("type", "string") == "string"
-
-
-def _is_any_text(schema: Any) -> bool:
-    """Return True if a value may be a text that the schema does not list."""
-    if not isinstance(schema, dict):
-        return True
-    is_reference = "$ref" in schema or "allOf" in schema
-    is_listed = not schema.keys().isdisjoint({"enum", "const"})
-    return _may_be_text(schema) and not is_reference and not is_listed
 
 
 _GBNF_PART = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|#[^\n]*|\.', re.DOTALL)

@@ -17,6 +17,7 @@ from offplan.serve.errors import ApiError, refuse_length, refuse_token
 from offplan.serve.formats import Divider, find_divider, find_format
 from offplan.serve.grammars import Grammars
 from offplan.serve.requests import ChatRequest, CompletionRequest, Request
+from offplan.serve.schemas import name_types
 from offplan.serve.showing import Showing
 
 
@@ -181,8 +182,12 @@ class Reader:
 
 
 def _list_tools(request: Request) -> list[dict[str, Any]]:
-    """Return the tools that a request shows to the model."""
-    return (isinstance(request, ChatRequest) and request.shown_tools) or []
+    """Return the tools that a request shows to the model, as the parser of calls knows them."""
+    tools = (isinstance(request, ChatRequest) and request.shown_tools) or []
+    for tool in tools:
+        function = tool["function"]
+        function["parameters"] = name_types(function.get("parameters"))
+    return tools
 
 
 def change_rules(request: Request, rules: TokenRules, model: Model) -> TokenRules:
