@@ -11,7 +11,7 @@ Kimi K2, MiniMax-M2, gpt-oss and Mistral Small 3.2; transformers 5.23,
 # ruff: noqa: RUF001  # marks of DeepSeek have letters that look like others
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -184,20 +184,24 @@ def _dsml(kind: str) -> Writing:
     )
 
 
-FORMATS = (
-    Format(
-        "kimi",
-        "<|tool_calls_section_begin|>",
-        {**_THINK, "tool_calls": _KIMI, "end": _end(r"<\|tool_calls_section_end\|>")},
-        writes=(
-            Writing(
-                "<|tool_call_begin|>functions.$name:$number<|tool_call_argument_begin|>$arguments"
-                "<|tool_call_end|>",
-                opens="<|tool_calls_section_begin|>",
-                closes="<|tool_calls_section_end|>",
-            ),
+_KIMI_FORMAT = Format(
+    "kimi",
+    "<|tool_calls_section_begin|>",
+    {**_THINK, "tool_calls": _KIMI, "end": _end(r"<\|tool_calls_section_end\|>")},
+    writes=(
+        Writing(
+            "<|tool_call_begin|>functions.$name:$number<|tool_call_argument_begin|>$arguments"
+            "<|tool_call_end|>",
+            opens="<|tool_calls_section_begin|>",
+            closes="<|tool_calls_section_end|>",
         ),
     ),
+)
+
+FORMATS = (
+    _KIMI_FORMAT,
+    # its first chat template shows tools, and no calls
+    replace(_KIMI_FORMAT, mark="tool_declare<|im_middle|>"),
     Format(
         "deepseek",
         "<｜tool▁calls▁begin｜>",
@@ -326,6 +330,22 @@ class Divider:
     def finds_calls(self) -> bool:
         """True if it finds calls of tools."""
         return self.template is not None and "tool_calls" in self.template.fields
+
+
+def list_hidden(tokenizer: Any, template: Any) -> frozenset[int]:
+    """Return a tokenizer's special tokens that a response template has no use for.
+
+    They are no text, as where no template divides an answer.
+    """
+    if template is None:
+        return frozenset()
+    patterns = [template.start_anchor_re.pattern]
+    for each in template.fields.values():
+        patterns += [found.pattern for found in (each.open_re, each.close_re) if found]
+        patterns += map(str, each.content_args.values())
+    marks = "\n".join(patterns).replace("\\", "")
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(token for token, each in added if each.special and each.content not in marks)
 
 
 def read_chat_template(tokenizer: Any) -> str:

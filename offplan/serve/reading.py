@@ -14,7 +14,7 @@ from offplan.runtime.sampling import MAX_SEED, Sampling
 from offplan.runtime.texts import Text
 from offplan.serve.answers import CallParser
 from offplan.serve.errors import ApiError, refuse_length, refuse_token
-from offplan.serve.formats import Divider, find_divider, find_format
+from offplan.serve.formats import Divider, find_divider, find_format, list_hidden
 from offplan.serve.grammars import Grammars
 from offplan.serve.requests import ChatRequest, CompletionRequest, Request
 from offplan.serve.schemas import name_types
@@ -36,6 +36,8 @@ class Reader:
     """Values by which tokens are drawn where a request names none, by the names of its fields."""
     divider: Divider = field(init=False)
     """What divides answers into text, thoughts and calls."""
+    hidden: frozenset[int] = field(init=False)
+    """Special tokens that no answer shows."""
     showing: Showing = field(init=False)
     grammars: Grammars = field(init=False)
 
@@ -43,6 +45,7 @@ class Reader:
         """Find how the model thinks and calls tools."""
         found = find_divider(self.tokenizer, self.model.model_type)
         object.__setattr__(self, "divider", found)
+        object.__setattr__(self, "hidden", list_hidden(self.tokenizer, found.template))
         showing = Showing(self.model, self.tokenizer, self.renderer)
         object.__setattr__(self, "showing", showing)
         grammars = Grammars(
@@ -178,6 +181,7 @@ class Reader:
             stop_strings=request.stop or (),
             number=number,
             keeps_special=self.divides(request),
+            hidden=self.hidden,
         )
 
 

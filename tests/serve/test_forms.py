@@ -1,5 +1,11 @@
-"""Answers of a form: schemas, patterns, grammars and calls that a real model is held to."""
+"""Answers of a form: schemas, patterns, grammars and calls that a real model is held to.
 
+The tests marked ``engines`` are by clients that others wrote, where they are installed:
+
+    pip install instructor 'pydantic-ai-slim[openai]' langchain-openai
+"""
+
+import asyncio
 import contextlib
 import json
 import re
@@ -163,7 +169,13 @@ def test_other_rows_are_as_alone(served: Served) -> None:
 
 @pytest.mark.slow
 def test_with_penalties_drawn_and_scored(served: Served) -> None:
-    asked = {"n": 4, "temperature": 5, "seed": 3, "presence_penalty": 2, "logprobs": True}
+    asked: dict[str, Any] = {
+        "n": 4,
+        "temperature": 5,
+        "seed": 3,
+        "presence_penalty": 2,
+        "logprobs": True,
+    }
     choices = ask(served, response_format=FORM, **asked, top_logprobs=2)
     for choice in choices:
         check(choice["message"]["content"])
@@ -215,7 +227,7 @@ def test_calls_that_must_be(hermes: Served, choice: Any, names: set[str], *, str
 
 @pytest.mark.slow
 def test_thoughts_come_before_the_form(thinking: Served) -> None:
-    asked = {"guided_regex": "[ab]{3}", "max_tokens": 60}
+    asked: dict[str, Any] = {"guided_regex": "[ab]{3}", "max_tokens": 60}
     begun = [{"role": "user", "content": "Weights<think>\n"}]
     (choice,) = ask(thinking, messages=begun, **asked)
     assert choice["finish_reason"] == "length"  # it thinks on, as the model does
@@ -312,7 +324,7 @@ def test_parse_of_openai(served: Served, hermes: Served) -> None:
     assert isinstance(said.output_parsed, Weather)
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 def test_instructor(served: Served, hermes: Served) -> None:
     instructor: Any = pytest.importorskip("instructor")
     asked = {**ASKED, "response_model": Weather, "max_retries": 0}
@@ -322,7 +334,7 @@ def test_instructor(served: Served, hermes: Served) -> None:
     assert isinstance(client.chat.completions.create(**asked), Weather)
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 def test_pydantic_ai(served: Served, hermes: Served) -> None:
     ai: Any = pytest.importorskip("pydantic_ai")
     models: Any = pytest.importorskip("pydantic_ai.models.openai")
@@ -333,9 +345,10 @@ def test_pydantic_ai(served: Served, hermes: Served) -> None:
         settings = {"temperature": 0, "max_tokens": 100}
         agent = ai.Agent(model, output_type=output, model_settings=settings, retries=0)
         assert isinstance(agent.run_sync("Weights").output, Weather)
+        asyncio.run(provider.client.close())
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 def test_langchain(served: Served, hermes: Served) -> None:
     langchain: Any = pytest.importorskip("langchain_openai")
     for at, method in ((served, "json_schema"), (hermes, "function_calling")):
