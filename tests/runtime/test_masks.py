@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from offplan.errors import InputError
-from offplan.runtime.joined import Added, Continued, JoinedTexts
+from offplan.runtime.joined import Continued, JoinedTexts
 from offplan.runtime.masks import RowMask
 from offplan.runtime.rows import Rows
 from offplan.runtime.rules import TokenRules
