@@ -64,6 +64,20 @@ _GENERATING: dict[str, Translate] = {
     "/api/generate": Ollama.read_generate,
 }
 """Paths whose answers are made text, each with what reads its requests."""
+_AT_ONCE = {
+    "/health": ("health", "GET"),
+    "/metrics": ("metrics", "GET"),
+    "/v1/models": ("models", "GET"),
+    "/v1/models/{name:path}": ("model", "GET"),
+    "/v1/messages/count_tokens": ("count", "POST"),
+    "/tokenize": ("tokenize", "POST"),
+    "/detokenize": ("detokenize", "POST"),
+    "/api/version": ("version", "GET"),
+    "/api/tags": ("tags", "GET"),
+    "/api/show": ("show", "POST"),
+}
+"""Other paths, each with its endpoint and method."""
+PATHS = (*_GENERATING, *_AT_ONCE)
 _NO_VECTORS = "this server continues texts and makes no embeddings"
 _ABSENT = {
     **dict.fromkeys(("/v1/embeddings", "/api/embed", "/api/embeddings"), _NO_VECTORS),
@@ -193,16 +207,8 @@ def make_app(service: Service, origins: Sequence[str] = ()) -> ASGIApp:
     """Return the application; pages of ``origins`` may call it, ``*`` for all."""
     endpoints = _Endpoints(service)
     routes = [
-        Route("/health", endpoints.health),
-        Route("/metrics", endpoints.metrics),
-        Route("/v1/models", endpoints.models),
-        Route("/v1/models/{name:path}", endpoints.model),
-        Route("/v1/messages/count_tokens", endpoints.count, methods=["POST"]),
-        Route("/tokenize", endpoints.tokenize, methods=["POST"]),
-        Route("/detokenize", endpoints.detokenize, methods=["POST"]),
-        Route("/api/version", endpoints.version),
-        Route("/api/tags", endpoints.tags),
-        Route("/api/show", endpoints.show, methods=["POST"]),
+        Route(path, getattr(endpoints, name), methods=[method])
+        for path, (name, method) in _AT_ONCE.items()
     ]
     for path, read in _GENERATING.items():
         routes.append(Route(path, _Generating(service, read), methods=["POST"]))

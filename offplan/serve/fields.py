@@ -1,7 +1,8 @@
 """The table of fields that requests may have: which the server uses, ignores and refuses.
 
-Source: OpenAI's API reference; vLLM 0.25 (``ChatCompletionRequest``), llama.cpp's server and SGLang
-0.5 (README and ``protocol.py``), transformers' and TGI's names for the same.
+Source: OpenAI's API reference; vLLM 0.33 (``ChatCompletionRequest``), llama.cpp's server
+(``server-schema.cpp``) and SGLang 0.5.23 (``protocol.py``), transformers' and TGI's names for the
+same.
 """
 
 import difflib
@@ -110,6 +111,8 @@ FIELDS: tuple[Field, ...] = (
     _refuse("thinking", "how long the model thinks", {}),
     _refuse("think", "how long the model thinks"),
     _refuse("enable_thinking", "how long the model thinks"),
+    _refuse("thinking_token_budget", "how long the model thinks"),
+    _refuse("reasoning_budget_tokens", "how long the model thinks", -1),
     _refuse("verbosity", "how long the answer is", "medium"),
     _refuse("web_search_options", "search"),
     _refuse("extra_body", "the client's option: its fields belong beside the others", {}),
@@ -120,12 +123,18 @@ FIELDS: tuple[Field, ...] = (
     _refuse("n_predict", "`max_tokens`", -1),
     _refuse("num_predict", "`max_tokens`", -1),
     _refuse("min_new_tokens", "`min_tokens`", 0, means="min_tokens"),
+    _refuse("n_cmpl", "`n`", 1),
+    _refuse("n_indent", "text that is indented", 0),
+    _refuse("t_max_predict_ms", "a time after which texts end", -1),
     _refuse("stop_strings", "`stop`", []),
+    _refuse("stop_regex", "patterns that end a text", "", []),
     _refuse("stop_sequences", "`stop`", []),
     _refuse("system", "a message of the role `system`", ""),
     _refuse("instructions", "a message of the role `system`", ""),
     _refuse("input", "`messages` or `prompt`"),
     _refuse("inputs", "`messages` or `prompt`"),
+    _refuse("input_ids", "`prompt`"),
+    _refuse("prompt_embeds", "prompts that are no tokens"),
     _refuse("do_sample", "`temperature`", True, means="do_sample"),
     _refuse("num_beams", "beam search", 1),
     _refuse("use_beam_search", "beam search", False),
