@@ -1,25 +1,39 @@
 """Time the masks of answers that follow a grammar, on the CPU, and print them as JSON.
 
-    python -m benchmarks.masks TOKENIZER_FOLDER [--repeats 20]
+    python -m benchmarks.masks TOKENIZER_FOLDER [--repeats 20] [--steps 200]
 
 For each form: the time to compile it, and for each token of an answer of that form the time to go
 on by it and to find which tokens may follow (``mask``), and the time to leave these tokens alone in
 the logits of a row, with torch on the CPU (``apply``). The server makes the first while the device
 makes a step, and the second on the device. ``open_s`` is the time that the first such request of a
 server takes for the tokenizer. Needs the extra ``serve``; the tokenizer is that of any model.
+
+``--steps`` also times so many steps of random weights of Qwen3-8B's sizes (``--layers`` of them, or
+another ``--config``), of 1 text and of ``--texts``: all plain, and all with a grammar. ``share`` is
+the part of a step that the grammars add, on the device that is there.
 """
 
 import argparse
 import json
 import statistics
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
+from benchmarks.serve import NUM_PROMPT, QWEN3_8B, time_texts
+from offplan.checkpoint.open import open_model
+from offplan.plan import Offload
+from offplan.runtime.device import find_device
+from offplan.runtime.joined import Continued, JoinedTexts
 from offplan.runtime.masks import RowMask
+from offplan.runtime.rows import Rows
+from offplan.runtime.session import Session
+from offplan.runtime.texts import Text
 from offplan.serve.formats import FORMATS
 from offplan.serve.grammars import Grammars
 from offplan.serve.requests import ChatRequest, CompletionRequest, Request, parse_request
@@ -102,6 +116,45 @@ def time_form(grammars: Grammars, tokenizer: Any, form: str, repeats: int) -> di
     }
 
 
+def time_steps(grammars: Grammars, tokenizer: Any, given: Any) -> Iterator[dict[str, Any]]:
+    """Yield the times of steps with and without grammars."""
+    config = QWEN3_8B if given.config is None else json.loads(given.config.read_text())
+    config |= {"num_hidden_layers": given.layers, "vocab_size": grammars.vocabulary}
+    request = parse_request(
+        CompletionRequest, {"prompt": "a", "json_schema": {"type": "string", "minLength": 10**5}}
+    )
+    decision = Offload(prefetch_step=1, prefill_chunk=64, embeddings="device", store="host")
+    context = NUM_PROMPT + given.steps + 8
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(config))
+        model = open_model(str(path))
+        with Session(model, decision, context=context, device=find_device(None)) as session:
+            rows = Rows(session, given.texts)
+            rows.warm_up(NUM_PROMPT)
+            for number in sorted({1, given.texts}):
+                times = dict[str, float]()
+                for way in ("plain", "formed"):
+                    matchers: list[Any] = [None] * number
+                    if way == "formed":
+                        matchers = grammars.list_matchers(request, "a", number)
+                    texts = JoinedTexts(rows)
+                    texts.join(
+                        [
+                            Continued(
+                                Text(
+                                    tokenizer, [*range(9, 9 + NUM_PROMPT)], num_tokens=given.steps
+                                ),
+                                matcher=matcher,
+                            )
+                            for matcher in matchers
+                        ]
+                    )
+                    times[way] = time_texts(texts)
+                share = 1 - times["plain"] / times["formed"]
+                yield {"texts": number, "steps": given.steps, **times, "share": share}
+
+
 def spread(times_s: Sequence[float]) -> dict[str, float]:
     """Return the mean, the median, and the longest of all but a hundredth, in microseconds."""
     most = sorted(times_s)[int(0.99 * len(times_s))]
@@ -113,6 +166,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tokenizer")
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--texts", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--config", type=Path)
     given = parser.parse_args()
     tokenizer: Any = AutoTokenizer.from_pretrained(given.tokenizer)
     hermes = next(each for each in FORMATS if each.name == "hermes")
@@ -123,6 +180,9 @@ def main() -> None:
     print(json.dumps({**opened, "threads": torch.get_num_threads()}), flush=True)
     for form in FORMS:
         print(json.dumps(time_form(grammars, tokenizer, form, given.repeats)), flush=True)
+    if given.steps:
+        for told in time_steps(grammars, tokenizer, given):
+            print(json.dumps(told), flush=True)
 
 
 if __name__ == "__main__":
