@@ -12,7 +12,13 @@ from offplan.runtime.masks import Matcher
 from offplan.serve.errors import ApiError
 from offplan.serve.formats import Format, Writing
 from offplan.serve.requests import ChatRequest, NamedTool, Request, Tool
-from offplan.serve.schemas import is_any_text, list_options, may_be_text
+from offplan.serve.schemas import (
+    is_any_text,
+    list_options,
+    may_be_text,
+    spell_out,
+    spell_out_patterns,
+)
 
 _SPACE = r"(\x20|\n[\x20\t]{0,32})?"
 """Space between the parts of JSON, in a line or indented: models that are lost would write nothing
@@ -274,7 +280,9 @@ class Grammars:
         if kind == "choice":
             return f"({' | '.join(json.dumps(each, ensure_ascii=False) for each in value)})"
         if kind == "regex":
-            return self._check(rules, llguidance.LLMatcher.grammar_from_regex(value), place)
+            return self._check(
+                rules, llguidance.LLMatcher.grammar_from_regex(spell_out(value)), place
+            )
         if "::=" in value:
             try:
                 value = llguidance.grammar_from("gbnf", _mend(value))
@@ -286,9 +294,11 @@ class Grammars:
     def _write_json(self, rules: _Rules, schema: Any, place: str) -> str:
         import llguidance
 
-        schema = {} if schema is True else schema
         try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+            schema = json.loads(schema) if isinstance(schema, str) else schema
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(
+                {} if schema is True else spell_out_patterns(schema), overrides=_JSON_OPTIONS
+            )
         except (ValueError, TypeError, RecursionError) as error:
             raise _refuse(place, str(error)) from None
         return self._check(rules, grammar, place)

@@ -1,11 +1,41 @@
-"""JSON schemas of functions' parameters, where a call has each of them on its own."""
+"""JSON schemas: what their patterns mean, and the parameters that a call has on their own."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 _MOST_OPTIONS = 64
 """Schemas that a parameter's schema may be one of."""
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+
+_ASCII = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+_DATA = frozenset({"enum", "const", "default", "examples"})
+"""Keywords whose values are no schemas."""
+
+
+def spell_out(pattern: str) -> str:
+    """Return a pattern whose digits and letters are those of ASCII, as in JavaScript and xgrammar.
+
+    llguidance reads Rust's patterns, where ``\\d`` is a digit of any script.
+    """
+    return _ESCAPE.sub(lambda found: _ASCII.get(found[1], found[0]), pattern)
+
+
+def spell_out_patterns(schema: Any) -> Any:
+    """Return a schema whose patterns, which JSON Schema takes from JavaScript, are spelt out."""
+    if isinstance(schema, list):
+        return [spell_out_patterns(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {
+        key: value if key in _DATA else spell_out_patterns(value) for key, value in schema.items()
+    }
+    if isinstance(pattern := found.get("pattern"), str):
+        found["pattern"] = spell_out(pattern)
+    if isinstance(properties := found.get("patternProperties"), dict):
+        found["patternProperties"] = {spell_out(key): value for key, value in properties.items()}
+    return found
 
 
 def list_options(schema: Any, root: Mapping[str, Any], num_named: int = 0) -> list[Any]:

@@ -18,7 +18,7 @@ from offplan.serve.errors import ApiError
 from offplan.serve.formats import FORMATS, Format, list_hidden
 from offplan.serve.grammars import Grammars
 from offplan.serve.requests import ChatRequest, parse_request
-from offplan.serve.schemas import name_types
+from offplan.serve.schemas import name_types, spell_out_patterns
 from tests.serve import END
 from tests.serve.conftest import Tiny
 
@@ -194,3 +194,23 @@ def test_other_special_tokens_are_hidden(tiny: Tiny) -> None:
     assert hidden["glm"] == {end, "<|fim|>", "<|channel|>"}
     assert hidden["hermes"] == {end, "<|fim|>", "<|channel|>", "<arg_key>", "</arg_value>"}
     assert not list_hidden(tokenizer, None)
+
+
+def test_digits_are_those_of_ascii(tiny: Tiny) -> None:
+    schema = {
+        "properties": {"pattern": {"type": "string", "pattern": r"^\d[\w.]\\d$"}},
+        "patternProperties": {r"\W": {"const": {"pattern": r"\d"}}},
+    }
+    assert spell_out_patterns(schema) == {
+        "properties": {"pattern": {"type": "string", "pattern": r"^[0-9][[0-9A-Za-z_].]\\d$"}},
+        "patternProperties": {"[^0-9A-Za-z_]": {"const": {"pattern": r"\d"}}},
+    }
+    for form in ({"regex": r"\d[\w.]\D"}, {"json_schema": {"pattern": r"^\d[\w.]\D$"}}):
+        quote = '"' if "json_schema" in form else ""
+        for text, allowed in (("1.x", True), ("1ax", True), ("\u0663ax", False), ("123", False)):
+            request = parse_request(
+                ChatRequest, {"messages": [{"role": "user", "content": "a"}], **form}
+            )
+            (matcher,) = make(tiny, None).list_matchers(request, "x", 1)
+            said = tiny.tokenizer(f"{quote}{text}{quote}").input_ids
+            assert all(map(matcher.consume_token, said)) is allowed, text
