@@ -13,6 +13,7 @@ from offplan.serve.errors import ApiError
 from offplan.serve.formats import Format, Writing
 from offplan.serve.requests import ChatRequest, NamedTool, Request, Tool
 from offplan.serve.schemas import (
+    check_multiples,
     is_any_text,
     list_options,
     may_be_text,
@@ -296,6 +297,7 @@ class Grammars:
 
         try:
             schema = json.loads(schema) if isinstance(schema, str) else schema
+            check_multiples(schema)
             grammar = llguidance.LLMatcher.grammar_from_json_schema(
                 {} if schema is True else spell_out_patterns(schema), overrides=_JSON_OPTIONS
             )

@@ -1,7 +1,10 @@
 """JSON schemas: what their patterns mean, and the parameters that a call has on their own."""
 
+import json
+import math
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 _MOST_OPTIONS = 64
@@ -10,8 +13,24 @@ _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(
 
 _ASCII = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+_MULTIPLE = re.compile(r'"multipleOf": (\d[\d.]{0,15}(?:e[+-]\d\d?)?)(?=[,}])')
+_MOST_REMAINDERS = 10_000
 _DATA = frozenset({"enum", "const", "default", "examples"})
 """Keywords whose values are no schemas."""
+
+
+def check_multiples(schema: Any) -> None:
+    """Raise ValueError for numbers that are multiples of something large.
+
+    llguidance remembers each remainder that there may be: for a million it takes minutes.
+    """
+    found = {Decimal(each) for each in _MULTIPLE.findall(json.dumps(schema))}
+    places = max((-int(each.as_tuple().exponent) for each in found), default=0)
+    whole = [int(each.scaleb(max(0, places))) for each in found]
+    if math.lcm(*whole) > _MOST_REMAINDERS:
+        raise ValueError(
+            f"multipleOf leaves more than {_MOST_REMAINDERS} remainders: take a smaller number"
+        )
 
 
 def spell_out(pattern: str) -> str:

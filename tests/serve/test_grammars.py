@@ -214,3 +214,25 @@ def test_digits_are_those_of_ascii(tiny: Tiny) -> None:
             (matcher,) = make(tiny, None).list_matchers(request, "x", 1)
             said = tiny.tokenizer(f"{quote}{text}{quote}").input_ids
             assert all(map(matcher.consume_token, said)) is allowed, text
+
+
+@pytest.mark.parametrize(
+    ("multiples", "is_right"),
+    [
+        *(([3], True), ([0.25], True), ([9973], True), ([1e-9], True), ([97, 101], True)),
+        *(([99999989], False), ([1e22], False), ([0.123456789], False), ([997, 991], False)),
+        *(([0.25, 3], True), ([1e-9, 3], False)),
+    ],
+)
+def test_multiples_of_what_is_large_are_refused(
+    tiny: Tiny, multiples: list[float], *, is_right: bool
+) -> None:
+    schema = {"allOf": [{"type": "number", "multipleOf": each} for each in multiples]}
+    request = parse_request(
+        ChatRequest, {"messages": [{"role": "user", "content": "a"}], "json_schema": schema}
+    )
+    if is_right:
+        assert make(tiny, None).list_matchers(request, "x", 1)
+    else:
+        with pytest.raises(ApiError, match="multipleOf"):
+            make(tiny, None).list_matchers(request, "x", 1)
