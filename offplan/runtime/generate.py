@@ -117,5 +117,5 @@ class Arrival:
         """Return the tokens, of shape [batch], and when they arrived, by ``perf_counter``."""
         if self._event is not None:  # else they were there at once, before the next step was made
             self._event.synchronize()
-            self._moment = time.perf_counter()
+            self._moment, self._event = time.perf_counter(), None  # others may ask again
         return self._host.clone(), self._moment

@@ -10,8 +10,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from offplan.errors import NotANumberError
+from offplan.errors import InputError, NotANumberError
 from offplan.runtime.generate import Arrival, Measured
+from offplan.runtime.masks import Matcher, RowMask
 from offplan.runtime.rows import Rows
 from offplan.runtime.sampling import (
     NO_TOKEN,
@@ -59,6 +60,10 @@ class Added:
     for a text's first token, where the text was to have them."""
 
 
+Outcome = Added | InputError | NotANumberError
+"""A token of a text, or the error by which the text has left in place of one."""
+
+
 @dataclass(eq=False)
 class Continued:
     """A text, and how it is continued."""
@@ -74,6 +79,8 @@ class Continued:
     """Whose text it is: it goes on from the cache of no other owner's text."""
     scores_prompt: bool = False
     """True to tell the same of the prompt's tokens, whose logits the prompt's pass then makes."""
+    matcher: Matcher | None = None
+    """Grammar that the text follows, at its beginning; None for none."""
     num_read: int = field(default=0, init=False)
     """Tokens of the prompt that a pass read; the cache had the others."""
     made: list[int] = field(default_factory=list, init=False)
@@ -81,6 +88,7 @@ class Continued:
     _row: int | None = field(default=None, init=False)
     """The row of the cache; None before the text joins, and once it needs none."""
     _choose: Choose = field(default=choose_likeliest, init=False)
+    _mask: RowMask | None = field(default=None, init=False)
     _prompt_scores: list["_Scores"] = field(default_factory=list, init=False)
     """Scores of the prompt's tokens, on the device until the first token is taken."""
     _num_chosen: int = field(default=0, init=False)
@@ -180,12 +188,12 @@ class JoinedTexts:
         if self._measured is not None and not self._measured.prefill_link_bytes:
             self._measured.prefill_link_bytes = self._session.link_bytes - moved
 
-    def step(self) -> Iterator[tuple[Continued, Added | NotANumberError]]:
+    def step(self) -> Iterator[tuple[Continued, Outcome]]:
         """Queue the next token of each text, and yield the tokens that were queued before.
 
-        A text that has ended leaves, and so does one whose logits are NaN: its error stands in
-        place of the token. Raises what ``Rows.extend`` raises before anything is yielded;
-        ``find_lost`` says which texts are gone then.
+        A text that has ended leaves. So does a text whose logits are NaN, or that cannot follow its
+        grammar: an error stands in place of the token. Raises what ``Rows.extend`` raises before
+        anything is yielded; ``find_lost`` says which texts are gone then.
         """
         going = {each._row: each for each in self._joined if each._row is not None}
         num_queued = len(self._chosen)
@@ -199,7 +207,7 @@ class JoinedTexts:
         for _ in range(num_queued):
             yield from self._take(self._chosen.popleft())
 
-    def flush(self) -> Iterator[tuple[Continued, Added | NotANumberError]]:
+    def flush(self) -> Iterator[tuple[Continued, Outcome]]:
         """Yield the tokens that were queued before, as ``step`` does, and queue none."""
         while self._chosen:
             yield from self._take(self._chosen.popleft())
@@ -245,6 +253,9 @@ class JoinedTexts:
     def _make_chooser(self, each: Continued) -> Choose:
         text, device = each.text, self._session.device
         processors = text.rules.make_processors(len(text.prompt), device)
+        if each.matcher is not None:
+            each._mask = RowMask(each.matcher, device)
+            processors.append(each._mask)  # the last one: no other rule allows what it does not
         number = text.number if each.number is None else each.number
         return make_ruled_chooser(
             processors, text.prompt, text.num_tokens, each.sampling, number, device
@@ -256,6 +267,7 @@ class JoinedTexts:
         """Choose the next token of texts, by their rows of the logits, [rows, vocabulary]."""
         scores = {}
         with self._session.stream(), torch.inference_mode():
+            self._follow(texts)
             tokens = choose_likeliest(logits, ())
             for row, each in texts.items():
                 if each._choose is not choose_likeliest:
@@ -280,6 +292,22 @@ class JoinedTexts:
             if each._num_chosen == each.text.num_tokens:
                 self._free_row(each)  # nothing follows its last token
 
+    def _follow(self, texts: Mapping[int, Continued]) -> None:
+        """Bring the masks of texts to their last tokens, while the pass behind them runs.
+
+        Waits for these tokens, which the pass before chose; for no token of other texts.
+        """
+        for row, each in texts.items():
+            if (mask := each._mask) is None:
+                continue
+            if mask.num_followed < each._num_chosen:
+                last = next(made for made in reversed(self._chosen) if made.texts.get(row) is each)
+                token = int(last.arrival.wait()[0][row])
+                if token == NO_TOKEN or token in each.text.rules.end_tokens:
+                    continue  # what is queued behind it is not used
+                mask.follow(each._num_chosen - 1, token)
+            mask.refresh()
+
     def _make_host(self) -> torch.Tensor:
         on_gpu = self._session.device.type == "cuda"
         return torch.empty(self._rows.num_rows, dtype=torch.int64, pin_memory=on_gpu)
@@ -288,7 +316,7 @@ class JoinedTexts:
         """Return memory for a pass's tokens that holds none which nobody has read."""
         return next(self._hosts) if len(self._chosen) < _NUM_HOSTS else self._make_host()
 
-    def _take(self, chosen: _Chosen) -> Iterator[tuple[Continued, Added | NotANumberError]]:
+    def _take(self, chosen: _Chosen) -> Iterator[tuple[Continued, Outcome]]:
         tokens, now = chosen.arrival.wait()
         self._session.check()
         if self._measured is not None:
@@ -301,15 +329,20 @@ class JoinedTexts:
             if each in self._joined:  # else it ended, or left, when this token was queued already
                 yield each, self._add(each, made[row], chosen)
 
-    def _add(self, each: Continued, token: int, chosen: _Chosen) -> Added | NotANumberError:
-        text = each.text
+    def _add(self, each: Continued, token: int, chosen: _Chosen) -> Outcome:
+        text, mask = each.text, each._mask
         before, each._prompt_scores = each._prompt_scores, []
         of_prompt = [scored for part in before for scored in _read_scores(part)][:-1]
         if token == NO_TOKEN or any(math.isnan(first.logprob) for first, *_ in of_prompt):
             self.leave(each)
             return self.explain_nan(each, "its layer is not known")
+        if mask is not None and token not in text.rules.end_tokens:
+            mask.follow(len(each.made), token)
+            if mask.error is not None:
+                self.leave(each)
+                return mask.error
         each.made.append(token)
-        piece = text.add(token)
+        piece = text.add(token, is_last=mask is not None and mask.is_over)
         if text.finish is not None:
             self.leave(each)
         first, likeliest = None, list[Scored]()
@@ -357,7 +390,7 @@ def continue_texts(
     waiting, failed = deque(texts), list[Continued]()
 
     def take(
-        told: Iterable[tuple[Continued, Added | NotANumberError]],
+        told: Iterable[tuple[Continued, Outcome]],
     ) -> Iterator[tuple[Continued, Added]]:
         for each, added in told:
             if isinstance(added, Added):

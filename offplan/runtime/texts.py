@@ -1,6 +1,6 @@
 """Texts that continue prompts: decoded as their tokens come, ended where they end."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from offplan.runtime.rules import TokenRules
@@ -28,15 +28,16 @@ class Text:
         stop_strings: Sequence[str] = (),
         number: int = 0,
         keeps_special: bool = False,
+        hidden: Collection[int] = (),
     ) -> None:
         """Continue the tokens ``prompt`` by up to ``num_tokens``, decoded by ``tokenizer``.
 
         Tokens that end texts by the model's ``rules`` end this one, and so does one of
         ``stop_strings``; a string is left out. ``number`` is the text's own among all, by which its
         random numbers are seeded. ``keeps_special`` leaves special tokens in the text, but the one
-        that ends it.
+        that ends it, and those of ``hidden``.
         """
-        self._keeps_special = keeps_special
+        self._keeps_special, self._hidden = keeps_special, hidden
         self.prompt = list(prompt)
         self.number = number
         self.made = ""
@@ -56,10 +57,13 @@ class Text:
         self._num_shown = len(self._decode_tokens(self._known))
         self._held = ""
 
-    def add(self, token: int) -> str:
-        """Take the next token; return the text that is certain by now."""
+    def add(self, token: int, *, is_last: bool = False) -> str:
+        """Take the next token; return the text that is certain by now.
+
+        ``is_last`` ends the text with it, as an end token would behind it.
+        """
         self.num_made += 1
-        if token in self.rules.end_tokens:
+        if is_last or token in self.rules.end_tokens:
             self.finish = "stop"
         elif self.num_made == self.num_tokens:
             self.finish = "length"
@@ -81,7 +85,8 @@ class Text:
         Source: the two windows by which vLLM and TGI decode incrementally. A token may end in a
         part of a character for long: what stands before the part is certain all the same.
         """
-        if not (self._keeps_special and token in self.rules.end_tokens):
+        is_hidden = token in self._hidden or token in self.rules.end_tokens
+        if not (self._keeps_special and is_hidden):
             self._fresh.append(token)
         text = self._decode_tokens(self._known + self._fresh)
         num_held = 0 if self.finish else len(text) - len(text.rstrip(_PART))

@@ -103,10 +103,9 @@ class _Tool(Fields):
 
 
 class _Choice(Fields):
-    ignored = frozenset({"disable_parallel_tool_use"})
-
     type: Literal["auto", "any", "tool", "none"]
     name: Short | None = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class _Thinks(Fields):
@@ -163,6 +162,8 @@ class _Counted(Fields):
             asked["tools"] = [_translate_tool(tool) for tool in self.tools]
         if self.tool_choice is not None:
             asked["tool_choice"] = _translate_choice(self.tool_choice)
+            if self.tool_choice.disable_parallel_tool_use:
+                asked["parallel_tool_calls"] = False
         if self.thinking is not None and self.thinking.type != "adaptive":
             thinks = self.thinking.type == "enabled"
             asked["chat_template_kwargs"] = {"enable_thinking": thinks}

@@ -20,11 +20,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from offplan.checkpoint.jsontext import quote
 from offplan.runtime.joined import Added, Continued
+from offplan.runtime.masks import Matcher
 from offplan.serve import anthropic_api, ollama_api
 from offplan.serve.answers import Answer, Choice, TokenNames, make_answer
 from offplan.serve.anthropic_api import Messages
 from offplan.serve.api import CappedChat, Translate, Translation
 from offplan.serve.errors import ApiError
+from offplan.serve.grammars import has_grammar
 from offplan.serve.guard import Guard, finish_before
 from offplan.serve.metrics import Metrics
 from offplan.serve.ollama_api import Ollama
@@ -62,6 +64,20 @@ _GENERATING: dict[str, Translate] = {
     "/api/generate": Ollama.read_generate,
 }
 """Paths whose answers are made text, each with what reads its requests."""
+_AT_ONCE = {
+    "/health": ("health", "GET"),
+    "/metrics": ("metrics", "GET"),
+    "/v1/models": ("models", "GET"),
+    "/v1/models/{name:path}": ("model", "GET"),
+    "/v1/messages/count_tokens": ("count", "POST"),
+    "/tokenize": ("tokenize", "POST"),
+    "/detokenize": ("detokenize", "POST"),
+    "/api/version": ("version", "GET"),
+    "/api/tags": ("tags", "GET"),
+    "/api/show": ("show", "POST"),
+}
+"""Other paths, each with its endpoint and method."""
+PATHS = (*_GENERATING, *_AT_ONCE)
 _NO_VECTORS = "this server continues texts and makes no embeddings"
 _ABSENT = {
     **dict.fromkeys(("/v1/embeddings", "/api/embed", "/api/embeddings"), _NO_VECTORS),
@@ -113,6 +129,10 @@ class Service:
         default_factory=lambda: WatchedThread("offplan-parser", "the parser of bodies")
     )
     """One thread: the objects of one large body after the other are in memory."""
+    compiling: WatchedThread = field(
+        default_factory=lambda: WatchedThread("offplan-grammars", "the compiler of grammars")
+    )
+    """A grammar may take a second, and only those with one wait for it."""
     dividing: WatchedThread = field(
         default_factory=lambda: WatchedThread("offplan-answers", "the response template")
     )
@@ -161,7 +181,7 @@ class Service:
     @property
     def threads(self) -> tuple[WatchedThread, ...]:
         """Threads that the event loop hands requests to."""
-        return self.parsing, self.tokenizing, self.rendering, self.dividing
+        return self.parsing, self.tokenizing, self.rendering, self.compiling, self.dividing
 
     def end(self) -> None:
         """End all texts behind the pass at hand, and the requests that wait for a thread."""
@@ -187,16 +207,8 @@ def make_app(service: Service, origins: Sequence[str] = ()) -> ASGIApp:
     """Return the application; pages of ``origins`` may call it, ``*`` for all."""
     endpoints = _Endpoints(service)
     routes = [
-        Route("/health", endpoints.health),
-        Route("/metrics", endpoints.metrics),
-        Route("/v1/models", endpoints.models),
-        Route("/v1/models/{name:path}", endpoints.model),
-        Route("/v1/messages/count_tokens", endpoints.count, methods=["POST"]),
-        Route("/tokenize", endpoints.tokenize, methods=["POST"]),
-        Route("/detokenize", endpoints.detokenize, methods=["POST"]),
-        Route("/api/version", endpoints.version),
-        Route("/api/tags", endpoints.tags),
-        Route("/api/show", endpoints.show, methods=["POST"]),
+        Route(path, getattr(endpoints, name), methods=[method])
+        for path, (name, method) in _AT_ONCE.items()
     ]
     for path, read in _GENERATING.items():
         routes.append(Route(path, _Generating(service, read), methods=["POST"]))
@@ -443,11 +455,16 @@ class _Generating:
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         try:
-            read = partial(service.reader.read, asked)
+            rendered = ""
             if isinstance(asked, ChatRequest):
-                rendering = service.call(service.rendering, service.reader.render, asked)
-                read = partial(read, await rendering)
-            texts = await service.call(service.tokenizing, read)
+                rendered = await service.call(service.rendering, service.reader.render, asked)
+            texts = await service.call(service.tokenizing, service.reader.read, asked, rendered)
+            matchers = list[Matcher]()
+            if has_grammar(asked):
+                list_matchers = service.reader.grammars.list_matchers
+                matchers = await service.call(
+                    service.compiling, list_matchers, asked, rendered, len(texts)
+                )
             for index, text in enumerate(texts):
                 tell = partial(_tell, loop, events, index)
                 continued = Continued(
@@ -456,6 +473,7 @@ class _Generating:
                     asked.num_logprobs,
                     scores_prompt=asked.echoes and asked.num_logprobs is not None,
                     owner=client.owner,
+                    matcher=matchers[index] if matchers else None,
                 )
                 jobs.append(Job(continued, tell, client.turn))
                 num_left -= 1

@@ -1,7 +1,8 @@
 """The table of fields that requests may have: which the server uses, ignores and refuses.
 
-Source: OpenAI's API reference; vLLM 0.25 (``ChatCompletionRequest``), llama.cpp's server and SGLang
-0.5 (README and ``protocol.py``), transformers' and TGI's names for the same.
+Source: OpenAI's API reference; vLLM 0.33 (``ChatCompletionRequest``), llama.cpp's server
+(``server-schema.cpp``) and SGLang 0.5.23 (``protocol.py``), transformers' and TGI's names for the
+same.
 """
 
 import difflib
@@ -32,14 +33,18 @@ class Field:
     """Values that leave a text as it is, where the field is not used."""
     paths: tuple[Path, ...] = BOTH
     """Paths that the row holds for."""
+    means: str = ""
+    """Field that a neutral value sets, lest the model's files do; empty for none."""
 
 
 def _use(name: str, does: str, *paths: Path, neutral: tuple[Any, ...] = ()) -> Field:
     return Field(name, does, "used", neutral, paths or BOTH)
 
 
-def _refuse(name: str, does: str, *neutral: Any, paths: tuple[Path, ...] = BOTH) -> Field:
-    return Field(name, does, "refused", neutral, paths)
+def _refuse(
+    name: str, does: str, *neutral: Any, paths: tuple[Path, ...] = BOTH, means: str = ""
+) -> Field:
+    return Field(name, does, "refused", neutral, paths, means)
 
 
 def _ignore(does: str, *names: str) -> list[Field]:
@@ -73,14 +78,29 @@ FIELDS: tuple[Field, ...] = (
     _use("stream", "chunks as they come"),
     _use("stream_options", "`include_usage`, `continuous_usage_stats`"),
     _use("tools", "functions that the template shows", "chat", neutral=([],)),
-    _use("tool_choice", "`auto` or `none`", "chat", neutral=("auto", "none")),
+    _use(
+        "tool_choice",
+        "`auto`, `none`, `required`, or a tool by name",
+        "chat",
+        neutral=("auto", "none"),
+    ),
+    _use("parallel_tool_calls", "false makes one call where `tool_choice` is `required`", "chat"),
+    _use("response_format", "`json_object` or `json_schema`: the answer is of this form"),
+    _use("structured_outputs", "one of `json`, `regex`, `choice`, `grammar`, `json_object`"),
+    _use("guided_json", "a JSON schema, as an object or a text"),
+    _use("json_schema", "the same"),
+    _use("guided_regex", "a regular expression of the whole answer"),
+    _use("regex", "the same"),
+    _use("guided_choice", "the texts that the answer may be"),
+    _use("guided_grammar", "a grammar in GBNF or Lark"),
+    _use("grammar", "the same"),
+    _use("ebnf", "the same"),
     _use("user", "names a client"),
     _use("safety_identifier", "names a client"),
     _use("prompt_cache_key", "names a client"),
     _use("cache_salt", "names a client"),
     _refuse("best_of", "`n`", 0, 1),
     _refuse("suffix", "text behind the answer", ""),
-    _refuse("response_format", "structured output", {"type": "text"}),
     _refuse("functions", "`tools`", []),
     _refuse("function_call", "`tool_choice`", "none", "auto"),
     _refuse("modalities", "answers other than text", ["text"]),
@@ -91,6 +111,8 @@ FIELDS: tuple[Field, ...] = (
     _refuse("thinking", "how long the model thinks", {}),
     _refuse("think", "how long the model thinks"),
     _refuse("enable_thinking", "how long the model thinks"),
+    _refuse("thinking_token_budget", "how long the model thinks"),
+    _refuse("reasoning_budget_tokens", "how long the model thinks", -1),
     _refuse("verbosity", "how long the answer is", "medium"),
     _refuse("web_search_options", "search"),
     _refuse("extra_body", "the client's option: its fields belong beside the others", {}),
@@ -100,25 +122,31 @@ FIELDS: tuple[Field, ...] = (
     _refuse("max_length", "`max_tokens`"),
     _refuse("n_predict", "`max_tokens`", -1),
     _refuse("num_predict", "`max_tokens`", -1),
-    _refuse("min_new_tokens", "`min_tokens`", 0),
+    _refuse("min_new_tokens", "`min_tokens`", 0, means="min_tokens"),
+    _refuse("n_cmpl", "`n`", 1),
+    _refuse("n_indent", "text that is indented", 0),
+    _refuse("t_max_predict_ms", "a time after which texts end", -1),
     _refuse("stop_strings", "`stop`", []),
+    _refuse("stop_regex", "patterns that end a text", "", []),
     _refuse("stop_sequences", "`stop`", []),
     _refuse("system", "a message of the role `system`", ""),
     _refuse("instructions", "a message of the role `system`", ""),
     _refuse("input", "`messages` or `prompt`"),
     _refuse("inputs", "`messages` or `prompt`"),
-    _refuse("do_sample", "`temperature`", True),
+    _refuse("input_ids", "`prompt`"),
+    _refuse("prompt_embeds", "prompts that are no tokens"),
+    _refuse("do_sample", "`temperature`", True, means="do_sample"),
     _refuse("num_beams", "beam search", 1),
     _refuse("use_beam_search", "beam search", False),
     _refuse("early_stopping", "beam search", False),
     _refuse("length_penalty", "beam search", 1),
-    _refuse("repeat_penalty", "`repetition_penalty`", 1),
+    _refuse("repeat_penalty", "`repetition_penalty`", 1, means="repetition_penalty"),
     _refuse("no_repeat_ngram_size", "no n-gram twice", 0),
     _refuse("top_a", "another way to draw", 0),
     _refuse("top_n_sigma", "another way to draw", 0, -1),
     _refuse("top_h", "another way to draw"),
     _refuse("tfs_z", "another way to draw", 1),
-    _refuse("typ_p", "`typical_p`", 1),
+    _refuse("typ_p", "`typical_p`", 1, means="typical_p"),
     _refuse("epsilon_cutoff", "another way to draw", 0),
     _refuse("eta_cutoff", "another way to draw", 0),
     _refuse("mirostat", "another way to draw", 0),
@@ -128,16 +156,10 @@ FIELDS: tuple[Field, ...] = (
     _refuse("dry_multiplier", "another way to draw", 0),
     _refuse("samplers", "another way to draw", [], ""),
     _refuse("penalize_nl", "another way to draw", False),
-    _refuse("grammar", "structured output", ""),
-    _refuse("ebnf", "structured output", ""),
-    _refuse("regex", "structured output", ""),
-    _refuse("json_schema", "structured output", "", {}),
-    _refuse("structural_tag", "structured output", ""),
-    _refuse("structured_outputs", "structured output", {}),
-    _refuse("guided_json", "structured output", "", {}),
-    _refuse("guided_regex", "structured output", ""),
-    _refuse("guided_choice", "structured output", []),
-    _refuse("guided_grammar", "structured output", ""),
+    _refuse("grammar_lazy", "structured output from a mark on", False),
+    _refuse("grammar_triggers", "structured output from a mark on", []),
+    _refuse("structural_tag", "structured output from a mark on", ""),
+    _refuse("guided_whitespace_pattern", "space in JSON", ""),
     _refuse("allowed_token_ids", "no tokens but these", []),
     _refuse("bad_words", "strings that are not made", []),
     _refuse("logits_processors", "code of the client", []),
@@ -165,7 +187,7 @@ FIELDS: tuple[Field, ...] = (
     _refuse("image_data", "images", [], ""),
     _refuse("mm_processor_kwargs", "images", {}),
     *_ignore("changes no text", "metadata", "store", "service_tier", "prompt_cache_retention"),
-    *_ignore("changes no text", "parallel_tool_calls", "request_id", "rid", "session_id"),
+    *_ignore("changes no text", "request_id", "rid", "session_id", "guided_decoding_backend"),
     *_ignore("changes no text", "priority", "cache_prompt", "id_slot", "slot_id", "keep_alive"),
     *_ignore("changes no text", "timings_per_token", "return_progress", "models", "provider"),
     *_ignore("changes no text", "include_reasoning", "separate_reasoning", "stream_reasoning"),
@@ -190,14 +212,17 @@ def sift(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
     Raises FieldError for a field that would change the text and is not used.
     """
     rows = _TABLE[path]
-    kept = {}
+    kept, meant = {}, {}
     for name, value in data.items():
         row = rows.get(name)
         if row is None or (row.status == "used" and path in row.paths):
             kept[name] = value
-        elif row.status != "ignored" and value is not None and value not in row.neutral:
-            raise FieldError(name, _say_refused(row, path))
-    return kept
+        elif row.status != "ignored" and value is not None:
+            if value not in row.neutral:
+                raise FieldError(name, _say_refused(row, path))
+            if row.means:
+                meant[row.means] = value
+    return kept | {name: value for name, value in meant.items() if kept.get(name) is None}
 
 
 def _say_refused(row: Field, path: Path) -> str:

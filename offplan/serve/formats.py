@@ -11,7 +11,7 @@ Kimi K2, MiniMax-M2, gpt-oss and Mistral Small 3.2; transformers 5.23,
 # ruff: noqa: RUF001  # marks of DeepSeek have letters that look like others
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,25 @@ from offplan.transformers_private import find_response_template, load_template
 _NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 _ENDS = r"\s*(?:<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>|<｜end▁of▁sentence｜>)"
 """Ends of turns, which not every generation config names; they are nothing that is said."""
+
+
+@dataclass(frozen=True)
+class Writing:
+    """A way in which models of a format write calls, for grammars that answers are to follow.
+
+    ``$name``, ``$number`` and ``$arguments`` stand for those of a call.
+    """
+
+    call: str
+    """Text of a call."""
+    parameter: str = ""
+    """Text of each of its arguments, with ``$key`` and ``$value``; empty where they are JSON."""
+    opens: str = ""
+    """Text before the first call."""
+    between: str | None = ""
+    """Text between two calls; None if an answer has one call alone."""
+    closes: str = ""
+    """Text behind the last call."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +53,12 @@ class Format:
     """Text with which thoughts begin: a prompt may end with it."""
     has_short_ids: bool = False
     """True if the chat template takes identifiers of calls of nine letters and digits alone."""
+    writes: tuple[Writing, ...] = ()
+    """Ways in which it has calls; empty if it has none."""
+    thoughts: tuple[tuple[str, str], ...] = (("<think>", "</think>"),)
+    """Texts around thoughts, and around what else may come before the answer itself."""
+    says: tuple[str, ...] = ("",)
+    """Texts with which an answer that is no call may begin."""
 
     @cached_property
     def template(self) -> Any:
@@ -145,37 +170,146 @@ def _end(pattern: str) -> dict[str, Any]:
     return {"open_pattern": rf"\s*{pattern}", "close_pattern": "(?=)", "repeats": True}
 
 
-FORMATS = (
-    Format(
-        "kimi",
-        "<|tool_calls_section_begin|>",
-        {**_THINK, "tool_calls": _KIMI, "end": _end(r"<\|tool_calls_section_end\|>")},
+_JSON = '{"name": "$name", "arguments": $arguments}'
+_SEP = "<｜tool▁sep｜>"
+_V3 = ("<｜tool▁calls▁begin｜>", "\n", "<｜tool▁calls▁end｜>")
+
+
+def _dsml(kind: str) -> Writing:
+    return Writing(
+        '<｜DSML｜invoke name="$name">\n$arguments</｜DSML｜invoke>\n',
+        '<｜DSML｜parameter name="$key" string="$is_text">$value</｜DSML｜parameter>\n',
+        opens=f"<｜DSML｜{kind}_calls>\n",
+        closes=f"</｜DSML｜{kind}_calls>",
+    )
+
+
+_KIMI_FORMAT = Format(
+    "kimi",
+    "<|tool_calls_section_begin|>",
+    {**_THINK, "tool_calls": _KIMI, "end": _end(r"<\|tool_calls_section_end\|>")},
+    writes=(
+        Writing(
+            "<|tool_call_begin|>functions.$name:$number<|tool_call_argument_begin|>$arguments"
+            "<|tool_call_end|>",
+            opens="<|tool_calls_section_begin|>",
+            closes="<|tool_calls_section_end|>",
+        ),
     ),
+)
+
+FORMATS = (
+    _KIMI_FORMAT,
+    # its first chat template shows tools, and no calls
+    replace(_KIMI_FORMAT, mark="tool_declare<|im_middle|>"),
     Format(
         "deepseek",
         "<｜tool▁calls▁begin｜>",
         {**_THINK, "tool_calls": _DEEPSEEK, "end": _end("<｜tool▁calls▁end｜>")},
+        writes=(
+            Writing(
+                f"<｜tool▁call▁begin｜>function{_SEP}$name\n```json\n$arguments\n```"
+                "<｜tool▁call▁end｜>",
+                "",
+                *_V3,
+            ),
+            Writing(
+                f"<｜tool▁call▁begin｜>$name{_SEP}$arguments<｜tool▁call▁end｜>",
+                opens=_V3[0],
+                closes=_V3[2],
+            ),
+        ),
     ),
     Format(
         "dsml",
         "<｜DSML｜",
         {**_THINK, "tool_calls": _DSML, "end": _end("</｜DSML｜(?:function|tool)_calls>")},
+        writes=(_dsml("function"), _dsml("tool")),
     ),
     Format(
         "minimax",
         "<minimax:tool_call>",
         {**_THINK, "tool_calls": _MINIMAX, "end": _end("</minimax:tool_call>")},
+        writes=(
+            Writing(
+                '<invoke name="$name">\n$arguments</invoke>\n',
+                '<parameter name="$key">$value</parameter>\n',
+                opens="<minimax:tool_call>\n",
+                closes="</minimax:tool_call>",
+            ),
+        ),
     ),
-    Format("glm", "<arg_key>", {**_THINK, "tool_calls": _GLM}),
+    Format(
+        "glm",
+        "<arg_key>",
+        {**_THINK, "tool_calls": _GLM},
+        writes=(
+            Writing(
+                "<tool_call>$name\n$arguments</tool_call>",
+                "<arg_key>$key</arg_key>\n<arg_value>$value</arg_value>\n",
+                between="\n",
+            ),
+        ),
+    ),
     Format(
         "qwen3-coder",
         "<function=",
         {**_THINK, "tool_calls": _CODER, "end": _end("</tool_call>")},
+        writes=(
+            Writing(
+                "<tool_call>\n<function=$name>\n$arguments</function>\n</tool_call>",
+                "<parameter=$key>\n$value\n</parameter>\n",
+                between="\n",
+            ),
+        ),
     ),
-    Format("harmony", "<|channel|>", _HARMONY),
-    Format("mistral", "[ARGS]", {**_BRACKETS, "tool_calls": _MISTRAL}, "[THINK]", True),
-    Format("mistral-list", "[TOOL_CALLS]", {"tool_calls": _MISTRAL_LIST}, has_short_ids=True),
-    Format("hermes", "<tool_call>", {**_THINK, "tool_calls": _HERMES}),
+    Format(
+        "harmony",
+        "<|channel|>",
+        _HARMONY,
+        writes=(
+            # an end token stands behind it
+            Writing(
+                "<|channel|>commentary to=functions.$name <|constrain|>json<|message|>$arguments",
+                between=None,
+            ),
+            Writing(
+                " to=functions.$name<|channel|>commentary <|constrain|>json<|message|>$arguments",
+                between=None,
+            ),
+        ),
+        thoughts=tuple(
+            (f"<|channel|>{name}<|message|>", "<|end|><|start|>assistant")
+            for name in ("analysis", "commentary")
+        ),
+        says=(
+            "<|channel|>final<|message|>",
+            "<|channel|>final <|constrain|>json<|message|>",
+        ),
+    ),
+    Format(
+        "mistral",
+        "[ARGS]",
+        {**_BRACKETS, "tool_calls": _MISTRAL},
+        "[THINK]",
+        True,
+        writes=(Writing("[TOOL_CALLS]$name[ARGS]$arguments"),),
+        thoughts=(("[THINK]", "[/THINK]"),),
+    ),
+    Format(
+        "mistral-list",
+        "[TOOL_CALLS]",
+        {"tool_calls": _MISTRAL_LIST},
+        has_short_ids=True,
+        writes=tuple(Writing(_JSON, "", f"[TOOL_CALLS]{space}[", ", ", "]") for space in ("", " ")),
+        thoughts=(),
+    ),
+    Format(
+        "hermes",
+        "<tool_call>",
+        {**_THINK, "tool_calls": _HERMES},
+        writes=(Writing(f"<tool_call>\n{_JSON}\n</tool_call>", between="\n"),),
+    ),
     Format("thoughts", "<think>", _THINK),
     Format("thoughts", "</think>", _THINK),
 )
@@ -198,12 +332,34 @@ class Divider:
         return self.template is not None and "tool_calls" in self.template.fields
 
 
+def list_hidden(tokenizer: Any, template: Any) -> frozenset[int]:
+    """Return a tokenizer's special tokens that a response template has no use for.
+
+    They are no text, as where no template divides an answer.
+    """
+    if template is None:
+        return frozenset()
+    patterns = [template.start_anchor_re.pattern]
+    for each in template.fields.values():
+        patterns += [found.pattern for found in (each.open_re, each.close_re) if found]
+        patterns += map(str, each.content_args.values())
+    marks = "\n".join(patterns).replace("\\", "")
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(token for token, each in added if each.special and each.content not in marks)
+
+
 def read_chat_template(tokenizer: Any) -> str:
     """Return a tokenizer's chat template, or its several ones behind one another; empty if none."""
     found = getattr(tokenizer, "chat_template", None)
     if isinstance(found, Mapping):
         return "".join(map(str, found.values()))
     return found if isinstance(found, str) else ""
+
+
+def find_format(tokenizer: Any) -> Format | None:
+    """Find the format of a tokenizer's chat template; None if it is none of those here."""
+    chat_template = read_chat_template(tokenizer)
+    return next((each for each in FORMATS if each.mark in chat_template), None)
 
 
 def find_divider(tokenizer: Any, model_type: str) -> Divider:
@@ -214,8 +370,6 @@ def find_divider(tokenizer: Any, model_type: str) -> Divider:
     """
     if getattr(tokenizer, "response_template", None) is not None:
         return Divider(find_response_template(tokenizer, model_type), is_foreign=True)
-    chat_template = read_chat_template(tokenizer)
-    for each in FORMATS:
-        if each.mark in chat_template:
-            return Divider(each.template, has_short_ids=each.has_short_ids)
+    if found := find_format(tokenizer):
+        return Divider(found.template, has_short_ids=found.has_short_ids)
     return Divider(find_response_template(tokenizer, model_type))

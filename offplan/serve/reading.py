@@ -14,8 +14,10 @@ from offplan.runtime.sampling import MAX_SEED, Sampling
 from offplan.runtime.texts import Text
 from offplan.serve.answers import CallParser
 from offplan.serve.errors import ApiError, refuse_length, refuse_token
-from offplan.serve.formats import Divider, find_divider
+from offplan.serve.formats import Divider, find_divider, find_format, list_hidden
+from offplan.serve.grammars import Grammars
 from offplan.serve.requests import ChatRequest, CompletionRequest, Request
+from offplan.serve.schemas import name_types
 from offplan.serve.showing import Showing
 
 
@@ -34,14 +36,26 @@ class Reader:
     """Values by which tokens are drawn where a request names none, by the names of its fields."""
     divider: Divider = field(init=False)
     """What divides answers into text, thoughts and calls."""
+    hidden: frozenset[int] = field(init=False)
+    """Special tokens that no answer shows."""
     showing: Showing = field(init=False)
+    grammars: Grammars = field(init=False)
 
     def __post_init__(self) -> None:
         """Find how the model thinks and calls tools."""
         found = find_divider(self.tokenizer, self.model.model_type)
         object.__setattr__(self, "divider", found)
+        object.__setattr__(self, "hidden", list_hidden(self.tokenizer, found.template))
         showing = Showing(self.model, self.tokenizer, self.renderer)
         object.__setattr__(self, "showing", showing)
+        grammars = Grammars(
+            self.tokenizer,
+            self.rules.end_tokens,
+            self.model.architecture.vocabulary_size or 0,
+            find_format(self.tokenizer),
+            showing.thinks,
+        )
+        object.__setattr__(self, "grammars", grammars)
 
     @classmethod
     def of(
@@ -167,12 +181,17 @@ class Reader:
             stop_strings=request.stop or (),
             number=number,
             keeps_special=self.divides(request),
+            hidden=self.hidden,
         )
 
 
 def _list_tools(request: Request) -> list[dict[str, Any]]:
-    """Return the tools that a request shows to the model."""
-    return (isinstance(request, ChatRequest) and request.shown_tools) or []
+    """Return the tools that a request shows to the model, as the parser of calls knows them."""
+    tools = (isinstance(request, ChatRequest) and request.shown_tools) or []
+    for tool in tools:
+        function = tool["function"]
+        function["parameters"] = name_types(function.get("parameters"))
+    return tools
 
 
 def change_rules(request: Request, rules: TokenRules, model: Model) -> TokenRules:
@@ -210,11 +229,15 @@ def read_drawing(request: Request, usual: Mapping[str, float] | None = None) -> 
     """
     named = {key: value for key in DRAWN if (value := getattr(request, key)) is not None}
     drawn: dict[str, Any] = {"temperature": 1.0, **(usual or {}), **named}
+    if request.do_sample and "temperature" not in named:
+        drawn["temperature"] = drawn["temperature"] or 1.0
     if drawn["temperature"] == 0:
         return None
     if drawn.get("top_k") in (0, -1):
         del drawn["top_k"]
-    seed = secrets.randbelow(MAX_SEED) if request.seed is None else request.seed % MAX_SEED
+    # -1 as llama.cpp and vLLM have it
+    named_seed = None if request.seed == -1 else request.seed
+    seed = secrets.randbelow(MAX_SEED) if named_seed is None else named_seed % MAX_SEED
     try:
         # the texts of a request take the seeds behind its own
         return Sampling(**drawn, seed=min(seed, MAX_SEED - 2**16))

@@ -93,7 +93,8 @@ class ApiObject(BaseModel):
             raise ValueError(
                 f"{len(data)} fields in one object; the API knows {MAX_FIELDS} at most"
             )
-        for name in data.keys() - cls.model_fields.keys() - IN_MESSAGES:
+        known = {each.alias or name for name, each in cls.model_fields.items()}
+        for name in data.keys() - known - IN_MESSAGES:
             if (meant := find_meant(name, cls._list_meant())) and meant not in data:
                 raise FieldError(
                     shorten(name, 64), f"there is no such field: did you mean {meant}?"
@@ -230,6 +231,52 @@ class StreamOptions(ApiObject):
     include_obfuscation: bool | None = None
 
 
+class JsonSchema(ApiObject):
+    """A schema by its name."""
+
+    name: Short | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
+    strict: bool | None = None
+    """Ignored: the answer always follows the schema."""
+
+
+class ResponseFormat(ApiObject):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    """The schema itself. Source: llama.cpp's server."""
+
+
+class StructuredOutputs(ApiObject):
+    """The form of an answer, as vLLM has it."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: None = None
+    whitespace_pattern: None = None
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
+
+
+class NamedFunction(ApiObject):
+    """The name of a function."""
+
+    name: Short
+
+
+class NamedTool(ApiObject):
+    """The tool that is to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class Request(ApiObject):
     """The fields that both kinds of requests have."""
 
@@ -260,7 +307,20 @@ class Request(ApiObject):
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_BIASES, fail_fast=True)] | None = (
         None
     )
+    do_sample: bool | None = None
+    """True draws even where the model's files are greedy. Source: transformers' name."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    """A schema, as llama.cpp's and SGLang's servers have it."""
+    grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     stop: Annotated[StopStrings, Field(max_length=MAX_STOP_STRINGS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -290,6 +350,10 @@ class Request(ApiObject):
     @model_validator(mode="after")
     def _ends_behind_its_least(self) -> Self:
         least, most = self.min_tokens or 0, self.num_tokens
+        if most is None and least > (self.usual_tokens or least):
+            raise FieldError(
+                "min_tokens", f"{least} are more than {self.usual_tokens}: name max_tokens"
+            )
         if most is not None and least > most:
             raise FieldError("min_tokens", f"{least} are more than max_tokens")
         return self
@@ -344,7 +408,8 @@ class ChatRequest(Request):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: Short | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the chat template; not in OpenAI's API. Source: vLLM's field."""
@@ -356,6 +421,12 @@ class ChatRequest(Request):
         named = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(named) > 1:
             raise FieldError("max_tokens", "max_completion_tokens means the same: name one")
+        names = {tool.function.name for tool in self.tools or ()}
+        choice = self.tool_choice
+        if choice == "required" and not names:
+            raise FieldError("tool_choice", "required needs tools")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise FieldError("tool_choice", "there is no tool of this name in tools")
         return self
 
     @property

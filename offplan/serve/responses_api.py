@@ -139,7 +139,6 @@ class _Asked(Fields):
         {
             "metadata",
             "service_tier",
-            "parallel_tool_calls",
             "prompt_cache_retention",
             "prompt_cache_options",
             "max_tool_calls",
@@ -166,6 +165,7 @@ class _Asked(Fields):
     instructions: str | None = None
     include: list[Short] | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    parallel_tool_calls: bool | None = None
     reasoning: _Thinks | None = None
     stream: bool | None = None
     temperature: float | None = None
@@ -182,7 +182,7 @@ class _Asked(Fields):
     def translate(self) -> dict[str, Any]:
         """Return the request in the words of a chat."""
         same = (
-            *("model", "stream", "temperature", "top_p"),
+            *("model", "stream", "temperature", "top_p", "parallel_tool_calls"),
             *("user", "safety_identifier", "prompt_cache_key"),
         )
         asked: dict[str, Any] = {key: getattr(self, key) for key in same}
@@ -360,12 +360,12 @@ class Responses(Translation):
             "metadata": {},
             "model": answer.model,
             "output": output,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": said.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": said.reasoning and said.reasoning.effort, "summary": None},
             "store": False,
             "temperature": said.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": _describe_format(said.text.format if said.text else None)},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": tools,
             "top_p": said.top_p,
@@ -373,6 +373,12 @@ class Responses(Translation):
             "usage": None if reason is None else _count(answer),
             "user": said.user,
         }
+
+
+def _describe_format(form: _Format | None) -> dict[str, Any]:
+    if form is None:
+        return {"type": "text"}
+    return form.model_dump(by_alias=True, exclude_unset=True)
 
 
 _ITEM = {"open": "response.output_item.added", "close": "response.output_item.done"}

@@ -224,6 +224,10 @@ class Worker:
 
     def _take(self, job: Job, added: Added | Exception) -> None:
         if not isinstance(added, Added):
+            if isinstance(added, InputError):
+                self._end(job)
+                job.tell(Failed(ApiError(400, added.facts)))
+                return
             if isinstance(added, NotANumberError):
                 added = self._explain(job)
             self._fail([job], added)

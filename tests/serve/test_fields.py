@@ -370,7 +370,7 @@ def test_a_request_comes_before_the_model() -> None:
 
     def read(**fields: Any) -> Sampling | None:
         return read_drawing(
-            parse_request(CompletionRequest, {**fields, "prompt": "a", "seed": 1}), usual
+            parse_request(CompletionRequest, {"seed": 1, **fields, "prompt": "a"}), usual
         )
 
     assert read() == Sampling(0.6, 20, 0.9, 1)
@@ -378,11 +378,17 @@ def test_a_request_comes_before_the_model() -> None:
     assert read(temperature=1.5, top_p=1, min_p=0.1) == Sampling(1.5, 20, 1, 1, 0.1)
     for off in (0, -1):
         assert read(top_k=off) == Sampling(0.6, None, 0.9, 1)
+    # what is off is off, though the model's files have it on
+    assert read(typ_p=1) == read(typical_p=1) == Sampling(0.6, 20, 0.9, 1, None, 1)
+    assert read(do_sample=True) == Sampling(0.6, 20, 0.9, 1)
     usual = {"temperature": 0.0}
     assert read() is None
+    assert read(do_sample=True) == Sampling(1.0, seed=1)
+    assert read(do_sample=True, temperature=0) is None
     assert read(temperature=1) == Sampling(1.0, seed=1)
     usual = {}
     assert read() == Sampling(1.0, seed=1)
+    assert len({read(seed=-1) for _ in range(3)}) == 3
 
 
 def test_rules_of_a_request(tiny: Tiny) -> None:
@@ -394,6 +400,13 @@ def test_rules_of_a_request(tiny: Tiny) -> None:
 
     assert change() is rules
     assert change(repetition_penalty=1).repetition_penalty == 1
+    assert change(repeat_penalty=1).repetition_penalty == 1
+    assert change(repeat_penalty=1.0, repetition_penalty=None).repetition_penalty == 1
+    assert change(repeat_penalty=1, repetition_penalty=1.1).repetition_penalty == 1.1
+    assert change(min_new_tokens=0).min_new_tokens == 0
+    with pytest.raises(ApiError, match="min_tokens: 17 are more than 16: name max_tokens"):
+        change(min_tokens=17)
+    assert change(min_tokens=17, max_tokens=20).min_new_tokens == 17
     assert change(presence_penalty=1).repetition_penalty == 1.3
     ignoring = change(ignore_eos=True, min_tokens=4)
     assert (ignoring.end_tokens, ignoring.stop_strings) == (frozenset(), ())

@@ -182,7 +182,7 @@ def test_the_format_is_told_from_the_chat_template(name: str) -> None:
 
 @pytest.mark.parametrize("name", SAID)
 def test_a_long_answer_is_parsed_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (format_,) = (each for each in FORMATS if each.name == name)
+    format_ = BY_NAME[name]
     fed: list[int] = []
 
     class Parser(ResponseParser):

@@ -124,7 +124,7 @@ def test_no_path_of_the_machine_in_an_error(scripted: Served, tiny: Tiny) -> Non
 def test_a_mistake_of_the_server_is_told_to_its_log_alone(
     scripted: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: object, request: object) -> None:
+    def fail(*_: object) -> None:
         raise ValueError("/secret/path")
 
     monkeypatch.setattr("offplan.serve.reading.Reader.read", fail)

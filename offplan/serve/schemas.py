@@ -1,0 +1,119 @@
+"""JSON schemas: what their patterns mean, and the parameters that a call has on their own."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any
+
+_MOST_OPTIONS = 64
+"""Schemas that a parameter's schema may be one of."""
+_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+
+_ASCII = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+_MULTIPLE = re.compile(r'"multipleOf": (\d[\d.]{0,15}(?:e[+-]\d\d?)?)(?=[,}])')
+_MOST_REMAINDERS = 10_000
+_DATA = frozenset({"enum", "const", "default", "examples"})
+"""Keywords whose values are no schemas."""
+
+
+def check_multiples(schema: Any) -> None:
+    """Raise ValueError for numbers that are multiples of something large.
+
+    llguidance remembers each remainder that there may be: for a million it takes minutes.
+    """
+    found = {Decimal(each) for each in _MULTIPLE.findall(json.dumps(schema))}
+    places = max((-int(each.as_tuple().exponent) for each in found), default=0)
+    whole = [int(each.scaleb(max(0, places))) for each in found]
+    if math.lcm(*whole) > _MOST_REMAINDERS:
+        raise ValueError(
+            f"multipleOf leaves more than {_MOST_REMAINDERS} remainders: take a smaller number"
+        )
+
+
+def spell_out(pattern: str) -> str:
+    """Return a pattern whose digits and letters are those of ASCII, as in JavaScript and xgrammar.
+
+    llguidance reads Rust's patterns, where ``\\d`` is a digit of any script.
+    """
+    return _ESCAPE.sub(lambda found: _ASCII.get(found[1], found[0]), pattern)
+
+
+def spell_out_patterns(schema: Any) -> Any:
+    """Return a schema whose patterns, which JSON Schema takes from JavaScript, are spelt out."""
+    if isinstance(schema, list):
+        return [spell_out_patterns(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {
+        key: value if key in _DATA else spell_out_patterns(value) for key, value in schema.items()
+    }
+    if isinstance(pattern := found.get("pattern"), str):
+        found["pattern"] = spell_out(pattern)
+    if isinstance(properties := found.get("patternProperties"), dict):
+        found["patternProperties"] = {spell_out(key): value for key, value in properties.items()}
+    return found
+
+
+def list_options(schema: Any, root: Mapping[str, Any], num_named: int = 0) -> list[Any]:
+    """Return the schemas that a value may be of, one of them or several.
+
+    ``root`` has what references are to, of which ``num_named`` were followed.
+    """
+    if not isinstance(schema, dict):
+        return [schema]
+    reference, all_of = schema.get("$ref"), schema.get("allOf")
+    if isinstance(reference, str) and reference.startswith("#/") and num_named < _MOST_OPTIONS:
+        found: Any = root
+        for name in reference[2:].split("/"):
+            found = found.get(name) if isinstance(found, dict) else None
+        return [schema] if found is None else list_options(found, root, num_named + 1)
+    if isinstance(all_of, list) and len(all_of) == 1:
+        return list_options(all_of[0], root, num_named + 1)
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list) and num_named < _MOST_OPTIONS:
+            return [
+                option for each in schema[key] for option in list_options(each, root, num_named + 1)
+            ][:_MOST_OPTIONS]
+    if isinstance(kinds := schema.get("type"), list) and not _list_values(schema):
+        return [{**schema, "type": kind} for kind in kinds]
+    return [schema]
+
+
+def may_be_text(schema: Mapping[str, Any]) -> bool:
+    """Return True if a schema, of those of ``list_options``, allows texts."""
+    return bool(schema.get("type", "string") == "string")
+
+
+def is_any_text(schema: Any) -> bool:
+    """Return True if a value may be a text that the schema does not list."""
+    if not isinstance(schema, dict):
+        return True
+    is_other = any(key in schema for key in ("$ref", "allOf", "anyOf", "oneOf"))
+    return may_be_text(schema) and not is_other and not _list_values(schema)
+
+
+def _list_values(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the values that a schema lists; none if it lists none."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    return values if isinstance(values, list) else []
+
+
+def name_types(parameters: Any) -> dict[str, Any]:
+    """Return a function's parameters, each with its types alone, as a parser of texts reads them.
+
+    transformers' parser follows no reference, and takes a list of numbers for texts.
+    """
+    root = parameters if isinstance(parameters, dict) else {}
+    properties = root.get("properties")
+    named = {}
+    for key, schema in properties.items() if isinstance(properties, dict) else ():
+        options = [each for each in list_options(schema, root) if isinstance(each, dict)]
+        types = [each["type"] for each in options if isinstance(each.get("type"), str)]
+        for each in options:
+            if "type" not in each:
+                types += [_TYPES.get(type(value), "object") for value in _list_values(each)]
+        named[key] = {"type": types}
+    return {"type": "object", "properties": named}
