@@ -171,8 +171,13 @@ _SOME_FOLDER = "DIR"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
-def render_answer(analysis: Analysis, command: str, output: Path | None) -> list[RenderableType]:
-    """Answer first; ``command`` is what was asked, ``output`` the plan's file if one is written."""
+def render_answer(
+    analysis: Analysis, command: str | None = None, output: Path | None = None
+) -> list[RenderableType]:
+    """Answer first; ``command`` is what was asked, ``output`` the plan's file if one is written.
+
+    Without a ``command`` no next one is named: what was asked for goes on.
+    """
     model = analysis.model
     head = [*map(Text, describe_file(model)), Text(describe_model(model))]
     if analysis.infeasible is not None:
@@ -194,11 +199,11 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
         return [answer, *render_model(model)[1:]]
     plan = analysis.result.plan
     stages = analysis.question.hold(plan.offload)
-    head += [
-        *map(Text, describe_answer(analysis, plan, analysis.question)),
+    head += map(Text, describe_answer(analysis, plan, analysis.question))
+    if command is not None:
+        following = f"Next: {_name_next(analysis, command, output)}"
         # in one piece, to be copied
-        Text(f"Next: {_name_next(analysis, command, output)}", no_wrap=True, overflow="ignore"),
-    ]
+        head.append(Text(following, no_wrap=True, overflow="ignore"))
     parts: list[RenderableType] = [Group(*head)]
     if plan.offload.rules:
         legend = "Layers, first to last: as high as their share on the GPU"
