@@ -167,7 +167,7 @@ class Query:
             routing=None if self.routing is None else str(self.routing),
             **goal,
         )
-        note_machine(self.machine, asked.num_gpus, self.store)
+        note_machine(self.machine, asked, self.store)
         note_budget(machine.profile, self.gpu_memory)
         with waiting("planning"):
             return model, settle_context(ask_this, workload, self.workload.context)

@@ -28,7 +28,7 @@ from offplan.records import load_yaml
 
 ASKED_BYTES = 10**9
 """Bytes of a download beyond which a user is asked first."""
-_MODELS = ("a model's config.json", "a folder with a model", "a GGUF file")
+_MODELS = ("a model's config.json", "a folder with a model")
 _MAX_BYTES = 2**20
 _MOST_FREED = 1.05
 """Times the plan's budget that may be free by now: with more, another plan is the better one.
