@@ -43,7 +43,7 @@ def machines(
     if model is not None:
         if machine is not None:
             raise InputError(
-                f"--model compares all machines; for one, offplan analyze {model} --machine {machine}"
+                f"--model is for all machines; of one, offplan analyze {model} --machine {machine}"
             )
         _rank_machines(model, ram, workload, json=json)
         return

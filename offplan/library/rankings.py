@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.popular import Checkpoint
 from offplan.errors import CheckpointError, InfeasibleError, OffplanError
-from offplan.hostmem.limits import find_ram, lockable_bytes
+from offplan.hostmem.limits import find_ram
 from offplan.library.alternatives import tokens_per_s
 from offplan.library.asking import ask
 from offplan.library.machines import Machine, load_machine
@@ -58,10 +58,10 @@ def rank_machines(
     """
     names = [name for name in shipped_profiles() if name != "cpu"]
     report, found = on_progress or silent(""), []
-    host = None if ram_bytes is None else lockable_bytes(ram_bytes, _SYSTEM)
+    change = "" if ram_bytes is None else f",ram={ram_bytes}B"
     for number, name in enumerate(names, 1):
-        machine = load_machine(name)
-        question = ask(model, machine, workload, host_memory=host)
+        machine = load_machine(f"{name}{change}")
+        question = ask(model, machine, workload)
         found.append(_rank(name, machine, question, why_no_run(machine.profile.name)))
         report(number, len(names))
     return _sort(found)
