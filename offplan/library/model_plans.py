@@ -133,9 +133,12 @@ class ModelQuestion:
         if profile is not None:
             return load_machine(profile)
         from offplan.runtime.device import on_device
+        from offplan.runtime.memory.gpu_memory import return_memory
 
-        with on_device(self._torch_device()):
+        device = self._torch_device()
+        with on_device(device):
             found = find_machine(None, self.model, self.workload, goal=goal, on_stage=on_stage)
+        return_memory(device)  # the model is loaded by this process next
         assert found is not None, "a GPU is there"
         return found
 
