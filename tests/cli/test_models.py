@@ -162,9 +162,7 @@ def test_a_folder_is_planned_and_the_plan_kept(
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_a_gpu_is_measured_once(
-    cli: CLI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_is_measured_once(cli: CLI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
     asked = ("run", TINY_MOE, "--context", 64, "--gpu-memory", "2GiB", *PROMPT)
     for told in ("Runs on ", "planned before: "):
