@@ -81,10 +81,12 @@ class Rates(Protocol):
 class Words:
     """The words for what a backend does with weights."""
 
-    verb: tuple[str, str]
-    """Verb of passes, and of one pass: ``read``, ``reads``."""
+    verb: str
+    """Verb of a pass: ``reads``."""
     how: str
     """Words behind the weights, from their space on: `` in place``."""
+    sentence: str
+    """The use of weights, ``what``, by a pass, ``who``: ``{who} reads {what} in place``."""
     passive: str
     """Words for the weights' use: ``read there in place``."""
     noun: str
@@ -158,7 +160,7 @@ class Backend:
 
 Backend.PREFETCH = Backend(
     "prefetch",
-    Words(("copy", "copies"), "", "copied to the GPU before each layer", "streamed"),
+    Words("copies", "", "{who} copies {what}", "copied to the GPU before each layer", "streamed"),
     rate_name="h2d",
     rate=lambda machine: machine.h2d,
     link_bytes=lambda use: use.nbytes,
@@ -167,7 +169,9 @@ Backend.PREFETCH = Backend(
 )
 Backend.UVA = Backend(
     "uva",
-    Words(("read", "reads"), " in place", "read there in place", "read in place"),
+    Words(
+        "reads", " in place", "{who} reads {what} in place", "read there in place", "read in place"
+    ),
     rate_name="uva",
     rate=lambda machine: machine.uva,
     link_bytes=lambda use: use.nbytes * use.touched * use.num_reads,
@@ -176,8 +180,9 @@ Backend.UVA = Backend(
 Backend.HOST = Backend(
     "host",
     Words(
-        ("have", "has"),
+        "has",
         " multiplied by the host's cores",
+        "for {who} the host's cores multiply {what}",
         "multiplied by the host's cores where they lie",
         "read by the host's cores",
     ),

@@ -42,7 +42,7 @@ def describe_kind(path: str | os.PathLike[str], wanted: str) -> str | None:
     ``wanted`` is ``a plan``, ``a model`` or ``a machine``. It is None for a file of no kind that
     offplan reads. The file's first 64 KiB are looked at, and no more.
     """
-    kind = _find_kind(Path(path)) or ""
+    kind = find_kind(Path(path)) or ""
     remedy = _REMEDIES.get((_SHORT.get(kind, kind), wanted))
     if remedy is None:
         return None
@@ -52,10 +52,11 @@ def describe_kind(path: str | os.PathLike[str], wanted: str) -> str | None:
 def find_plans(folder: Path) -> list[Path]:
     """Find the plan files that a folder has itself, by name."""
     named = sorted(path for path in folder.iterdir() if path.suffix in (".yaml", ".yml"))
-    return [path for path in named if _find_kind(path) == "a plan"]
+    return [path for path in named if find_kind(path) == "a plan"]
 
 
-def _find_kind(path: Path) -> str | None:
+def find_kind(path: Path) -> str | None:
+    """Return the kind of what lies at a path: ``a plan``; None for no kind that offplan reads."""
     try:
         if path.is_dir():
             return "a folder with a model" if (path / "config.json").exists() else "a folder"

@@ -60,7 +60,10 @@ def make_echo(bytes_per_s: float, name: str = "echo", kept: float = 0.0) -> Back
     """Declare ``echo``: its rate, and the part of each unit that stays on the GPU all the same."""
     return Backend(
         name,
-        Words(("fetch", "fetches"), " at use", "fetched at use", "fetched at use"),
+        Words(
+            *("fetches", " at use", "{who} fetches {what} at use"),
+            *("fetched at use", "fetched at use"),
+        ),
         rate_name=f"{name}_rate",
         rate=lambda machine: MadeUp(bytes_per_s),
         link_bytes=lambda use: use.nbytes,

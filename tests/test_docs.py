@@ -92,7 +92,7 @@ VLLM_OPTIONS = {
     *("--quantization", "--tensor-parallel-size", "--enable-expert-parallel"),
 }
 """What pages tell to give to vLLM itself."""
-DOCKER_OPTIONS = {"--stop-timeout"}
+DOCKER_OPTIONS = {"--stop-timeout", "--gpus"}
 
 
 def test_every_page_is_in_the_index() -> None:

@@ -13,7 +13,7 @@ from offplan.machine.profile import load_profile
 from offplan.plan import load_plan
 from offplan.records import load_yaml
 from offplan.report.portrait import draw_poster, portray
-from tests.cli import CLI, ROOT, RUNS
+from tests.cli import CLI, ROOT
 
 PLANS = ROOT / "plans"
 COMMANDS = [
@@ -32,7 +32,7 @@ def test_replan(
     *arguments, force, to, path = shlex.split(command)
     assert (force, to) == ("--force", "-o")
     code, out, err = CLI(monkeypatch, capsys)(*arguments)
-    assert (code, err[-len(RUNS) :]) == (0, RUNS)
+    assert (code, "offplan: Runs on " in err) == (0, True)
     assert out == Path(path).read_text("utf-8"), f"run plans/replan.sh to renew {path}"
 
 

@@ -368,7 +368,7 @@ class CachedExpertsRule(RuleBase):
             return super().describe_plainly()
         few, more = self.cached_experts, bool(self.cached_experts_more)
         number = f"{few}" + f" or {few + 1}" * more
-        kept = f"; the {number} of a layer that were used last are on the GPU as well"
+        kept = f". The {number} experts of a layer that were used last are on the GPU as well"
         return super().describe_plainly() + kept
 
     def list_unsaid(self) -> Iterator[str]:

@@ -120,7 +120,7 @@ class Packing(Pattern):
     def describe_plainly(self, layers: str) -> str:
         """Say the same to people who do not know the keys; ``layers`` are so many of so many."""
         head = " and the output head" if self.output_head else ""
-        return f"{self._what} of {layers} layers{head} are held packed without loss"
+        return f"held packed without loss are {self._what} of {layers} layers{head}"
 
     @property
     def _what(self) -> str:

@@ -79,12 +79,12 @@ class PartsRule(RuleBase):
 
     def describe_plainly(self) -> str:
         """Say the same to people who do not know the keys."""
-        return super().describe_plainly() + self._describe("a prompt brings")
+        return super().describe_plainly() + self._describe("A prompt brings", ".")
 
-    def _describe(self, doing: str) -> str:
+    def _describe(self, doing: str, before: str = ";") -> str:
         if self.parts is None:
             return ""
-        told = f"; {doing} the experts of a layer in {self.parts} parts"
+        told = f"{before} {doing} the experts of a layer in {self.parts} parts"
         if self.tokens_at_once is not None:
             told += f", again for every {self.tokens_at_once:,} tokens of a sequence"
         return told

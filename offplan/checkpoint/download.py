@@ -1,7 +1,8 @@
 """Files of the Hub, brought whole into its own cache: checked, and bounded in bytes and time."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from threading import Lock
 
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.utils import logging
@@ -20,6 +21,27 @@ from offplan.errors import CheckpointError
 PATIENCE_S = 120.0
 """Seconds without news after which the Hub is given up. News are files, and blocks of 10 MB."""
 _NUM_THREADS = 8
+
+
+class _Arrived:
+    """Counts the bytes that have arrived, by file; for any thread."""
+
+    def __init__(self, on_bytes: Callable[[int], None] | None) -> None:
+        self._by_file: dict[str, int] = {}
+        self._on_bytes, self._lock = on_bytes, Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        with self._lock:
+            return sum(self._by_file.values())
+
+    def set(self, where: str, num_bytes: int) -> None:
+        """Take note of a file's bytes so far: fewer than before, where it begins anew."""
+        with self._lock:
+            self._by_file[where] = num_bytes
+            if self._on_bytes is not None:
+                self._on_bytes(sum(self._by_file.values()))
 
 
 def find_file(repo: str, filename: str, commit: str) -> Path | None:
@@ -64,10 +86,12 @@ def fetch_each(
     *,
     may_lack: bool = False,
     patience_s: float | None = None,
+    on_bytes: Callable[[int], None] | None = None,
 ) -> Iterator[Path]:
     """Bring files into the Hub's cache, each of so many bytes at most, and yield them as they come.
 
-    ``patience_s`` is how long to wait for news, PATIENCE_S if left out.
+    ``patience_s`` is how long to wait for news, PATIENCE_S if left out. ``on_bytes`` hears how many
+    bytes have arrived, from any thread.
 
     Raises CheckpointError, HubError and, unless the repository ``may_lack`` files, NoSuchFile.
     """
@@ -76,7 +100,7 @@ def fetch_each(
             f"{repo}: found {quote(revision)} as revision, expected a branch, a tag or a commit; "
             "correct `revision`, or the plan"
         )
-    arrived = [0]
+    arrived = _Arrived(on_bytes)
 
     def bring(filename: str) -> Path | None:
         try:
@@ -92,13 +116,13 @@ def fetch_each(
             max_bytes,
             patience_s=PATIENCE_S if patience_s is None else patience_s,
             num_threads=_NUM_THREADS,
-            progress=lambda: arrived[0],
+            progress=lambda: arrived.num_bytes,
         )
         yield from (path for path in paths if path is not None)
 
 
 def _download(
-    repo: str, filename: str, revision: str | None, max_bytes: int, arrived: list[int]
+    repo: str, filename: str, revision: str | None, max_bytes: int, arrived: _Arrived
 ) -> Path:
     counter = _make_counter(f"{repo}: {filename}", max_bytes, arrived)
 
@@ -114,15 +138,15 @@ def _download(
         return retry(ask)
 
 
-def _make_counter(where: str, max_bytes: int, arrived: list[int]) -> type:
+def _make_counter(where: str, max_bytes: int, arrived: _Arrived) -> type:
     """Return what hears of a file's bytes before they are written, and refuses too many.
 
     It has what huggingface_hub calls of a progress bar, and shows nothing.
     """
 
     class Counter:
-        def __init__(self, *, total: int | None = None, **_: object) -> None:
-            self._num_bytes = 0
+        def __init__(self, *, total: int | None = None, initial: int = 0, **_: object) -> None:
+            self._num_bytes = initial  # of a download that was interrupted before
             self._check(total or 0)
 
         def __enter__(self) -> Self:
@@ -133,7 +157,7 @@ def _make_counter(where: str, max_bytes: int, arrived: list[int]) -> type:
 
         def update(self, num_bytes: int = 1) -> None:
             self._num_bytes += num_bytes
-            arrived[0] += num_bytes
+            arrived.set(where, self._num_bytes)
             self._check(self._num_bytes)
 
         def set_postfix_str(self, *_: object, **__: object) -> None:

@@ -1,5 +1,6 @@
 """The place of a model's files: a folder on disk, filled from the Hub if need be."""
 
+import shutil
 from collections import defaultdict
 from pathlib import Path
 
@@ -7,7 +8,9 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.tensors import CONFIG_NAME
 from offplan.errors import CheckpointError, InputError
 from offplan.progress import Progress, silent
+from offplan.units import format_bytes
 
+_MIB = 2**20
 _LONGER_PATIENCE_S = 600.0
 """Shards come in blocks of 10 MB, several at once: such patience is enough for 150 kB/s."""
 
@@ -24,26 +27,85 @@ def require_checkpoint(model: Model) -> None:
 def find_weights(model: Model, on_progress: Progress | None = None) -> Path:
     """Return the folder that holds a model's shards, fetched from the Hub if need be.
 
-    ``on_progress`` hears (shards fetched, shards in all). Raises InputError for a model known from
-    its config alone, CheckpointError and HubError.
+    ``on_progress`` hears (MiB fetched, MiB in all). Raises InputError for a model known from its
+    config alone, CheckpointError and HubError.
     """
-    require_checkpoint(model)
-    source = Path(model.source)
-    if model.revision is None and source.is_dir():
-        return source
+    require_weights(model)
+    if model.revision is None:
+        return Path(model.source)
     sizes = shard_bytes(model)
-    if not sizes or model.revision is None:
+    from offplan.checkpoint.download import fetch_each
+
+    report, missing = on_progress or silent(""), missing_bytes(model)
+
+    def hear(arrived: int) -> None:
+        report(min(arrived, missing) // _MIB, missing // _MIB)
+
+    for _ in fetch_each(
+        model.source,
+        model.revision,
+        sizes,
+        patience_s=_LONGER_PATIENCE_S,
+        on_bytes=hear if missing else None,
+    ):
+        pass
+    return _find_snapshot(model.source, model.revision)
+
+
+def require_weights(model: Model) -> None:
+    """Raise InputError for a model that is known from its config alone, or from a GGUF file."""
+    require_checkpoint(model)
+    if model.revision is None and Path(model.source).is_dir():
+        return
+    if model.revision is None or not has_weights(model):
         raise InputError(
             f"{model.source} has no weights: name a folder with weights (`model=DIR`), or run "
             "on random weights (`dummy_weights=True`)"
         )
-    from offplan.checkpoint.download import fetch_each
 
-    report = on_progress or silent("")
-    fetched = fetch_each(model.source, model.revision, sizes, patience_s=_LONGER_PATIENCE_S)
-    for done, _ in enumerate(fetched, start=1):
-        report(done, len(sizes))
-    return _find_snapshot(model.source, model.revision)
+
+def missing_bytes(model: Model) -> int:
+    """Return the bytes of a model's shards on the Hub that are not in the Hub's cache yet."""
+    if model.revision is None:
+        return 0
+    from offplan.checkpoint.download import find_file
+
+    return sum(
+        size
+        for name, size in shard_bytes(model).items()
+        if find_file(model.source, name, model.revision) is None
+    )
+
+
+def require_fetchable(model: Model) -> None:
+    """Raise CheckpointError where a model's weights are to be fetched, and cannot be.
+
+    They cannot if the Hub is not to be asked, or if the disk has no room for them.
+    """
+    missing = missing_bytes(model)
+    if not missing:
+        return
+    from huggingface_hub import constants
+
+    told = f"{model.source}: {format_bytes(missing)} of weights are not in {constants.HF_HUB_CACHE}"
+    if constants.HF_HUB_OFFLINE:
+        raise CheckpointError(
+            f"{told}, and HF_HUB_OFFLINE is set: unset it to fetch them, or name a folder that has "
+            "them"
+        )
+    free = _free_bytes(Path(constants.HF_HUB_CACHE))
+    if free < missing:
+        raise CheckpointError(
+            f"{told}, and its disk has {format_bytes(free)} left: make room, or set HF_HOME to a "
+            "folder on another disk"
+        )
+
+
+def _free_bytes(folder: Path) -> int:
+    """Return the bytes that are free on the disk of a folder, which need not be there yet."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
 
 
 def has_weights(model: Model) -> bool:

@@ -16,7 +16,7 @@ from offplan.cli.common_options import with_habits
 from offplan.cli.diff import diff
 from offplan.cli.explain import explain, show
 from offplan.cli.export import export
-from offplan.cli.machines import machines, schema
+from offplan.cli.machines import machines, models, schema
 from offplan.cli.measure import measure
 from offplan.cli.replan import replan
 from offplan.cli.report import report
@@ -60,6 +60,6 @@ def before_commands(
 _PLAN = (analyze, plan)
 _LOOK_AFTER = (show, report, check, diff, explain, replan)
 _EXECUTE = (run, chat, serve, bench, export)
-_KNOW = (measure, machines, schema)
+_KNOW = (measure, machines, models, schema)
 for command in (*_PLAN, *_LOOK_AFTER, *_EXECUTE, *_KNOW):
     app.command()(with_habits(command))

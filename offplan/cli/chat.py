@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offplan.cli import options
+from offplan.cli.opening import AS_USUAL, ModelOptions, PlanFile, open_to_run
 from offplan.cli.output import (
     ProgressBar,
     check_stdout,
@@ -31,9 +32,14 @@ if TYPE_CHECKING:
 _HELP = "/reset forgets the conversation, /save FILE writes it, /exit or Ctrl-D ends"
 
 
+@options.flattens
 def chat(
     plan: Annotated[
-        Path | None, typer.Argument(metavar="[PLAN]", help="A plan file; none with --url.")
+        str | None,
+        typer.Argument(
+            metavar="[PLAN or MODEL]",
+            help="A plan file, or a model, which is planned for this machine; none with --url.",
+        ),
     ] = None,
     url: Annotated[
         str | None, typer.Option(help="Talk to this server of OpenAI's API instead.")
@@ -47,6 +53,9 @@ def chat(
             help="Read the model here instead of where the plan says; with --url, its name there."
         ),
     ] = None,
+    planned: ModelOptions = AS_USUAL,
+    output: PlanFile = None,
+    force: options.Force = False,
     system: Annotated[
         str | None,
         typer.Option(parser=options.read_text, metavar="TEXT", help="What the system says first."),
@@ -74,7 +83,7 @@ def chat(
     """
     check_stdout()
     if (plan is None) == (url is None):
-        raise InputError("name a plan, or a server with --url")
+        raise InputError("name a plan or a model, or a server with --url")
     drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     said = [{"role": "system", "content": system}] if system else []
     if url is not None:
@@ -84,10 +93,17 @@ def chat(
         named = {key: value for key, value in asked.items() if value is not None}
         _Conversation(RemoteSpeaker(url, api_key, model, named), said).run()
         return
-    from offplan.cli.planning import open_plan_to_run
-
     assert plan is not None, "one of the two is there"
-    found = open_plan_to_run(plan, model, trust_remote_code=trust_remote_code)
+    found = open_to_run(
+        plan,
+        model,
+        planned,
+        output=output,
+        force=force,
+        device=device,
+        dummy_weights=dummy_weights,
+        trust_remote_code=trust_remote_code,
+    )
     with _open_local(*found, max_new_tokens, drawing, dummy_weights, device) as speaker:
         _Conversation(speaker, said).run()
 

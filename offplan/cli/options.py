@@ -96,6 +96,13 @@ def choice(literal: Any) -> dict[str, Any]:
 
 
 Plan = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
+PlanOrModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="PLAN or MODEL",
+        help="A plan file; or a model, as `analyze` takes it, which is planned for this machine.",
+    ),
+]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")]
 OtherMachine = Annotated[
     str | None,

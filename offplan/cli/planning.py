@@ -15,7 +15,7 @@ from offplan.library.planned import open_planned_model
 from offplan.library.repricing import list_changes, price_again, price_as_run, price_on
 from offplan.machine.name import parse_name
 from offplan.machine.profile import MachineProfile
-from offplan.plan import WORKLOADS, Plan, Workload, dump_plan, load_plan
+from offplan.plan import WORKLOADS, Goal, Plan, Workload, dump_plan, load_plan
 from offplan.planner.longest import find_longest_context, most_context
 from offplan.planner.question import Question
 from offplan.records import Record, explain
@@ -164,15 +164,15 @@ def settle_context(
     return ask_for(longest)
 
 
-def note_machine(name: str | None, num_gpus: int, store: StoreName) -> None:
-    """Note what is assumed of a named machine, where ``num_gpus`` of it are planned for.
+def note_machine(name: str | None, goal: Goal, store: StoreName) -> None:
+    """Note what is assumed of a named machine, where a goal's GPUs are planned for.
 
     Raises InputError if more are planned for than the name says.
     """
     named = parse_name(name or "")
     if named.assumed:
         print_note(f"{named.assumed} is assumed: --machine {name} names no lanes of the link")
-    there = named.num_gpus
+    there, num_gpus = named.num_gpus, goal.num_gpus
     if there == 1:
         return
     if num_gpus > there:
@@ -181,11 +181,12 @@ def note_machine(name: str | None, num_gpus: int, store: StoreName) -> None:
             "name as many, or ask for fewer"
         )
     if num_gpus == 1 and store == "host":
+        is_vllm = (goal.engine or "").startswith("vllm")
         most = 2 ** (there.bit_length() - 1)  # numbers of heads divide by powers of two
         print_note(
             f"this plans for one of {there} GPUs, as `offplan run` computes on one. "
             f"{name_options(SECOND_GPU_STORES)}. "
-            f"vLLM divides a model over {most}: add --for vllm --tp {most}"
+            f"vLLM divides a model over {most}: add {'' if is_vllm else '--for vllm '}--tp {most}"
         )
     elif num_gpus > 1 and num_gpus < there:
         print_note(f"this plans for {num_gpus} of {there} GPUs")

@@ -68,7 +68,10 @@ class Query:
     trust_remote_code: options.TrustRemoteCode = False
     routing: options.Routing = None
     frontier: Annotated[
-        bool, typer.Option("--frontier", help="Show GPU memory against speed instead of one plan.")
+        bool,
+        typer.Option(
+            "--frontier", help="Show GPU memory, and RAM, against speed instead of one plan."
+        ),
     ] = False
     revision: options.Revision = None
     dtype: Annotated[
@@ -167,7 +170,7 @@ class Query:
             routing=None if self.routing is None else str(self.routing),
             **goal,
         )
-        note_machine(self.machine, asked.num_gpus, self.store)
+        note_machine(self.machine, asked, self.store)
         note_budget(machine.profile, self.gpu_memory)
         with waiting("planning"):
             return model, settle_context(ask_this, workload, self.workload.context)
@@ -175,14 +178,21 @@ class Query:
     def print_frontier(self, question: "Question | None") -> None:
         """Answer ``--frontier``; raises InputError where there is no machine to ask about."""
         from offplan.library.machines import why_unmeasured
-        from offplan.planner.frontier import find_frontier
-        from offplan.report.frontier import frontier_payload, render_frontier
+        from offplan.planner.frontier import find_frontier, find_ram_frontier
+        from offplan.report.frontier import (
+            frontier_payload,
+            ram_frontier_payload,
+            render_frontier,
+            render_ram_frontier,
+        )
 
         if question is None:
             raise InputError(why_unmeasured())
         points = find_frontier(question, ProgressBar("planning"))
-        payload = {"frontier": frontier_payload(points)}
-        print_result(payload, render_frontier(points), json=self.json)
+        by_ram = find_ram_frontier(question)
+        payload = {"frontier": frontier_payload(points), "ram": ram_frontier_payload(by_ram)}
+        shown = [render_frontier(points), *([render_ram_frontier(by_ram)] if by_ram else [])]
+        print_result(payload, *shown, json=self.json)
 
     def save_picture(self, question: "Question", plan: "Plan") -> None:
         """Answer ``--svg``."""

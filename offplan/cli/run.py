@@ -17,8 +17,11 @@ from offplan.errors import InputError
 
 @takes(RunOptions)
 def run(given: RunOptions) -> None:
-    """Run a plan: continue prompts, or random tokens, then show predicted against measured."""
-    from offplan.cli.planning import open_plan_to_run
+    """Run a plan: continue prompts, or random tokens, then show predicted against measured.
+
+    Of a model, plan it for this machine first. The plan is kept for the next time.
+    """
+    from offplan.cli.opening import open_to_run
     from offplan.cli.routing import check_file, save_routing
     from offplan.library.machines import check_threads
     from offplan.routing.profile import require_routing
@@ -28,8 +31,17 @@ def run(given: RunOptions) -> None:
     given.check()
     check_file(given.record_routing, force=given.force)
     lines = given.read_lines()
-    asked = given.plan, given.model, asdict(given.goal)
-    plan, model = open_plan_to_run(*asked, trust_remote_code=given.trust_remote_code)
+    plan, model = open_to_run(
+        given.plan,
+        given.model,
+        given.planned,
+        output=None if given.prompts is not None else given.output,
+        force=given.force,
+        goal=asdict(given.goal),
+        device=given.device,
+        dummy_weights=given.dummy_weights,
+        trust_remote_code=given.trust_remote_code,
+    )
     if given.host_threads is not None:
         if not plan.has_cores:
             raise InputError(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offplan.cli import options
+from offplan.cli.opening import AS_USUAL, ModelOptions
 from offplan.cli.output import STANDARD
 from offplan.errors import InputError
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 class RunOptions:
     """The options of ``run``."""
 
-    plan: options.Plan
+    plan: options.PlanOrModel
     prompt: Annotated[
         list[str] | None,
         typer.Option(
@@ -43,7 +44,7 @@ class RunOptions:
             "-o",
             "--output",
             help="File that --prompts writes a line to for each text; a rerun goes on with it. "
-            "[default: standard output]",
+            "Without --prompts, file for the plan of a MODEL. [default: standard output]",
         ),
     ] = None
     force: options.Force = False
@@ -73,6 +74,7 @@ class RunOptions:
     ] = None
     record_routing: options.RecordRouting = None
     goal: options.RunGoal = options.AS_PLANNED
+    planned: ModelOptions = AS_USUAL
     trust_remote_code: options.TrustRemoteCode = False
     dummy_weights: options.DummyWeights = False
     host_threads: options.HostThreads = None
@@ -81,12 +83,16 @@ class RunOptions:
 
     def check(self) -> None:
         """Raise InputError for what contradicts itself."""
+        from offplan.library.model_plans import names_model
+
         is_prompted = self.prompt or self.prompt_file or self.prompts
         mistakes = {
             "--prompts takes prompts from its file: leave --prompt and --prompt-file out": (
                 self.prompts and (self.prompt or self.prompt_file)
             ),
-            "--output is for the lines that --prompts makes": self.output and not self.prompts,
+            "--output is for the lines that --prompts makes, and for the plan of a model": (
+                self.output and not self.prompts and not names_model(self.plan)
+            ),
             "--chat and --stop-strings need a prompt": (
                 (self.chat or self.stop_strings) and not is_prompted
             ),

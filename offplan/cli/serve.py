@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from offplan.cli import options
+from offplan.cli.opening import AS_USUAL, ModelOptions, PlanFile, open_to_run
 from offplan.cli.output import ProgressBar, print_note, printing_to_stderr, waiting
 from offplan.errors import InputError, OffplanError
 from offplan.units import format_seconds
@@ -31,9 +32,13 @@ _MOST_CONNECTIONS = 128
 1,024 files that a process may have open by default."""
 
 
+@options.flattens
 def serve(
-    plan: options.Plan,
+    plan: options.PlanOrModel,
     model: options.LocalModel = None,
+    planned: ModelOptions = AS_USUAL,
+    output: PlanFile = None,
+    force: options.Force = False,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")
     ] = "127.0.0.1",
@@ -111,12 +116,11 @@ def serve(
 ) -> None:
     """Serve a plan by OpenAI's API: chats and completions, whole or streamed.
 
+    Of a model, plan it for this machine first. The plan is kept for the next time.
     Up to the plan's batch of texts are continued together, each from its own prompt; the rest wait,
     and clients take turns. The first Ctrl-C or SIGTERM takes no more requests and finishes those
     that are there, the second one ends them.
     """
-    from offplan.cli.planning import open_plan_to_run
-
     require_extra()
     from offplan.serve.guard import Guard, check_exposure
     from offplan.serve.serving import Serving, listen
@@ -133,7 +137,16 @@ def serve(
     with serving, serving.hearing_signals():
         at = f"http://{f'[{host}]' if ':' in host else host}:{serving.port}"
         _note(f"listening at {at}, which answers 503 until the model is loaded")
-        loaded, found = open_plan_to_run(plan, model, trust_remote_code=trust_remote_code)
+        loaded, found = open_to_run(
+            plan,
+            model,
+            planned,
+            output=output,
+            force=force,
+            device=device,
+            dummy_weights=dummy_weights,
+            trust_remote_code=trust_remote_code,
+        )
         with waiting("starting torch"):
             from offplan.library.sessions import load_session
             from offplan.library.settling import replan_without
@@ -247,7 +260,7 @@ def require_extra() -> None:
         import uvicorn  # noqa: F401
     except ModuleNotFoundError as error:
         raise InputError(
-            f"serving needs the package {error.name}: pip install 'offplan[serve]'"
+            f"serving needs the package {error.name}: in a clone of offplan, pip install '.[serve]'"
         ) from None
 
 

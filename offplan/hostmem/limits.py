@@ -162,8 +162,13 @@ def find_ram(locked_bytes: int, system: str) -> int | None:
 
     None if no machine has so much. ``system`` is that of ``lockable_bytes``.
     """
-    sold = (size << 30 for size in _SOLD_GIB)
+    sold = sold_sizes()
     return next((ram for ram in sold if lockable_bytes(ram, system) >= locked_bytes), None)
+
+
+def sold_sizes() -> Iterator[int]:
+    """Yield the bytes of memory that machines are sold with, the least first."""
+    return (size << 30 for size in _SOLD_GIB)
 
 
 def pin_limit(

@@ -106,7 +106,7 @@ def bench_plan(
         offload=plan.offload,
         context=workload.context,
         device=chosen,
-        folder=None if dummy_weights else find_weights(found, on_stage("fetching weights")),
+        folder=None if dummy_weights else find_weights(found, on_stage("fetching weights, MiB")),
         prompt=random_prompt(found, workload),
         num_steps=num_steps,
         num_repeats=num_repeats,

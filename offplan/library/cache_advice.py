@@ -1,10 +1,9 @@
-"""A KV cache in FP8: a faster plan or a longer context, reported where it gives one."""
+"""A smaller KV cache, in FP8 or of a shorter context: reported where it gives a better plan."""
 
 from dataclasses import dataclass, replace
 
 from offplan.engines.runner import lower
 from offplan.errors import OffplanError
-from offplan.held.stage import Stage
 from offplan.library.alternatives import find_shorter_context, tokens_per_s
 from offplan.library.runnable import why_not_run
 from offplan.plan import Plan
@@ -29,17 +28,66 @@ class CacheAdvice:
     """Bytes of weights on the host."""
 
 
+@dataclass(frozen=True)
+class ContextAdvice:
+    """The plan of the same question with a shorter context."""
+
+    context: int
+    """Tokens that a sequence may reach."""
+    tokens_per_s: float
+    """Tokens a second of all sequences of the batch."""
+    first_token_s: float
+    host_bytes: int
+    """Bytes of weights on the host."""
+
+
+def advise_context(question: Question, plan: Plan) -> ContextAdvice | None:
+    """Find what a quarter of the context gives, where that is WORTH_TELLING times faster.
+
+    The workload's own tokens fit in any case. None for engines, targets, the CPU, and for a plan
+    that offloads nothing.
+    """
+    work = question.workload
+    shorter = max(work.prompt_tokens + work.output_tokens, work.context // 4)
+    if not _is_usual(question) or not plan.offload.rules or shorter >= work.context:
+        return None
+    other = question.with_workload(context=shorter)
+    saved = question.stage.cache_bytes(work) - question.stage.cache_bytes(other.workload)
+    if not _may_help(question, plan, saved):
+        return None
+    try:
+        found = try_plan(other).plan
+    except OffplanError:
+        return None
+    if tokens_per_s(found) < WORTH_TELLING * tokens_per_s(plan):
+        return None
+    prediction = found.prediction
+    host_bytes = prediction.host_memory_bytes
+    return ContextAdvice(shorter, tokens_per_s(found), prediction.prefill.step_s, host_bytes)
+
+
+def _is_usual(question: Question) -> bool:
+    goal = question.goal
+    return (
+        goal.is_own
+        and not goal.targets
+        and goal.objective == "latency"
+        and (not question.machine.is_cpu)
+    )
+
+
 def advise_cache(question: Question, plan: Plan | None) -> CacheAdvice | None:
     """Find what a KV cache in FP8 gives, where that is WORTH_TELLING times faster.
 
     If ``plan``, the answer, is None, any plan that fits is found. None for engines, targets, the
     CPU, and where the cache cannot be kept so.
     """
-    goal = question.goal
-    if not goal.is_own or goal.targets or goal.objective != "latency" or question.machine.is_cpu:
+    coded = ask_coded(question) if _is_usual(question) else None
+    if coded is None:
         return None
-    coded = ask_coded(question)
-    if coded is None or (plan is not None and not _may_help(question, plan, coded.stages[0])):
+    work = question.workload
+    saved = question.stage.cache_bytes(work) - coded.stages[0].cache_bytes(work)
+    if plan is not None and not _may_help(question, plan, saved):
         return None
     try:
         found = try_plan(coded).plan
@@ -95,14 +143,13 @@ def _runs(coded: Question) -> bool:
     return why_not_run(coded.stages[0], on_gpu=not coded.machine.is_cpu) is None
 
 
-def _may_help(question: Question, plan: Plan, coded: Stage) -> bool:
-    """Return True if the bytes that codes save could make a step so much faster.
+def _may_help(question: Question, plan: Plan, saved: int) -> bool:
+    """Return True if bytes saved of the KV cache could make a step so much faster.
 
     Each byte of memory saves one over the link or by the host's cores at most, and each cached byte
     one of GPU memory. Planning takes a second, and most caches are small beside the weights.
     """
-    machine, work = question.planned_machine, question.workload
-    saved = question.stage.cache_bytes(work) - coded.cache_bytes(work)
+    machine = question.planned_machine
     rates = [machine.h2d, machine.uva]
     rates += [machine.cores_rate_beside] if plan.goal.more_backends else []
     slowest = min(rate.value for rate in rates)

@@ -79,7 +79,9 @@ def load_session(
             plan.offload,
             context=plan.workload.context,
             device=device,
-            folder=None if dummy_weights else find_weights(model, on_stage("fetching weights")),
+            folder=None
+            if dummy_weights
+            else find_weights(model, on_stage("fetching weights, MiB")),
             record_routing=record_routing,
             way=plan.goal.way,
             host_threads=host_threads or plan.goal.host_threads,

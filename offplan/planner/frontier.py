@@ -1,10 +1,12 @@
-"""GPU memory against speed: the best plan of each budget, from the least that fits to all."""
+"""Memory against speed: the best plan of each budget, from the least that fits to all."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from offplan.costs.memory import MARGIN
 from offplan.costs.term import least_that
+from offplan.errors import InfeasibleError
+from offplan.hostmem.limits import lockable_bytes, sold_sizes
 from offplan.plan import Plan
 from offplan.planner.aims import Fastest
 from offplan.planner.find import PlanResult, find_plan
@@ -13,6 +15,7 @@ from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space, find_room
 from offplan.progress import Progress
+from offplan.stores import STORES
 
 NUM_POINTS = 12
 """Budgets tried, at least: the ends, all cards' sizes between them, and halves of the gaps."""
@@ -32,6 +35,38 @@ class Point:
     """Seconds that one more GiB takes off the fastest request, on the way to the next point; None
     at the last. It is never negative, which chosen plans would not promise: they may take up to
     ALIKE times as long as the fastest."""
+
+
+@dataclass(frozen=True)
+class RamPoint:
+    """The best plan of a machine with so much memory."""
+
+    ram_bytes: int
+    """Memory of the machine."""
+    plan: Plan
+
+
+def find_ram_frontier(question: Question) -> tuple[RamPoint, ...]:
+    """Plan for machines with Linux, from the least memory that fits up to where more is no faster.
+
+    All have the question's GPU memory. None is found if weights lie in no host memory, or if no
+    machine has enough.
+    """
+    if not STORES[question.store].is_host:
+        return ()
+    points: list[RamPoint] = []
+    searcher = Searcher(Space(question))
+    for ram in sold_sizes():
+        budget = question.budget.model_copy(update={"host_memory": lockable_bytes(ram, "linux")})
+        try:
+            found = find_plan(searcher, replace(question, budget=budget))
+        except InfeasibleError:
+            continue
+        assert found is not None, "a plan without targets is wanted"
+        if points and found.plan.offload == points[-1].plan.offload:
+            break
+        points.append(RamPoint(ram, found.plan))
+    return tuple(points) if any(p.plan.prediction.host_memory_bytes for p in points) else ()
 
 
 def find_frontier(question: Question, on_progress: Progress | None = None) -> tuple[Point, ...]:

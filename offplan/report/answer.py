@@ -20,7 +20,8 @@ from offplan.errors import ExportError
 from offplan.held.stage import Stage
 from offplan.library.alternatives import Alternative
 from offplan.library.analysis import Analysis
-from offplan.library.cache_advice import CacheAdvice
+from offplan.library.cache_advice import CacheAdvice, ContextAdvice
+from offplan.machine.name import parse_name
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase
 from offplan.plan import WORKLOADS, Plan, Rule, Workload
@@ -30,6 +31,7 @@ from offplan.report.model import render_model
 from offplan.report.plan import render_plan
 from offplan.report.shares import describe_shares, render_shares
 from offplan.report.strip import MemoryBar, make_layer_strip, memory_parts
+from offplan.report.table import Paragraph
 from offplan.report.wording import name_options
 from offplan.stores import STORES
 from offplan.units import (
@@ -41,6 +43,8 @@ from offplan.units import (
     format_seconds,
 )
 
+_LEFT_BYTES = 2**29
+"""Bytes of a GPU that drivers and contexts may take. Source: chosen."""
 _REPOSITORIES = {8: "FP8", 4: "GPTQ, AWQ, W4A16, MXFP4 or NVFP4"}
 """The words that repositories on the Hub which store so many bits a weight have in their names."""
 
@@ -55,7 +59,8 @@ def describe_alternatives(analysis: Analysis) -> list[str]:
         return []
     return [
         f"A checkpoint of this model in fewer bits would give here: {'; '.join(told)}. Its answers "
-        "differ from this one's; offplan estimates its size and speed from the same shapes."
+        "differ from this one's; offplan estimates its size and speed from the same shapes. "
+        f"{_name_repositories(analysis)}"
     ]
 
 
@@ -64,9 +69,17 @@ def describe_fitting(analysis: Analysis) -> list[str]:
     found = analysis.alternatives
     if not found:
         return []
-    told = " ".join(f"{_name_bits(each)} fit and give {_describe_speed(each)}." for each in found)
-    names = " or ".join(_REPOSITORIES[each.bits] for each in found)
-    return [f"{told} Look for a repository of this model with {names} in its name."]
+    told = " ".join(
+        f"{_name_bits(each)} {'fits and gives' if each.bits == 8 else 'fit and give'} "
+        f"{_describe_speed(each)}."
+        for each in found
+    )
+    return [f"{told} {_name_repositories(analysis)}"]
+
+
+def _name_repositories(analysis: Analysis) -> str:
+    names = " or ".join(_REPOSITORIES[each.bits] for each in analysis.alternatives)
+    return f"Look for a repository of this model with {names} in its name."
 
 
 def describe_too_large(analysis: Analysis) -> list[str]:
@@ -110,7 +123,7 @@ def _name_bits(alternative: Alternative) -> str:
     return "FP8" if alternative.bits == 8 else f"{alternative.bits} bits"
 
 
-def _describe_speed(alternative: Alternative | CacheAdvice) -> str:
+def _describe_speed(alternative: Alternative | CacheAdvice | ContextAdvice) -> str:
     host = format_bytes(alternative.host_bytes) if alternative.host_bytes else "nothing"
     return f"{format_frequency(alternative.tokens_per_s)} tokens a second with {host} on the host"
 
@@ -126,14 +139,48 @@ def describe_type(analysis: Analysis) -> list[str]:
 
 
 def describe_advice(analysis: Analysis, plan: Plan) -> list[str]:
-    """Name what a plan's figures leave out, a line for each; often nothing."""
-    lines = [*describe_type(analysis), *describe_cache(analysis), *describe_alternatives(analysis)]
+    """Describe what would give more tokens a second, a line for each; often nothing."""
+    lines = [
+        *describe_alternatives(analysis),
+        *describe_context(analysis),
+        *describe_left(analysis, plan),
+        *describe_cache(analysis),
+        *describe_type(analysis),
+    ]
     if reads_experts(plan, analysis.stage) and plan.routing is None:
         lines.append(
-            "The prediction assumes that tokens choose all experts equally often, the slowest "
-            "case. `run PLAN --record-routing FILE` records them; --routing FILE plans by it."
+            "`run PLAN --record-routing FILE` records which experts your texts choose; "
+            "--routing FILE plans by it."
         )
     return [*lines, *map(name_options, analysis.sample.advise())]
+
+
+def describe_context(analysis: Analysis) -> list[str]:
+    """Describe what a shorter context would give, in a line; nothing where that is no better."""
+    found = analysis.context_advice
+    if found is None:
+        return []
+    return [f"A shorter context: --context {found.context} would give {_describe_speed(found)}."]
+
+
+def describe_left(analysis: Analysis, plan: Plan) -> list[str]:
+    """Describe GPU memory that a plan with offloaded weights leaves to other programs."""
+    machine, question = analysis.machine, analysis.question
+    if machine is None or question is None or not plan.offload.rules:
+        return []
+    whole, left = machine.gpu_memory.value, machine.gpu_memory.value - plan.budget.gpu_memory
+    takes = f"--gpu-memory {format_budget(whole)}".replace(" GiB", "GiB")
+    if question.profile is not None and left == machine.display_bytes > 0:
+        return [
+            f"{format_bytes(left)} of the GPU is left to the display. With no desktop and no "
+            f"browser on this card, {takes} takes it."
+        ]
+    if question.profile is None and left > _LEFT_BYTES and not machine.is_cpu:
+        return [
+            f"{format_bytes(left)} of the card's {format_bytes(whole)} are not planned with. If "
+            "other programs have them, close these: a browser, the desktop, another model."
+        ]
+    return []
 
 
 def reads_experts(plan: Plan, stage: Stage) -> bool:
@@ -180,35 +227,46 @@ _SOME_FOLDER = "DIR"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
-def render_answer(analysis: Analysis, command: str, output: Path | None) -> list[RenderableType]:
-    """Answer first; ``command`` is what was asked, ``output`` the plan's file if one is written."""
-    model = analysis.model
-    head = [*map(Text, describe_file(model)), Text(describe_model(model))]
+def render_answer(
+    analysis: Analysis, command: str | None = None, output: Path | None = None
+) -> list[RenderableType]:
+    """Answer first; ``command`` is what was asked, ``output`` the plan's file if one is written.
+
+    Without a ``command`` no next one is named: what was asked for goes on.
+    """
+    model, plan = analysis.model, None if analysis.result is None else analysis.result.plan
+    file, named = describe_file(model), describe_model(model)
     if analysis.infeasible is not None:
         # memory that lacks, or a target that is missed
         error = analysis.infeasible
         told = [name_options(each) for each in (error.facts, error.way_out) if each]
-        lines = [f"{each[0].upper()}{each[1:]}{'' if each.endswith('.') else '.'}" for each in told]
-        lines += [
+        told = [f"{each}{'' if each.endswith('.') else '.'}" for each in told]
+        machine = "" if analysis.machine is None else f" on {analysis.machine.name}"
+        why, *ways_out = [f"Does not run{machine} as asked: {told[0]}", *told[1:]]
+        fitting = [*describe_cache(analysis), *describe_fitting(analysis)]
+        more = [
             *describe_too_large(analysis),
             *describe_longer(analysis),
             *describe_type(analysis),
         ]
-        fitting = [*describe_cache(analysis), *describe_fitting(analysis)]
-        return [Group(*map(Text, fitting), *head, *map(Text, lines))]
-    if analysis.result is None or analysis.question is None:
+        return [_group([*file, why, *fitting, *ways_out, named, *more])]
+    if plan is None or analysis.question is None:
         why = name_options(str(analysis.unmeasured))
         told = [*_describe_running(analysis), f"Not planned: {why}"]
-        answer = Group(*head, *map(Text, told))
-        return [answer, *render_model(model)[1:]]
-    plan = analysis.result.plan
+        return [_group([*file, named, *told]), *render_model(model)[1:]]
     stages = analysis.question.hold(plan.offload)
-    head += [
-        *map(Text, describe_answer(analysis, plan, analysis.question)),
-        # in one piece, to be copied
-        Text(f"Next: {_name_next(analysis, command, output)}", no_wrap=True, overflow="ignore"),
+    question = analysis.question
+    head = _group([*file, *describe_verdict(analysis, plan, question), named])
+    parts: list[RenderableType] = [
+        head,
+        _group(["It assumes:"], describe_assumptions(plan, question)),
     ]
-    parts: list[RenderableType] = [Group(*head)]
+    if advice := describe_advice(analysis, plan):
+        parts.append(_group(["Better would be:"], advice))
+    if command is not None:
+        following = f"Next: {_name_next(analysis, command, output)}"
+        # in one piece, to be copied
+        parts.append(Group(Text(following, no_wrap=True, overflow="ignore")))
     if plan.offload.rules:
         legend = "Layers, first to last: as high as their share on the GPU"
         legend += ", a strip for each stage" * (len(stages) > 1)
@@ -216,22 +274,58 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
         parts.append(Group(Text(legend), *strips))
     bar = MemoryBar(memory_parts(plan.prediction.gpu_memory), plan.budget.gpu_memory)
     parts.append(Group(Text(f"GPU memory, {format_budget(bar.total)}"), bar))
-    return [*parts, Text(describe_plainly(plan, stages))]
+    return [*parts, _group([describe_plainly(plan, stages)])]
+
+
+def _group(lines: Sequence[str], listed: Sequence[str] = ()) -> Group:
+    """Show lines, and below them a list."""
+    return Group(*map(Paragraph, lines), *(Paragraph(each, "- ") for each in listed))
 
 
 def describe_answer(analysis: Analysis, plan: Plan, question: Question) -> list[str]:
-    """Answer what is asked of every plan: does it fit, how fast is it, can it be run."""
+    """Answer what is asked of every plan: does it run, how fast, by what, what is better."""
+    return [
+        *describe_verdict(analysis, plan, question),
+        *describe_assumptions(plan, question),
+        *describe_advice(analysis, plan),
+    ]
+
+
+def describe_verdict(analysis: Analysis, plan: Plan, question: Question) -> list[str]:
+    """Say whether the plan can be run, how fast it is, and what memory it takes."""
+    machine, speed, engine = question.machine.name, describe_speed(plan), plan.goal.engine
+    running = _describe_running(analysis, plan)
+    if analysis.model.gguf is not None:
+        first = [f"It would run on {machine}: {speed}"]
+    elif analysis.why_not_run is not None:
+        first = [*running, f"On {machine} the plan gives {speed}"]
+    elif engine is not None:
+        first = [f"Runs in {engine} on {machine}: {speed}"]
+    else:
+        is_plain = analysis.stage.way.is_own and not analysis.model.towers
+        first = [f"Runs on {machine}: {speed}", *([] if is_plain else running)]
     notes = question.runner.note_memory(plan, question.hold(plan.offload))
     return [
+        *first,
         describe_fit(plan, question.machine),
         *(f"{note[0].upper()}{note[1:]}." for note in notes),
         *describe_shares(plan, question.stages, question.machine),
-        describe_speed(plan),
-        describe_workload(plan.workload),
-        *describe_cores(plan, question),
-        *describe_advice(analysis, plan),
-        *_describe_running(analysis, plan),
     ]
+
+
+def describe_assumptions(plan: Plan, question: Question) -> list[str]:
+    """Say what the figures rest on: machine, workload, the host's cores, the experts chosen."""
+    lines = [describe_workload(plan.workload)]
+    if question.profile is not None and plan.prediction.basis != "measured":
+        base = parse_name(question.profile).base
+        lines.append(
+            "The times are estimates from a profile's figures, none of them measured on your "
+            f"machine. `offplan machines {base}` prints their sources."
+        )
+    lines += describe_cores(plan, question)
+    if reads_experts(plan, question.stages[0]) and plan.routing is None:
+        lines.append("Tokens choose all experts equally often, which is the slowest case.")
+    return lines
 
 
 def _describe_running(analysis: Analysis, plan: Plan | None = None) -> list[str]:
@@ -272,18 +366,16 @@ def describe_fit(plan: Plan, machine: MachineProfile) -> str:
     memory, prediction = plan.prediction.gpu_memory, plan.prediction
     budget = format_budget(plan.budget.gpu_memory)
     told = f"It fits {machine.name}: {format_bytes(memory.total_bytes)} of {budget} of GPU memory"
-    left, reserve = "", machine.display_bytes
-    if reserve and plan.budget.gpu_memory == machine.gpu_memory.value - reserve:
-        takes = f"--gpu-memory {format_budget(machine.gpu_memory.value)}".replace(" GiB", "GiB")
-        left = f" {format_bytes(reserve)} of the GPU stays free for the display; {takes} takes it."
     locked = prediction.host_memory_bytes
     if not locked:
-        return f"{told}{'' if plan.offload.rules else ', nothing on the host'}.{left}"
+        return f"{told}.{'' if plan.offload.rules else ' Nothing needs offloading.'}"
     if machine.host_memory is None:
-        left += " This machine's profile does not say how much host memory can be page-locked."
-        return f"{told}, {format_bytes(locked)} of page-locked host memory.{left}"
+        return (
+            f"{told}, {format_bytes(locked)} of page-locked host memory. This machine's profile "
+            "does not say how much host memory can be page-locked."
+        )
     room = format_bytes(machine.host_memory.value)
-    return f"{told}, {format_bytes(locked)} of {room} of page-locked host memory.{left}"
+    return f"{told}, {format_bytes(locked)} of {room} of page-locked host memory."
 
 
 def describe_speed(plan: Plan) -> str:
@@ -343,7 +435,7 @@ def describe_cores(plan: Plan, question: Question) -> list[str]:
     rate, threads = assumed.cores_rate, assumed.host_threads
     by = "as many threads as suit" if threads is None else f"{threads.value} threads"
     told = f"{rate.basis}: {rate.source}" if rate.basis == "estimated" else rate.basis
-    return [f"It assumes that the host's cores read {format_rate(rate.value)} with {by} ({told})."]
+    return [f"The host's cores read {format_rate(rate.value)} with {by} ({told})."]
 
 
 def describe_plainly(plan: Plan, stages: Sequence[Stage]) -> str:
@@ -353,7 +445,7 @@ def describe_plainly(plan: Plan, stages: Sequence[Stage]) -> str:
     if offload.recoding is not None:
         recoded.append(_describe_recoding_plainly(offload.recoding, stages))
     if not offload.rules and offload.embeddings == "device":
-        return "The plan: " + "; ".join(["everything stays on the GPU", *recoded]) + "."
+        return _join(["everything stays on the GPU", *recoded])
     where = STORES[offload.store].where
     sentences = [_describe_rule_plainly(rule, stages, where) for rule in offload.rules]
     if offload.embeddings == "host":
@@ -361,7 +453,12 @@ def describe_plainly(plan: Plan, stages: Sequence[Stage]) -> str:
         stays = "stays" if len(tables) == 1 else "stay"
         what = describe_tables(tables.values())
         sentences.append(f"{what} {stays} in host memory, read row by row")
-    return "The plan: " + "; ".join([*sentences, *recoded]) + "."
+    return _join([*sentences, *recoded])
+
+
+def _join(sentences: Sequence[str]) -> str:
+    first, *others = sentences
+    return " ".join([f"The plan: {first}.", *(f"{each[0].upper()}{each[1:]}." for each in others)])
 
 
 def _describe_recoding_plainly(recoding: Recoding, stages: Sequence[Stage]) -> str:
@@ -370,7 +467,7 @@ def _describe_recoding_plainly(recoding: Recoding, stages: Sequence[Stage]) -> s
     weights = [p for stage in stages for p in stage.parameters if p.is_recoded]
     share = sum(p.nbytes for p in weights) / sum(p.as_stored.nbytes for p in weights)
     told = recoding.describe_plainly(f"{sum(layers)} of {len(layers)}")
-    return f"{told}: {share:.2f} of their size"
+    return f"{told}, in {share:.2f} of their size"
 
 
 def _describe_rule_plainly(rule: Rule, stages: Sequence[Stage], where: str) -> str:
@@ -380,34 +477,35 @@ def _describe_rule_plainly(rule: Rule, stages: Sequence[Stage], where: str) -> s
         for layer in layers
         if rule.selects_layer(layer.index) and any(rule.matches(p.name) for p in layer.parameters)
     ]
-    what, few = ", ".join(rule.cpu_offload_params) or "weights", "the weights"
+    what, few = ", ".join(rule.cpu_offload_params) or "weights", "them"
     experts = stages[0].experts
     if experts is not None and all(
         p.is_expert for layer in taken for p in layer.parameters if rule.matches(p.name)
     ):
         names = [name.rpartition(".")[2] for name in rule.cpu_offload_params]
         what = "experts" if {*names} == {"experts"} else f"the experts' {', '.join(names)}"
-        few = f"the {experts.num_experts_per_token} experts they need"
+        few = f"the {experts.num_experts_per_token} experts that it needs"
     engine, backends = stages[0].pass_rules, (rule.prefill, rule.decode)
     if engine is not None and engine.copies_in_place:
         backends = (Backend.PREFETCH, Backend.PREFETCH)
-    reads = _describe_reads(*backends, few)
     size = f"up to {format_bytes(rule.max_bytes)} of {what}" if rule.max_bytes is not None else what
     total = len(layers)
     told = f"all {total}" if len(taken) == total else f"{len(taken)} of {total}"
-    return f"{size} of {told} layers stay {where}{reads}{rule.describe_plainly()}"
+    stays = f"in {told} layers {size} stay {where}"
+    return f"{stays}{_describe_reads(*backends, few)}{rule.describe_plainly()}"
 
 
 def _describe_reads(prefill: Backend, decode: Backend, few: str) -> str:
     """Say how weights off the GPU are reached; ``few`` are those of which only some are."""
     if prefill is decode:
         return f" and are {decode.words.passive}"
-    passes = (("prompts", prefill), ("single tokens", decode))
     told = (
-        f"{who} {way.words.verb[0]} {'them' if way.streams else few}{way.words.how}"
-        for who, way in sorted(passes, key=lambda each: not each[1].streams)
+        prefill.words.sentence.format(who="a prompt", what="them"),
+        decode.words.sentence.format(
+            who="each further token", what="them" if decode.streams else few
+        ),
     )
-    return f": {', '.join(told)}"
+    return "".join(f". {each[0].upper()}{each[1:]}" for each in told)
 
 
 def _name_next(analysis: Analysis, command: str, output: Path | None) -> str:
@@ -433,7 +531,8 @@ def _name_next(analysis: Analysis, command: str, output: Path | None) -> str:
             return (
                 f"neither `offplan run` nor vLLM's flags can execute this plan "
                 f"({name_options(str(error))}); "
-                f"{command} --for vllm --force looks for one that vLLM can run"
+                f"{command} --for vllm{' --force' * ('--force' not in command)} looks for one that "
+                "vLLM can run"
             )
     return f"{fetch}offplan export {output} --engine {engine or 'vllm'}{elsewhere}{which}"
 

@@ -177,9 +177,9 @@ def _explain_backends(rule: Rule) -> str:
     what = " and ".join(rule.cpu_offload_params) or "all parameters of its layers"
     prompt, step = rule.prefill.words, rule.decode.words
     if rule.decode.streams:
-        ahead = f"a decode step {step.verb[1]} {what} ahead of its layers"
-        return f"{ahead}; a prompt {prompt.verb[1]} it{prompt.how}"
+        ahead = f"a decode step {step.verb} {what} ahead of its layers"
+        return f"{ahead}; a prompt {prompt.verb} it{prompt.how}"
     return (
-        f"a prompt needs all of {what} and {prompt.verb[1]} it{prompt.how}; a decode step "
-        f"{step.verb[1]} its part{step.how}"
+        f"a prompt needs all of {what} and {prompt.verb} it{prompt.how}; a decode step "
+        f"{step.verb} its part{step.how}"
     )

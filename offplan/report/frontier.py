@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offplan.planner.find import tokens_per_s
-from offplan.planner.frontier import Point
+from offplan.planner.frontier import Point, RamPoint
 from offplan.report.strip import ShareBar
 from offplan.report.table import make_table
 from offplan.stores import STORES
@@ -44,6 +44,40 @@ def _render_table(points: Sequence[Point]) -> Table:
             "-" if saved is None else format_seconds(saved),
         )
     return table
+
+
+def render_ram_frontier(points: Sequence[RamPoint]) -> RenderableType:
+    """Show what each memory of the machine gives, at the GPU memory that was asked for."""
+    first = points[0].plan
+    budget = format_bytes(first.budget.gpu_memory)
+    table = make_table(
+        f"RAM under Linux, with {budget} of GPU memory ({first.prediction.basis})",
+        *("RAM", "page-locked", "first token", "a token", "tokens/s"),
+    )
+    for point in points:
+        prediction = point.plan.prediction
+        table.add_row(
+            format_bytes(point.ram_bytes),
+            format_bytes(prediction.host_memory_bytes),
+            format_seconds(prediction.prefill.step_s),
+            format_seconds(prediction.decode.step_s),
+            format_frequency(tokens_per_s(point.plan)),
+        )
+    return Group(table, Text("Less does not fit, and more is no faster."))
+
+
+def ram_frontier_payload(points: Sequence[RamPoint]) -> list[dict[str, Any]]:
+    """Return the points as JSON, the least memory first."""
+    return [
+        {
+            "ram_bytes": point.ram_bytes,
+            "host_memory_bytes": point.plan.prediction.host_memory_bytes,
+            "prefill_s": point.plan.prediction.prefill.step_s,
+            "decode_s": point.plan.prediction.decode.step_s,
+            "tokens_per_s": tokens_per_s(point.plan),
+        }
+        for point in points
+    ]
 
 
 def _render_plot(points: Sequence[Point]) -> Table:

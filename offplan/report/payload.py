@@ -41,7 +41,7 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
     adds what it shows of the weights.
     """
     machine, result, infeasible = analysis.machine, analysis.result, analysis.infeasible
-    advice = analysis.cache_advice
+    advice, shorter = analysis.cache_advice, analysis.context_advice
     plan = None if result is None else result.plan
     return {
         **model_payload(analysis.model),
@@ -52,6 +52,8 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
         **analysis.sample._asdict(),
         "alternatives": [vars(each) for each in analysis.alternatives],
         "cache_advice": None if advice is None else vars(advice),
+        # only where there is some: the key is newer than the others
+        **({} if shorter is None else {"context_advice": vars(shorter)}),
         "why": None if result is None else why_payload(result),
         "infeasible": None if infeasible is None else _infeasible_payload(infeasible, analysis),
         "unmeasured": analysis.unmeasured and name_options(analysis.unmeasured),

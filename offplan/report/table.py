@@ -2,11 +2,13 @@
 
 import shutil
 import textwrap
+from dataclasses import dataclass
 from typing import IO
 
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment
 from rich.table import Table
 
 WIDTH = 80
@@ -23,6 +25,27 @@ def report_width(file: IO[str]) -> int:
         return WIDTH
     columns = shutil.get_terminal_size((WIDTH, 0)).columns
     return min(max(columns, LEAST_WIDTH), MOST_WIDTH)
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """A text whose lines break between words alone: a longer word has a line of its own."""
+
+    text: str
+    mark: str = ""
+    """The beginning of the first line, beyond which all lines begin."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw the lines, each of the console's width at most where its words allow it."""
+        lines = textwrap.wrap(
+            self.text,
+            options.max_width,
+            initial_indent=self.mark,
+            subsequent_indent=" " * len(self.mark),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        yield Segment("\n".join(lines) + "\n")
 
 
 class NarrowingTable(Table):

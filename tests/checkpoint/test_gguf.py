@@ -489,5 +489,5 @@ def test_without_the_package_the_error_says_what_to_install(
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     told = refused(llama)
-    assert "pip install 'offplan[gguf]'" in told
+    assert "pip install '.[gguf]'" in told
     assert "llama.cpp, Ollama or LM Studio" in told

@@ -1,8 +1,6 @@
 """Published checkpoints, sized from the facts of their configs alone."""
 
-import itertools
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -11,50 +9,25 @@ import yaml
 from offplan.capabilities.stock import STOCK
 from offplan.checkpoint.config import read_model_type
 from offplan.checkpoint.open import open_model
+from offplan.checkpoint.popular import list_checkpoints, unpack
 from offplan.errors import CheckpointError
 from offplan.held.held import hold
 from offplan.held.stock import find_passes
 
+SHIPPED = {each.name: each for each in list_checkpoints()}
 PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_bytes())
 QUICK = ("gpt-oss-20b", "Qwen3-32B-FP8-Static-PerTensor", "Qwen3-VL-8B-Instruct")
 
 
-def expand(name):
-    """List the names that one with ranges of numbers stands for."""
-    parts = re.split(r"\{([\d,-]+)\}", name)
-    choices = [[part] for part in parts]
-    for at in range(1, len(parts), 2):
-        ends = [[int(end) for end in each.split("-")] for each in parts[at].split(",")]
-        choices[at] = [str(n) for each in ends for n in range(each[0], each[-1] + 1)]
-    return ["".join(chosen) for chosen in itertools.product(*choices)]
-
-
-def unpack(value):
-    """Write out what the table abbreviates."""
-    if isinstance(value, list):
-        named = any(isinstance(each, str) and "{" in each for each in value)
-        return [name for each in value for name in expand(each)] if named else value
-    if not isinstance(value, dict):
-        return value
-    if "cycle" in value:
-        return value["cycle"] * value["times"]
-    if "runs" in value:
-        runs = (each.partition("*") for each in value["runs"].split())
-        return [yaml.safe_load(one) for one, _, count in runs for _ in range(int(count or 1))]
-    if "by_algorithm" in value:
-        return {
-            name: {"quant_algo": algorithm}
-            for algorithm, names in value["by_algorithm"].items()
-            for each in names
-            for name in expand(each)
-        }
-    return {key: unpack(each) for key, each in value.items()}
+def find_config(row):
+    """Return the facts of a row's config, of some those that offplan ships."""
+    return SHIPPED[row["shipped"]].config if "shipped" in row else unpack(row["config"])
 
 
 def write_published(folder, name):
     """Write the config of a published checkpoint, and what lies beside it."""
     row = PUBLISHED[name]
-    (folder / "config.json").write_text(json.dumps(unpack(row["config"])))
+    (folder / "config.json").write_text(json.dumps(find_config(row)))
     if "beside" in row:
         beside = {"quantization": unpack(row["beside"])}
         (folder / "hf_quant_config.json").write_text(json.dumps(beside))
@@ -153,7 +126,7 @@ def test_what_transformers_passes_of_a_published_model_take(tmp_path, name):
 )
 def test_the_type_is_read_wherever_a_config_may_say_it(tmp_path, changes):
     pytest.importorskip("transformers")
-    row = unpack(PUBLISHED["Qwen3-VL-8B-Instruct"]["config"])
+    row = dict(find_config(PUBLISHED["Qwen3-VL-8B-Instruct"]))
     text = {key: value for key, value in row["text_config"].items() if key != "dtype"}
     config = row | changes | {"text_config": text | changes.get("text_config", {})}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -190,3 +163,13 @@ def test_what_is_no_language_model_is_refused_as_that(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="has no causal language model"):
         open_model(tmp_path / "config.json")
+
+
+def test_shipped_facts_are_in_the_table_and_in_order():
+    rows = {row["shipped"]: row for row in PUBLISHED.values() if "shipped" in row}
+    assert {*SHIPPED} - {*rows} == {"Qwen/Qwen3-8B", "Qwen/Qwen3-8B-FP8"}
+    assert all(SHIPPED[name].num_bytes == row["bytes"] for name, row in rows.items())
+    sizes = [each.num_bytes for each in SHIPPED.values()]
+    assert sizes == sorted(sizes)
+    for name in ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B-FP8"):
+        assert SHIPPED[name].open().total_bytes == SHIPPED[name].num_bytes

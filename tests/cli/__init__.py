@@ -22,10 +22,6 @@ RULES = {
 """Rules of every kind, as a plan of the tiny checkpoint may have them."""
 
 
-RUNS = "offplan: `offplan run` can execute this model.\n"
-"""What ``plan`` says on stderr of a model that can be run, after fit and speed."""
-
-
 class Finished(NamedTuple):
     code: int
     out: str

@@ -41,8 +41,8 @@ def test_packing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     cli = CLI(monkeypatch, capsys)
     asked = (QWEN, "--machine", "h200-pcie5", "--gpu-memory", "11GiB")
     told = " ".join(cli("analyze", *asked).out.split())
-    assert "weights of 36 of 36 layers and the output head are held packed without loss" in told
-    assert "held packed without loss: 0.76 of their size." in told
+    assert "Held packed without loss are weights of 36 of 36 layers and the output head" in told
+    assert ", in 0.76 of their size." in told
     assert "packed without loss" not in cli("analyze", *asked, "--no-packing").out
     plans = [json.loads(cli("plan", *asked, *how, "--json").out) for how in ((), ("--no-packing",))]
     assert [plan["goal"]["packing"] for plan in plans] == [True, False]

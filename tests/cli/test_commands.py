@@ -16,7 +16,7 @@ from offplan.cli import output
 from offplan.library import machines
 from offplan.library.planned import open_planned_profile
 from offplan.plan import load_plan
-from tests.cli import CLI, ROOT, RUNS, TINY_MOE
+from tests.cli import CLI, ROOT, TINY_MOE
 from tests.rendering import strip_lines
 
 SMALL = ("--prompt-tokens", 32, "--output-tokens", 96, "--context", 256)
@@ -110,10 +110,12 @@ def test_analyze_answers_first(cli: CLI) -> None:
     assert any(each.startswith("Next: ") and each.endswith("-o plan.yaml") for each in lines)
     layers = lines[lines.index("Layers, first to last: as high as their share on the GPU") + 1]
     assert (len(layers), layers[0]) == (27, "█")
-    assert "the 6 experts they need in place" in told
-    assert len(lines) < 32
+    assert "the 6 experts that it needs" in told
+    assert len(lines) < 45
     details = cli("analyze", *asked, "-v").out
     assert details.startswith(out.split("Next: ")[0])
+    assert lines[0].startswith("Runs on NVIDIA H200: ")
+    assert all(len(line) <= 80 for line in lines if not line.startswith("Next: "))
     assert "Why (estimated):" in details
 
 
@@ -195,9 +197,9 @@ def test_analyze_says_what_does_not_fit_and_exits_0(cli: CLI) -> None:
     assert data["infeasible"]["shortfall_bytes"] > 0
     code, out, _ = cli("analyze", *arguments)
     assert code == 0
-    assert "No plan fits 100 KiB" in out
+    assert "Does not run on CPU as asked: no plan fits 100 KiB" in out
     late = cli("analyze", "plans/tiny-moe", "--machine", "cpu", "--max-tpot", "1us", *SMALL).out
-    assert "No plan reaches --max-tpot 1 us within" in late
+    assert "no plan reaches --max-tpot 1 us within" in late
 
 
 @pytest.mark.slow
@@ -253,8 +255,8 @@ def test_more_memory_than_there_is_is_noted(cli: CLI) -> None:
 def test_plan_prints_yaml_or_json_of_the_same_plan(cli: CLI) -> None:
     code, out, err = cli("plan", "plans/tiny-moe", *OFFLOADING)
     assert code == 0
-    assert err.startswith("offplan: It fits CPU: ")
-    assert err.endswith(RUNS)
+    assert err.startswith("offplan: Runs on CPU: ")
+    assert "offplan: It fits CPU: " in err
     written = yaml.safe_load(out)
     assert written["offplan"] == 1
     assert written["workload"] == {
@@ -356,7 +358,7 @@ def test_analyze_reports_before_it_fails_to_write(cli: CLI, tmp_path: Path) -> N
     tight = ("--machine", "cpu", "--gpu-memory", "1KiB", "-o", tmp_path / "plan.yaml")
     code, out, err = cli("analyze", "plans/tiny-moe", *tight)
     assert (code, list(tmp_path.iterdir())) == (3, [])
-    assert "more are needed" in out
+    assert "more are needed" in " ".join(out.split())
     assert "was not written" in err
 
 
@@ -448,7 +450,8 @@ def test_each_stage_is_shown(cli: CLI, tmp_path: Path) -> None:
     assert cli("report", path, "-o", page).code == 0
     for shown in (page.read_text(), (tmp_path / "plan.svg").read_text()):
         assert "Layers in stage 1" in shown
-        assert "12 layers stay in host memory" in shown
+        assert "12 layers " in shown
+        assert "stay in host memory" in shown
 
 
 @pytest.mark.slow
@@ -564,14 +567,15 @@ def test_a_full_disk_exits_1_without_a_traceback(
     code, _, err = cli("plan", "plans/tiny-moe", *OFFLOADING, "-o", path)
     assert code == 1
     why = f"{path} cannot be written (No space left on device): make room there, or name another"
-    assert err.endswith(f"{RUNS}offplan: {why} place\n")
+    assert err.startswith("offplan: Runs on CPU: ")
+    assert err.endswith(f"offplan: {why} place\n")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
 def test_quiet_says_nothing_but_errors(cli: CLI, plan_file: Path) -> None:
     said = cli("plan", TINY_MOE, *OFFLOADING)
-    assert said.err.endswith(RUNS)
+    assert said.err.startswith("offplan: Runs on CPU: ")
     assert cli("plan", TINY_MOE, *OFFLOADING, "--quiet") == (0, said.out, "")
     code, out, err = cli("plan", TINY_MOE, *OFFLOADING, "-q", "-o", plan_file)
     assert (code, out, "--force overwrites it" in err) == (2, "", True)

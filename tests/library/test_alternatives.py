@@ -45,6 +45,7 @@ def test_the_answer_reports_what_fewer_bits_would_give(
     told = " ".join(cli("analyze", *asked).out.split())
     assert "A checkpoint of this model in fewer bits would give here: FP8 (8.788 GiB) " in told
     assert "tokens a second with nothing on the host. Its answers differ" in told
+    assert "Look for a repository of this model with FP8 or GPTQ, AWQ, W4A16" in told
     data = json.loads(cli("analyze", *asked, "--json").out)
     step_s = data["plan"]["prediction"]["decode"]["step_s"]
     found = {each["bits"]: each for each in data["alternatives"]}
@@ -56,7 +57,8 @@ def test_the_answer_reports_what_fewer_bits_would_give(
         not in cli("analyze", *asked[:1], "--machine", "rtx4090", "--for", "vllm").out
     )
     told = " ".join(cli("analyze", *asked, "--host-memory", "1GiB").out.split())
-    assert told.startswith("4 bits fit and give ")
+    assert told.startswith("Does not run on NVIDIA GeForce RTX 4060 as asked: no plan fits 1 GiB")
+    assert ". 4 bits fit and give " in told
     assert "Look for a repository of this model with GPTQ, AWQ, W4A16, MXFP4 or NVFP4" in told
     assert "no plan fits" in told.lower()
 
