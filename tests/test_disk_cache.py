@@ -23,8 +23,10 @@ from offplan.checkpoint.tensors import Stored, TensorInfo
 from offplan.disk_cache import KeptAnswers, installed_versions
 from offplan.held import stock
 from offplan.held.counted import CountedPasses
-from offplan.library import alternatives, runnable
+from offplan.library import alternatives, model_plans, runnable
 from offplan.machine.profile import LayerTime
+from offplan.plan import Plan, parse_plan
+from offplan.records import load_yaml
 from offplan.runtime.cached_experts.rates import RATES
 from offplan.runtime.measuring.cores_cache import HOST_CORES
 from offplan.runtime.measuring.layer_cache import LAYER_TIMES
@@ -86,6 +88,14 @@ def passes(called: list[int]) -> CountedPasses | str:
 
 
 SHARD = {"repo": "org/name", "commit": "0" * 40, "shard": "model.safetensors"}
+
+
+def plan(gib: int) -> Plan:
+    """Read a plan that is of no file."""
+    text = (ROOT / "plans" / f"qwen3-8b-h200-{gib}gib.yaml").read_text("utf-8")
+    return parse_plan(load_yaml(text), "a plan")
+
+
 TIMED = {"gpu": ["a", 1], "torch": "2", "layers": ["x", "y"], "batch": 1}
 OTHERS = (alternatives.Alternative(8, 2**33, 42.5, 0.1, 0),)
 ASKED = {"model": ["org/name", "0", "1"], "held": ["x", "y"]}
@@ -105,6 +115,7 @@ KINDS = [
         (TIMED, {**TIMED, "torch": "3"}),
         (MissRates(1e-5, 1.5e-4, 2.7e-4), MissRates(0.0, 0.1 + 0.2, 1e-9)),
     ),
+    Kind(model_plans._PLANS, (ASKED, {**ASKED, "held": ["x"]}), (plan(8), plan(12))),
     Kind(stock._PASSES, (ASKED, {**ASKED, "held": ["x"]}), (passes([0, 1]), "it fails")),
     Kind(runnable._NEEDED, (ASKED, {**ASKED, "held": ["x"]}), (STOCK, STOCK)),
     Kind(runnable._RUNNABLE, (ASKED, {**ASKED, "held": ["x"]}), ("runs", "runs")),

@@ -22,9 +22,8 @@ from offplan.library.asking import ask
 from offplan.library.machines import Machine, find_machine, has_gpu, load_machine
 from offplan.machine.name import parse_name
 from offplan.machine.profile import load_profile
-from offplan.plan import Goal, Plan, Workload, dump_plan, parse_plan
+from offplan.plan import Goal, Plan, Workload
 from offplan.progress import Stages, silent
-from offplan.records import load_yaml
 
 ASKED_BYTES = 10**9
 """Bytes of a download beyond which a user is asked first."""
@@ -201,10 +200,6 @@ def _require_plan(analysis: Analysis) -> Plan:
     return analysis.result.plan
 
 
-def _decode(content: bytes) -> Plan:
-    return parse_plan(load_yaml(content.decode()), "a kept plan")
-
-
 _PLANS: KeptAnswers[Plan] = KeptAnswers(
-    "plans", _MAX_BYTES, lambda plan: dump_plan(plan).encode(), _decode
+    "plans", _MAX_BYTES, lambda plan: plan.model_dump_json().encode(), Plan.model_validate_json
 )

@@ -82,8 +82,10 @@ def test_a_conversation_beyond_the_context(talk: Talk, local: tuple[object, ...]
 
 
 def test_what_a_chat_needs(talk: Talk, local: tuple[object, ...], copy: Path) -> None:
-    assert "name a plan, or a server" in talk("").err
-    assert "name a plan, or a server" in talk("", local[0], "--url", "http://localhost").err
+    assert "name a plan or a model, or a server" in talk("").err
+    assert (
+        "name a plan or a model, or a server" in talk("", local[0], "--url", "http://localhost").err
+    )
     (copy / "chat_template.jinja").unlink()
     assert "has no chat template" in talk("", *local).err
 
