@@ -50,6 +50,7 @@ ARROWS = {
     "row_cache": ["checkpoint"],
     "capabilities": ["records", "choices", "backends", "segments", "kernel_sizes", "row_cache"],
     "plan": ["capabilities"],
+    "drafts": ["capabilities"],
     "routing": ["plan"],
     "held": ["routing", "row_cache"],
     "packing_sample": ["held"],

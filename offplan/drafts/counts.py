@@ -1,0 +1,52 @@
+"""Counts of drafted tokens and of those that were taken, by their position in the pass."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class DraftCounts:
+    """Drafts that passes have checked; nothing of the text."""
+
+    offered: list[int] = field(default_factory=list)
+    """Drafts at each position whose turn came: all before them in their pass were taken."""
+    taken: list[int] = field(default_factory=list)
+    """Drafts at each position that were taken."""
+    drafted: int = 0
+    """Drafts of all passes, whether their turn came or not."""
+    num_passes: int = 0
+    """Passes that checked drafts."""
+
+    @property
+    def accepted(self) -> int:
+        """Drafts that were taken, at any position."""
+        return sum(self.taken)
+
+    @property
+    def rejected(self) -> int:
+        """Drafts that were not taken, whether their turn came or not."""
+        return self.drafted - self.accepted
+
+    def note(self, drafted: int, taken: int) -> None:
+        """Count one pass that checked ``drafted`` tokens, of which the first ``taken`` were taken.
+
+        A pass without drafts counts nothing.
+        """
+        if not drafted:
+            return
+        self.num_passes += 1
+        self.drafted += drafted
+        missing = drafted - len(self.offered)
+        self.offered += [0] * missing
+        self.taken += [0] * missing
+        for position in range(min(taken + 1, drafted)):
+            self.offered[position] += 1
+            self.taken[position] += position < taken
+
+    def add(self, other: "DraftCounts") -> None:
+        """Count what another has counted, too."""
+        for own, more in ((self.offered, other.offered), (self.taken, other.taken)):
+            own += [0] * (len(more) - len(own))
+            for position, number in enumerate(more):
+                own[position] += number
+        self.drafted += other.drafted
+        self.num_passes += other.num_passes
