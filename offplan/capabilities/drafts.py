@@ -50,6 +50,11 @@ def pass_tokens(tokens: int) -> int:
     return next(size for size in (1, *PASS_TOKENS) if size > tokens)
 
 
+def most_drafted(draft: Draft | None) -> int:
+    """Return the drafts that the largest pass has room for, padding included; 0 without drafts."""
+    return 0 if draft is None else pass_tokens(draft.tokens) - 1
+
+
 def list_pass_sizes(draft: Draft | None) -> tuple[int, ...]:
     """Return the tokens of each pass that a session captures for drafts, ascending."""
     if draft is None:
