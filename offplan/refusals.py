@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from offplan.backends import Backend
+from offplan.capabilities.drafts import list_draft_refusals, most_drafted, why_not_draft_batch
 from offplan.capabilities.table import APART
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter, Role, role_of
@@ -47,6 +48,8 @@ def _list_refusals(
                 f"a rule has {key}, and {stage.way.whose} passes are to run the model: {needs} own "
                 f"passes, so make a plan with `{one}=True`"
             )
+    if offload.draft is not None:
+        yield from list_draft_refusals(offload.draft, stage.model, stage.way, offload.store)
     if on_gpu and any(layer.kv_cache.is_coded for layer in stage.layers):
         yield from list_coded_refusals(stage)
     cached = [layer for layer in stage.layers if layer.index in placement.weight_caches]
@@ -138,10 +141,14 @@ def _is_wide(parameter: Parameter) -> bool:
 
 
 def require_batch(stage: Stage | Model, offload: Offload, batch: int) -> None:
-    """Raise PlanError if a rule does not serve steps of ``batch`` sequences.
+    """Raise PlanError if a rule or drafts do not serve steps of ``batch`` sequences.
 
     ``stage`` is what holds the experts, or the model.
     """
+    draft = offload.draft
+    if draft is not None and (why := why_not_draft_batch(draft, batch)) is not None:
+        raise PlanError(why)
+    num_tokens = batch * (1 + most_drafted(draft))
     for rule in offload.rules:
-        if (why := rule.why_not_batch(stage.experts, batch)) is not None:
+        if (why := rule.why_not_batch(stage.experts, num_tokens)) is not None:
             raise PlanError(why)

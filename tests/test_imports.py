@@ -99,7 +99,7 @@ ARROWS = {
     "runtime.rows": ["runtime.generate"],
     "runtime.rules": ["checkpoint"],
     "runtime.texts": ["runtime.rules"],
-    "runtime.joined": ["runtime.texts", "runtime.generate", "runtime.rows"],
+    "runtime.joined": ["drafts", "runtime.texts", "runtime.generate", "runtime.rows"],
     "runtime.hugging_face": ["runtime.rows"],
     "runtime.measuring": ["runtime.generate", "machine"],
     "library.planned": ["machine", "routing"],
