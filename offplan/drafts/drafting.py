@@ -18,9 +18,10 @@ class Drafting:
         self._drafter = (make or DRAFTERS[draft.kind])()
         self._drafter.extend(prompt)
         self._length = DraftLength(draft)
+        self.counts = DraftCounts()
         self._guess: list[int] = []
         """The draft that a step without drafts is compared with."""
-        self.counts = DraftCounts()
+        self._guess_next()
 
     @property
     def wants_pass(self) -> bool:
@@ -32,6 +33,7 @@ class Drafting:
         drafts = self._drafter.propose(min(most, self._length.tokens)) if most > 0 else []
         if not drafts:
             self._length.note(0, 0)
+            self._guess_next()
         return drafts
 
     def take_step(self, token: int) -> None:
@@ -41,7 +43,7 @@ class Drafting:
         elif not self.wants_pass:
             self._length.note(0, 0)
         self._drafter.extend([token])
-        self._guess = self._drafter.propose(1) if self._length.compares else []
+        self._guess_next()
 
     def take_pass(self, num_drafts: int, made: Sequence[int]) -> None:
         """Take the tokens of a pass: of its drafts all but the last of ``made`` were right."""
@@ -49,6 +51,9 @@ class Drafting:
         self.counts.note(num_drafts, num_taken)
         self._length.note(num_drafts, num_taken)
         self._drafter.extend(made)
+        self._guess_next()
+
+    def _guess_next(self) -> None:
         self._guess = self._drafter.propose(1) if self._length.compares else []
 
 
