@@ -101,7 +101,7 @@ ARROWS = {
     "runtime.texts": ["runtime.rules"],
     "runtime.joined": ["drafts", "runtime.texts", "runtime.generate", "runtime.rows"],
     "runtime.hugging_face": ["runtime.rows"],
-    "runtime.measuring": ["runtime.generate", "machine"],
+    "runtime.measuring": ["runtime.joined", "machine"],
     "library.planned": ["machine", "routing"],
     "library.held_memory": ["placement"],
     "library.runnable": ["held", "lean", "runtime.executors", "runtime.measuring"],

@@ -60,4 +60,6 @@ class Drafting:
 def count_taken(drafts: Sequence[int], chosen: Sequence[int]) -> int:
     """Count the first drafts that are the tokens chosen in their places."""
     right = (draft == token for draft, token in zip(drafts, chosen, strict=False))
-    return next((n for n, is_right in enumerate(right) if not is_right), min(len(drafts), len(chosen)))
+    return next(
+        (n for n, is_right in enumerate(right) if not is_right), min(len(drafts), len(chosen))
+    )

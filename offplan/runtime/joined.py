@@ -279,13 +279,18 @@ class JoinedTexts:
         each._drafting.take_pass(len(drafts), made)
         each._num_chosen += len(made)
         if self._measured is not None:
+            self._measured.drafts.note(len(drafts), len(made) - 1)
             self._measured.step_s += [(now - self._last_s) / len(made)] * len(made)
         self._last_s = now
         if each._num_chosen == each.text.num_tokens:
             self._free_row(each)  # nothing follows its last token
         for place, token in enumerate(made):
-            if each in self._joined:  # else it ended, or left, before this token
-                yield each, self._add(each, token, scores[place] if scores else [])
+            if each not in self._joined:  # it ended, or left, before this token
+                return
+            added = self._add(each, token, scores[place] if scores else [])
+            if each.text.finish is not None:
+                each._drafting.counts.num_behind += max(0, len(made) - 2 - place)
+            yield each, added
 
     def flush(self) -> Iterator[tuple[Continued, Added | NotANumberError]]:
         """Yield the tokens that were queued before, as ``step`` does, and queue none."""
@@ -409,7 +414,7 @@ class JoinedTexts:
         piece = text.add(token)
         if text.finish is not None:
             self.leave(each)
-        first, *likeliest = scores or [None]
+        first, likeliest = (scores[0], scores[1:]) if scores else (None, ())
         return Added(text, piece, token, first, likeliest, text.finish, of_prompt, each.drafts)
 
 
@@ -442,6 +447,26 @@ def generate_texts(
         rows, [Continued(text, sampling) for text in texts], measured
     ):
         yield each.text, added.piece
+
+
+class _NoWords:
+    """The tokenizer of a text that nobody reads."""
+
+    def decode(self, *_: object, **__: object) -> str:
+        return ""
+
+
+def continue_tokens(
+    rows: Rows,
+    prompt: Sequence[int],
+    num_tokens: int,
+    sampling: Sampling | None = None,
+    measured: Measured | None = None,
+) -> Iterator[int]:
+    """Yield the ``num_tokens`` tokens that follow a prompt, as ``generate_texts`` makes them."""
+    text = Text(_NoWords(), prompt, num_tokens=num_tokens)
+    for _, added in continue_texts(rows, [Continued(text, sampling)], measured):
+        yield added.token
 
 
 def continue_texts(

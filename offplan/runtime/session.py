@@ -72,8 +72,9 @@ class Session:
         moves the bytes.
 
         Raises what ``prepare`` and LoadedModel raise, whatever was taken until then being given
-        back. Raises PlanError for routing that is to be recorded of a plan with drafts. Raises CheckpointError for a model that does not run on texts of so many tokens, and
-        OffplanError where the GPU's compiler is missing.
+        back. Raises PlanError for routing that is to be recorded of a plan with drafts. Raises
+        CheckpointError for a model that does not run on texts of so many tokens, and OffplanError
+        where the GPU's compiler is missing.
         """
         self.device = torch.device(device)
         prepared = prepare(

@@ -28,9 +28,7 @@ def drafting(decision: Offload, tokens: int = 7) -> Offload:
 
 def open_drafted(folder: Path, decision: Offload, way: Way = OWN, **more: Any) -> Session:
     model, device = open_model(str(folder)), more.pop("device", "cpu")
-    return Session(
-        model, decision, context=CONTEXT, device=device, folder=folder, way=way, **more
-    )
+    return Session(model, decision, context=CONTEXT, device=device, folder=folder, way=way, **more)
 
 
 class Scripted:

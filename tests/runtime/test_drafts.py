@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from offplan.capabilities.drafts import Draft
 from offplan.capabilities.packing import Packing
 from offplan.capabilities.stock import STOCK
 from offplan.capabilities.way import OWN, Way
-from offplan.errors import InputError, NotANumberError, PlanError
+from offplan.errors import InputError, PlanError
 from offplan.plan import Offload
 from offplan.runtime.joined import Added, Continued, JoinedTexts
 from offplan.runtime.rows import Rows
@@ -197,15 +198,15 @@ def test_a_pass_is_cut_where_the_text_ends(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", first_quick(["qwen3", "mistral_windowed"]))
 def test_a_chat_goes_on_from_a_text_that_was_drafted(tmp_path: Path, name: str) -> None:
     folder, decision = save_tiny(name, tmp_path), offload(group(2, 1), prefill_chunk=3)
-    made = {}
+    made: dict[int, list[int]] = {}
     for tokens in (0, 7):
         with open_drafted(folder, drafting(decision, tokens) if tokens else decision) as session:
             prompt, made[tokens] = PROMPT, []
             rows = Rows(session, 1)
             for turn in range(2):
-                texts = JoinedTexts(
-                    rows, make_drafter=lambda: Scripted([*PROMPT, *made[0][:12]], [True, True, False])
-                )
+                script = [*prompt, *made[0][12 * turn :]]
+                make = partial(Scripted, script, [True, True, False])
+                texts = JoinedTexts(rows, make_drafter=make)
                 each = Continued(Text(Words(), prompt, num_tokens=12))
                 texts.join([each])
                 assert not turn or each.num_read < len(prompt)
@@ -265,7 +266,7 @@ def test_a_nan_of_a_rejected_draft_reaches_nothing(tmp_path: Path) -> None:
         row = rows.join(PROMPT).row
         fed = FED.tolist()
         made = []
-        with session.stream():
+        with session.stream(), torch.inference_mode():
             for at in range(0, 12, 2):
                 logits = rows.check(row, [*fed[at : at + 2], 1, 1])
                 made.append(logits[:2].clone())

@@ -267,8 +267,8 @@ def attend_one(
     queries read. All are contiguous. ``position``, int64 of ``batch`` elements on the device, is
     the last token that each query sees. ``sees`` says what of the cache a token sees, ``reach`` how
     many tokens of a window, a chunk or a ring. With a ``modulus`` a token lies in the place of its
-    position modulo that. ``sinks`` is [heads]. Returns [batch, heads, value_dim]. Runs on the current stream,
-    synchronises nothing.
+    position modulo that. ``sinks`` is [heads]. Returns [batch, heads, value_dim]. Runs on the
+    current stream, synchronises nothing.
     """
     batch, heads, key_dim = query.shape
     num_kv, context = keys.shape[1:3]

@@ -232,9 +232,9 @@ class ModelRunner:
         """Run one decode pass of several tokens of the one row, int64 of [1, tokens] on the device.
 
         The row holds ``length`` tokens, and holds as many afterwards: ``set_lengths`` says how many
-        of the new ones are taken. Behind the first ``num_real`` the others pad the pass, and are sent
-        to no experts of their own. All are of one ``regime``. Returns logits, [tokens, vocabulary],
-        which the next pass overwrites.
+        of the new ones are taken. Behind the first ``num_real`` the others pad the pass, and are
+        sent to no experts of their own. All are of one ``regime``. Returns logits, [tokens,
+        vocabulary], which the next pass overwrites.
         """
         with self._carried.passing():
             self._extended.pad(num_real)
