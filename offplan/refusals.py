@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from offplan.backends import Backend
-from offplan.capabilities.drafts import list_draft_refusals, most_drafted, why_not_draft_batch
+from offplan.capabilities.drafts import list_draft_refusals, most_drafted
 from offplan.capabilities.table import APART
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter, Role, role_of
@@ -33,13 +33,13 @@ def require_runnable(
     """
     if stage.pass_rules is not None:
         return
-    for why in _list_refusals(stage, placement, offload, on_gpu):
+    for why in _list_refusals(stage, placement, offload, batch, on_gpu):
         raise PlanError(why)
     require_batch(stage, offload, batch)
 
 
 def _list_refusals(
-    stage: Stage, placement: Placement, offload: Offload, on_gpu: bool
+    stage: Stage, placement: Placement, offload: Offload, batch: int, on_gpu: bool
 ) -> Iterator[str]:
     for one, key, needs in APART:
         is_asked = any(getattr(rule, key, None) is not None for rule in offload.rules)
@@ -49,7 +49,9 @@ def _list_refusals(
                 f"passes, so make a plan with `{one}=True`"
             )
     if offload.draft is not None:
-        yield from list_draft_refusals(offload.draft, stage.model, stage.way, offload.store)
+        yield from list_draft_refusals(
+            offload.draft, stage.model, way=stage.way, batch=batch, store=offload.store
+        )
     if on_gpu and any(layer.kv_cache.is_coded for layer in stage.layers):
         yield from list_coded_refusals(stage)
     cached = [layer for layer in stage.layers if layer.index in placement.weight_caches]
@@ -146,7 +148,7 @@ def require_batch(stage: Stage | Model, offload: Offload, batch: int) -> None:
     ``stage`` is what holds the experts, or the model.
     """
     draft = offload.draft
-    if draft is not None and (why := why_not_draft_batch(draft, batch)) is not None:
+    if draft is not None and (why := draft.why_not_batch(batch)) is not None:
         raise PlanError(why)
     num_tokens = batch * (1 + most_drafted(draft))
     for rule in offload.rules:

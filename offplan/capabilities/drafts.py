@@ -34,6 +34,15 @@ class Draft(Record):
         """The argument that asks for it, in backquotes."""
         return f"`draft={self.kind}:{self.tokens}`"
 
+    def why_not_batch(self, batch: int) -> str | None:
+        """Say why steps of so many sequences check no drafts; None if they do."""
+        if batch == 1:
+            return None
+        return (
+            f"{self.key} with `batch={batch}`: a pass checks the drafts of one sequence: choose "
+            "batch 1"
+        )
+
     def describe(self) -> str:
         """Say what is drafted, for a plan's report."""
         return f"up to {self.tokens} drafted tokens a pass ({self.kind})"
@@ -68,16 +77,22 @@ def list_pass_sizes(draft: Draft | None) -> tuple[int, ...]:
     return tuple(size for size in PASS_TOKENS if size <= most)
 
 
-def list_draft_refusals(draft: Draft, model: Model, way: Way, store: StoreName) -> Iterator[str]:
-    """Yield why offplan's own runtime cannot run a plan with these drafts.
+def list_draft_refusals(
+    draft: Draft, model: Model, *, way: Way, batch: int, store: StoreName, engine: str | None = None
+) -> Iterator[str]:
+    """Yield why offplan cannot run a plan with these drafts: planner and runtime ask alike.
 
-    Planner and runtime ask alike; ``why_not_draft_batch`` has what the batch tells.
+    ``batch`` is the number of sequences of a step, ``engine`` the one that runs the plan.
     """
     key = draft.key
     if draft.kind == "mtp":
         yield f"{key}: no family's prediction layers are supported: choose `draft=ngram:N`"
+    if engine is not None:
+        yield f"{key} with `engine={engine}`: offplan's own runtime alone checks drafts"
     if not way.is_own:
         yield f"{key}: {way.whose} passes are to run {model.source}, and drafts need offplan's own"
+    if (why := draft.why_not_batch(batch)) is not None:
+        yield why
     if store != "host":
         yield f"{key} with `store={store}`: passes of several tokens read no {store}'s memory"
     for index, layer in enumerate(model.layers):
@@ -87,10 +102,3 @@ def list_draft_refusals(draft: Draft, model: Model, way: Way, store: StoreName) 
                 "go back behind a rejected draft: leave `draft` out"
             )
             break
-
-
-def why_not_draft_batch(draft: Draft, batch: int) -> str | None:
-    """Say why steps of so many sequences check no drafts; None if they do."""
-    if batch == 1:
-        return None
-    return f"{draft.key} with `batch={batch}`: a pass checks drafts of one sequence: choose batch 1"

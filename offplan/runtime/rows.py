@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from offplan.capabilities.drafts import list_pass_sizes, pass_tokens, why_not_draft_batch
+from offplan.capabilities.drafts import list_pass_sizes, pass_tokens
 from offplan.errors import InputError
 from offplan.runtime.faults import memory_limits
 from offplan.runtime.passes.chunks import Reading
@@ -179,8 +179,8 @@ class Rows:
             )
         if num_rows > 1 and session.draft is not None:
             raise InputError(
-                f"{num_rows} rows: {why_not_draft_batch(session.draft, num_rows)}, so give it one "
-                "row"
+                f"{num_rows} rows with {session.draft.key}: a pass checks the drafts of one text, "
+                "so give it one row"
             )
         self._pass_sizes = list_pass_sizes(session.draft)
         self.num_rows = num_rows

@@ -16,6 +16,7 @@ from offplan.capabilities.way import OWN, Way
 from offplan.errors import InputError, PlanError
 from offplan.plan import Offload
 from offplan.runtime.joined import Added, Continued, JoinedTexts
+from offplan.runtime.model.cache_mask import filled_blocks, filled_up_to
 from offplan.runtime.rows import Rows
 from offplan.runtime.rules import TokenRules
 from offplan.runtime.sampling import Checked, Sampler, Sampling
@@ -33,8 +34,10 @@ from tests.runtime.drafted import (
     feed_steps,
     open_drafted,
 )
+from tests.runtime.interpreted import need_triton
 from tests.runtime.plans import CONTEXT, group, offload
 from tests.runtime.quantise import save_stored
+from tests.runtime.test_cache_codes import weigh_codes, weigh_latents
 from tests.runtime.test_generate import DRAWN, Words
 from tests.tiers import first_quick, others_in_sweep
 
@@ -283,7 +286,7 @@ def test_a_nan_of_a_rejected_draft_reaches_nothing(tmp_path: Path) -> None:
 def test_no_more_than_what_fits(tmp_path: Path) -> None:
     folder, decision = save_tiny("qwen3", tmp_path), drafting(offload(group(2, 1)), 3)
     with open_drafted(folder, decision) as session:
-        with pytest.raises(InputError, match="2 rows: `draft=ngram:3` with `batch=2`"):
+        with pytest.raises(InputError, match="2 rows with `draft=ngram:3`: a pass checks"):
             Rows(session, 2)
         rows = Rows(session, 1)
         row = rows.join([3] * (CONTEXT - 3)).row
@@ -317,3 +320,36 @@ def test_routing_is_recorded_without_drafts(tmp_path: Path) -> None:
         open_drafted(
             save_tiny("qwen3_moe_tied", tmp_path), drafting(offload()), record_routing=True
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", first_quick(["sinks", "chunked", "deepseek_v3", "shared_rings"]))
+def test_passes_in_place_see_what_passes_by_mask_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As on a GPU, whose kernel is told positions, with products by torch in its place."""
+    need_triton()
+    from offplan.runtime.model import coded_kernel
+
+    monkeypatch.setattr(coded_kernel, "attend_one", weigh_codes)
+    monkeypatch.setattr(coded_kernel, "attend_latent_codes", weigh_latents)
+    folder, decision = save_tiny(name, tmp_path), offload(group(2, 1), prefill_chunk=4)
+    with open_drafted(folder, decision, FP8) as session:
+        expected = feed_steps(session)
+    with open_drafted(folder, drafting(decision), FP8) as session:
+        session.runner.forward.find_filled = filled_up_to
+        made, passes = feed_passes(session, 7)
+    assert sum(passes[2:]) > 3
+    # a code may round the other way, of the one vector whose sum does
+    assert compare(made, expected) < 2e-2
+
+
+@pytest.mark.slow
+def test_passes_by_blocks_see_what_passes_by_mask_see(tmp_path: Path) -> None:
+    folder, decision = save_tiny("qwen3_wide", tmp_path), offload(group(2, 1))
+    with open_drafted(folder, decision) as session:
+        expected = feed_steps(session)
+    with open_drafted(folder, drafting(decision)) as session:
+        session.runner.forward.find_filled = filled_blocks
+        made, _ = feed_passes(session, 7)
+    assert compare(made, expected) < TOLERANCE
