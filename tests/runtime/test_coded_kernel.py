@@ -223,10 +223,8 @@ def test_several_queries_of_one_text_read_one_cache(
         if sees == "all":
             continue
         size = REACH + num_new - 1
-        rings = [
-            torch.full_like(each[:, :, :size], 0xFF if is_coded else 0) for each in (keys, values)
-        ]
-        # behind the last new token lie rejected ones of a pass before
+        unread = 0xFF if is_coded else torch.nan  # 0xFF has a scale that is NaN
+        rings = [torch.full_like(each[:, :, :size], unread) for each in (keys, values)]
         for ring, kept in zip(rings, (keys, values), strict=True):
             for place in range(max(0, first + num_new - size), first + num_new):
                 ring[:, :, place % size] = kept[:, :, place]

@@ -345,6 +345,7 @@ def test_passes_in_place_see_what_passes_by_mask_see(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_passes_by_blocks_see_what_passes_by_mask_see(tmp_path: Path) -> None:
     folder, decision = save_tiny("qwen3_wide", tmp_path), offload(group(2, 1))
     with open_drafted(folder, decision) as session:
