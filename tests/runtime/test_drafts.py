@@ -27,7 +27,7 @@ from offplan.runtime.session import Session
 from offplan.runtime.texts import Text
 from tests.hostcores.cores import require_cores
 from tests.runtime.cached import Abort, Trace, abort_in, cached_of, count_experts, keeping
-from tests.runtime.coded_cache import FP8
+from tests.runtime.coded_cache import FP8, weigh_codes, weigh_latents
 from tests.runtime.conftest import CONFIGS, OTHERS, save_tiny
 from tests.runtime.divided import check_contents, dividing, sharing, wide
 from tests.runtime.drafted import (
@@ -43,8 +43,7 @@ from tests.runtime.families import MOST_ROUNDING
 from tests.runtime.interpreted import need_triton
 from tests.runtime.plans import CONTEXT, group, offload
 from tests.runtime.quantise import save_stored
-from tests.runtime.test_cache_codes import weigh_codes, weigh_latents
-from tests.runtime.test_generate import DRAWN, Words
+from tests.runtime.words import DRAWN, Words
 from tests.tiers import first_quick, others_in_sweep
 
 REFUSED = ("linear", "linear_experts")
