@@ -79,13 +79,16 @@ def _render_phase(plan: Plan, result: "BenchResult", phase: str) -> Table:
     table = make_table(PHASES[phase], "what", "predicted", "measured", "ratio", "min", "max")
     add = partial(add_comparison, table)
     step = found.step
-    add("time", predicted.step_s, step.median_s, format_seconds, step.min_s, step.max_s)
+    measured = format_seconds, step.min_s, step.max_s
+    if phase == "decode" and result.plan.drafts is not None:
+        add("a token, with drafts", predicted.step_s, result.plan.drafted_s, format_seconds)
+        add("a step without drafts", None, step.median_s, *measured)
+    else:
+        add("time", predicted.step_s, step.median_s, *measured)
     add("bound", predicted.bound_s, found.bound_s, format_seconds)
     add("waiting for the link", predicted.stall_s, found.stall_s, format_seconds)
     add("over the link", predicted.link_bytes, found.link_bytes, format_bytes)
     if phase == "decode":
-        if result.plan.drafted_s is not None:
-            add("a token, with drafts", None, result.plan.drafted_s, format_seconds)
         add_counts(table, result.counts)
     over = format_ratio(predicted.step_s, predicted.bound_s)
     table.add_row("time / bound", over, format_ratio(step.median_s, found.bound_s))
