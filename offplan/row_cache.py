@@ -7,6 +7,9 @@ last prompt, called the row checkpoint.
 
 A layer that keeps nothing may read an earlier layer's ring. A chunk's keys and values then stay
 until the prompt has passed all layers. Each reader repeats what the chunks did to the ring.
+
+A pass that checks drafts writes tokens which may be rejected. Then a ring has places for them
+beside its w, so that they overwrite nothing that the next pass reads.
 """
 
 from collections.abc import Sequence
@@ -38,13 +41,16 @@ class RowCache:
     layers: Sequence[KVCache]
     context: int
     """Tokens that the row has room for."""
+    drafted: int = 0
+    """Drafts that a pass checks at most, padding included: places of each ring beside its w."""
 
     def window(self, layer: int) -> int | None:
         """Return the tokens of a layer's ring; None if it keeps the whole context."""
         cache = self.layers[layer]
-        if not cache.bytes_per_token or cache.window is None or cache.window >= self.context:
+        if not cache.bytes_per_token or cache.window is None:
             return None
-        return cache.window
+        places = cache.window + self.drafted
+        return None if places >= self.context else places
 
     def owner(self, layer: int) -> int | None:
         """Return the earlier layer whose ring a layer reads; None if it reads no other's.
@@ -113,9 +119,10 @@ class RowCache:
 
         The row's rings and states are those of a text of ``length`` tokens, ``common`` or more. Of
         its last tokens a ring has one less than it has room for: a step of other rows may have
-        written to the place of the next.
+        written to the place of the next. Rejected drafts may be behind the text.
         """
         if common == length:
             return length
-        least = min((self.window(n) or length + 1 for n in range(len(self.layers))), default=0)
+        places = (self.window(n) or length + self.drafted + 1 for n in range(len(self.layers)))
+        least = min(places, default=0) - self.drafted
         return common if not self.state_bytes and length < least else 0

@@ -11,6 +11,7 @@ from pydantic import model_validator
 from typing_extensions import Self
 
 from offplan.capabilities.cached_experts import CachedExpertsGoal, CachedExpertsRule
+from offplan.capabilities.drafts import DraftOffload
 from offplan.capabilities.goal import Asked, GoalBase
 from offplan.capabilities.host_cores import HostCoresGoal
 from offplan.capabilities.kv_cache import KVCacheGoal
@@ -50,7 +51,7 @@ class Rule(PartsRule, CachedExpertsRule):
         yield from super().list_faults()
 
 
-class Offload(PackingOffload):
+class Offload(DraftOffload, PackingOffload):
     """The decision itself."""
 
     rules: tuple[Rule, ...] = ()

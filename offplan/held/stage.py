@@ -157,9 +157,9 @@ class Stage:
         """True if offplan's own passes run it."""
         return self.pass_rules is None and self.way.is_own
 
-    def row_cache(self, context: int) -> RowCache:
-        """Return the cache of one sequence in offplan's own passes."""
-        return RowCache([layer.kv_cache for layer in self.layers], context)
+    def row_cache(self, context: int, drafted: int = 0) -> RowCache:
+        """Return the cache of one sequence in offplan's own passes, which check so many drafts."""
+        return RowCache([layer.kv_cache for layer in self.layers], context, drafted)
 
     @cached_property
     def outside_key(self) -> str:

@@ -79,7 +79,12 @@ def _render_phase(plan: Plan, result: "BenchResult", phase: str) -> Table:
     table = make_table(PHASES[phase], "what", "predicted", "measured", "ratio", "min", "max")
     add = partial(add_comparison, table)
     step = found.step
-    add("time", predicted.step_s, step.median_s, format_seconds, step.min_s, step.max_s)
+    measured = format_seconds, step.min_s, step.max_s
+    if phase == "decode" and result.plan.drafts is not None:
+        add("a token, with drafts", predicted.step_s, result.plan.drafted_s, format_seconds)
+        add("a step without drafts", None, step.median_s, *measured)
+    else:
+        add("time", predicted.step_s, step.median_s, *measured)
     add("bound", predicted.bound_s, found.bound_s, format_seconds)
     add("waiting for the link", predicted.stall_s, found.stall_s, format_seconds)
     add("over the link", predicted.link_bytes, found.link_bytes, format_bytes)
@@ -159,6 +164,7 @@ def _notes(plan: Plan, result: "BenchResult") -> list[str]:
         "warm-up excluded.",
         f"Bound: the larger of compute ({compute}) and bytes over the link's own rate.",
         "Host memory: predicted for the weights, measured for the whole process.",
+        *([f"{drafts.describe()}."] if (drafts := result.plan.drafts) is not None else []),
         *list_differences(plan, result),
         *note_cores(plan, result.device, predicted_s, result.plan.decode.step.median_s),
         *_notes_on_accelerate(plan, result),

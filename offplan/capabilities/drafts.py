@@ -1,0 +1,104 @@
+"""Drafts: one pass checks several tokens of one text, which something cheaper has guessed.
+
+Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023).
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from offplan.capabilities.offload import OffloadBase
+from offplan.capabilities.way import Way
+from offplan.checkpoint.model import Model
+from offplan.records import Record
+from offplan.stores import StoreName
+
+DraftKind = Literal["ngram", "mtp"]
+"""Source of drafts: what followed the same words earlier in the text, or prediction layers."""
+PASS_TOKENS = (2, 4, 8)
+"""Tokens of the passes that a session captures; a pass of fewer is padded to the next of them."""
+MOST_DRAFTED = PASS_TOKENS[-1] - 1
+"""Tokens that a pass drafts at most: its first token is no draft."""
+
+
+class Draft(Record):
+    """The drafts of a plan: where they come from, and how many a pass has at most."""
+
+    kind: DraftKind
+    tokens: Annotated[int, Field(ge=1, le=MOST_DRAFTED)]
+    """Drafted tokens of a pass, at most."""
+
+    @property
+    def key(self) -> str:
+        """The argument that asks for it, in backquotes."""
+        return f"`draft={self.kind}:{self.tokens}`"
+
+    def why_not_batch(self, batch: int) -> str | None:
+        """Say why steps of so many sequences check no drafts; None if they do."""
+        if batch == 1:
+            return None
+        return (
+            f"{self.key} with `batch={batch}`: a pass checks the drafts of one sequence: choose "
+            "batch 1"
+        )
+
+    def describe(self) -> str:
+        """Say what is drafted, for a plan's report."""
+        return f"up to {self.tokens} drafted tokens a pass ({self.kind})"
+
+
+class DraftOffload(OffloadBase):
+    """A decision whose steps may check drafts."""
+
+    # left out where there is none: what is printed of other plans stays as it is
+    draft: Draft | None = Field(default=None, exclude_if=lambda draft: draft is None)
+    """The drafts that each pass checks; null makes one token a pass."""
+
+
+def pass_tokens(tokens: int) -> int:
+    """Return the tokens of the pass that checks so many drafts, padded to what is captured.
+
+    A pass without drafts is a step of one token.
+    """
+    return next(size for size in (1, *PASS_TOKENS) if size > tokens)
+
+
+def most_drafted(draft: Draft | None) -> int:
+    """Return the drafts that the largest pass has room for, padding included; 0 without drafts."""
+    return 0 if draft is None else pass_tokens(draft.tokens) - 1
+
+
+def list_pass_sizes(draft: Draft | None) -> tuple[int, ...]:
+    """Return the tokens of each pass that a session captures for drafts, ascending."""
+    if draft is None:
+        return ()
+    most = pass_tokens(draft.tokens)
+    return tuple(size for size in PASS_TOKENS if size <= most)
+
+
+def list_draft_refusals(
+    draft: Draft, model: Model, *, way: Way, batch: int, store: StoreName, engine: str | None = None
+) -> Iterator[str]:
+    """Yield why offplan cannot run a plan with these drafts: planner and runtime ask alike.
+
+    ``batch`` is the number of sequences of a step, ``engine`` the one that runs the plan.
+    """
+    key = draft.key
+    if draft.kind == "mtp":
+        yield f"{key}: no family's prediction layers are supported: choose `draft=ngram:N`"
+    if engine is not None:
+        yield f"{key} with `engine={engine}`: offplan's own runtime alone checks drafts"
+    if not way.is_own:
+        yield f"{key}: {way.whose} passes are to run {model.source}, and drafts need offplan's own"
+    if (why := draft.why_not_batch(batch)) is not None:
+        yield why
+    if store != "host":
+        yield f"{key} with `store={store}`: passes of several tokens read no {store}'s memory"
+    for index, layer in enumerate(model.layers):
+        if layer.kv_cache.state_bytes:
+            yield (
+                f"{key}: layer {index} of {model.source} has linear attention, whose state cannot "
+                "go back behind a rejected draft: leave `draft` out"
+            )
+            break
