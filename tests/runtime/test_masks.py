@@ -14,6 +14,7 @@ from offplan.runtime.rules import TokenRules
 from offplan.runtime.sampling import Sampling
 from offplan.runtime.texts import Text
 from tests.runtime.conftest import save_tiny
+from tests.runtime.drafted import Scripted, drafting, open_drafted
 from tests.runtime.plans import group, offload, open_session
 
 VOCABULARY = 64
@@ -108,3 +109,21 @@ def test_rows_follow_their_own_grammars(tmp_path: Path) -> None:
         (error, _) = continue_(broken, other)
         assert isinstance(error, InputError)
         assert other.made == plain.made
+
+
+@pytest.mark.slow
+def test_a_text_with_a_grammar_is_not_drafted(tmp_path: Path) -> None:
+    """Drafts that its mask has not seen would pass what the grammar forbids."""
+    folder = save_tiny("qwen3", tmp_path)
+    rules = TokenRules(frozenset([END]))
+    with open_drafted(folder, drafting(offload(group(2, 1)))) as session:
+        forbidden = Scripted([40] * 30, [True])
+        texts = JoinedTexts(Rows(session, 1), make_drafter=lambda: forbidden)
+        counts = Counts(15)
+        formed = Continued(Text(Decoder(), [3, 14, 15], num_tokens=30, rules=rules), matcher=counts)
+        texts.join([formed])
+        while len(texts):
+            assert all(not isinstance(each, InputError) for _, each in texts.step())
+        assert formed.made == counts.taken
+        assert [*dict.fromkeys(formed.made)] == [*range(10, 16)]
+        assert forbidden._num_taken == 0
