@@ -147,8 +147,20 @@ class RoutingRef(Record):
     """SHA-256 of the profile."""
 
 
+class AcceptanceRef(Record):
+    """The acceptance profile that the plan was made from."""
+
+    file: str
+    """The profile's file, as ``--acceptance`` takes it."""
+    fingerprint: str
+    """SHA-256 of the profile."""
+
+
 class PhasePrediction(Record):
-    """The predicted cost of one phase (decode: one step; prefill: the whole prompt)."""
+    """The predicted cost of one phase: of the whole prompt, or in decode of one token.
+
+    A token is a step, or where passes check drafts its share of the passes' means.
+    """
 
     step_s: Seconds = Field(alias="step")
     compute_s: Seconds = Field(alias="compute")
@@ -174,6 +186,19 @@ class GPUMemoryPrediction(Record):
     total_bytes: Bytes = Field(alias="total")
 
 
+class DraftPrediction(Record):
+    """The passes that check drafts, beside ``decode``, which has the means of a token."""
+
+    tokens: float
+    """Tokens of text that a pass gives on average, steps without drafts included."""
+    step_s: Seconds = Field(alias="step")
+    """A step without drafts."""
+    pass_2_s: Seconds | None = Field(default=None, alias="pass_2")
+    """A pass of two tokens; null where no pass has so many."""
+    pass_4_s: Seconds | None = Field(default=None, alias="pass_4")
+    pass_8_s: Seconds | None = Field(default=None, alias="pass_8")
+
+
 class Prediction(Record):
     """The plan's promises; the runtime compares itself with them."""
 
@@ -183,6 +208,8 @@ class Prediction(Record):
     """``measured`` when layer times were measured on the machine, ``estimated`` by roofline."""
     prefill: PhasePrediction
     decode: PhasePrediction
+    draft: DraftPrediction | None = Field(default=None, exclude_if=lambda draft: draft is None)
+    """The passes that check drafts; null where none do, and in plans from before it was told."""
     gpu_memory: GPUMemoryPrediction
     host_memory_bytes: Bytes = Field(alias="host_memory")
     """Weights there: embeddings read by row, and the slabs where the host is the store."""
@@ -205,6 +232,8 @@ class Plan(Record):
     machine: MachineRef
     routing: RoutingRef | None = None
     """Left out where the plan assumes that tokens choose all experts equally often."""
+    acceptance: AcceptanceRef | None = Field(default=None, exclude_if=lambda file: file is None)
+    """Left out where the plan knows of no acceptance of drafts."""
     offload: Offload
     prediction: Prediction
 
