@@ -67,17 +67,17 @@ def find_experts(
     slots: ExpertSlots,
     experts: Experts,
     reuse: BatchReuse | None,
-    batch: int,
+    num_tokens: int,
     rates: MissRates | None = None,
 ) -> ExpertsFound:
-    """Predict what a decode step finds of one layer's experts in its slots.
+    """Predict what a decode step of so many tokens finds of one layer's experts in its slots.
 
     ``rates`` are those by which cores and link divide what is missed; None if the link brings all.
     If every chosen expert enters a slot, the hit rate is that of the profile. What the cores
     multiply enters one if the link brings it for later: ``simulated_slots`` tells how many more
     are missed where it does not.
     """
-    chosen = experts.touched(batch) if reuse is None else reuse.touched
+    chosen = experts.touched(num_tokens) if reuse is None else reuse.touched
     kept = slots.num_kept
     rate = kept / experts.num_experts if reuse is None else reuse.hit_rate(kept)
     if rates is None or not slots.by_cores:
@@ -280,7 +280,7 @@ class Missed(NamedTuple):
         experts = at_use.stage.experts
         assert experts is not None
         rates = find_rates(slots, chosen, at_use.machine) if slots.by_cores else None
-        found = find_experts(slots, experts, at_use.reuse, at_use.batch, rates)
+        found = find_experts(slots, experts, at_use.reuse, at_use.num_tokens, rates)
         return cls(slots, found, chosen, rates)
 
     @property

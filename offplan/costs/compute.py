@@ -143,7 +143,7 @@ def _roofline(machine: MachineProfile, work: LayerWork, shape: PassShape) -> flo
 
 
 def outside_time(machine: MachineProfile, stage: Stage, shape: PassShape) -> ComputeTime:
-    """Price embedding rows, final norm and the head on the last token of each sequence.
+    """Price embedding rows, final norm and the head on the tokens that it gives logits of.
 
     The values of a head that is stored as codes may have to be made, and then read.
     """
@@ -166,7 +166,7 @@ def outside_time(machine: MachineProfile, stage: Stage, shape: PassShape) -> Com
         recodes = head.is_recoded and not makes
         stored = RECODED_HEAD_BYTES(head, at) if recodes else head.nbytes
         reading = (stored + rows + 2 * element_bytes * made) / machine.hbm.value
-        flops = 2 * head.num_weights * at.batch
+        flops = 2 * head.num_weights * at.head_rows
         return max(reading, flops / (machine.matmul.value * MATMUL_EFFICIENCY))
 
     return _measured_or(machine, stage.time_key(stage.outside_key), shape, estimate)

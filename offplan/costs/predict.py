@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+from offplan.capabilities.drafts import list_pass_sizes
 from offplan.costs.calls import list_calls
 from offplan.costs.compute import ModelCompute
+from offplan.costs.drafts import DraftedPass, DraftedTimes, list_drafted
 from offplan.costs.engine_times import add_up_engine, engine_pass_times
 from offplan.costs.memory import list_gpu_memory, list_stores
 from offplan.costs.pass_compute import PassCompute
@@ -38,10 +40,18 @@ class RequestTimes:
 
     prefill: PhaseTimes
     decode: PhaseTimes
+    """Times of a step, without drafts."""
+    drafted: DraftedTimes | None = None
+    """Times of all passes of decode; None if no pass checks drafts."""
+
+    @property
+    def token_ps(self) -> Fraction:
+        """Picoseconds of a token behind the first."""
+        return self.decode.step_ps if self.drafted is None else self.drafted.token_ps
 
     def objective_ps(self, workload: Workload) -> Fraction:
-        """Picoseconds of a request: the prompt, which gives the first token, and decode steps."""
-        return self.prefill.step_ps + workload.num_steps * self.decode.step_ps
+        """Picoseconds of a request: the prompt, which gives the first token, and all others."""
+        return self.prefill.step_ps + workload.num_steps * self.token_ps
 
 
 def price_request(
@@ -58,7 +68,8 @@ def price_request(
         times = [engine_pass_times(engine, *asked, each) for each in (prefill, decode)]
         took = price_plan(engine, placement, times[0], times[1], num_passes)
         phases = zip(Phase, times, took, (num_passes, 1), strict=True)
-        return RequestTimes(*(add_up_engine(engine, placement, *phase) for phase in phases))
+        first, later = (add_up_engine(engine, placement, *phase) for phase in phases)
+        return RequestTimes(first, later)
     prompt, step = (pass_times(*asked, each) for each in (prefill, decode))
     calls = list_calls(stage, num_passes)
     request = build_steady_request(placement, len(stage.layers), calls, num_passes)
@@ -86,7 +97,17 @@ def price_stage(
     compute = ModelCompute(stage, machine)
     prompt = compute.price(*prefill_shapes(workload, offload.prefill_chunk))
     step = compute.price(decode_shape(workload))
-    return placement, prompt, step, price_request(placement, stage, machine, prompt, step)
+    times = price_request(placement, stage, machine, prompt, step)
+    if offload.draft is None:
+        return placement, prompt, step, times
+    mix = stage.mix(offload.draft, workload)
+    shares = dict(mix.shares)
+    passes = [DraftedPass(1, shares.get(1, 0.0), step, times.decode)]
+    for tokens in list_pass_sizes(offload.draft):
+        priced = compute.price(decode_shape(workload, tokens))
+        taken = price_request(placement, stage, machine, prompt, priced).decode
+        passes.append(DraftedPass(tokens, shares.get(tokens, 0.0), priced, taken))
+    return placement, prompt, step, replace(times, drafted=DraftedTimes(mix, tuple(passes)))
 
 
 @dataclass(frozen=True)
@@ -149,14 +170,19 @@ def derive_stage(
     request_s = to_seconds(times.objective_ps(workload))
     steps = Input("steps after it", workload.num_steps, "count")
     formula = "prefill.step + steps after it x decode.step"
+    decode = list_phase(stage, machine, step, times.decode, placement)
+    priced = [prompt, step]
+    if times.drafted is not None:
+        decode = list_drafted(stage, times.drafted)
+        priced += [each.compute for each in times.drafted.passes]
     terms = (
-        *list_gpu_memory(placement, stage, machine, workload, budget, chunk),
+        *list_gpu_memory(placement, stage, machine, workload, budget, chunk, offload.draft),
         *list_stores(placement, offload, stage.num_gpus),
         *list_phase(stage, machine, prompt, times.prefill, placement),
-        *list_phase(stage, machine, step, times.decode, placement),
+        *decode,
         Term("objective", request_s, "s", formula, (steps,)),
     )
-    return Derivation(terms, prompt.measured and step.measured)
+    return Derivation(terms, all(each.measured for each in priced))
 
 
 def _join(stages: Sequence[Derivation]) -> Derivation:

@@ -150,8 +150,8 @@ def check_kind(profile: AcceptanceProfile, draft: Draft, name: str) -> None:
     """Raise InputError, which says ``name``, for a profile of another kind than a draft's."""
     if profile.kind != draft.kind:
         raise InputError(
-            f"{name} is of {profile.kind} drafts, and `draft={draft.kind}:{draft.tokens}` of "
-            f"{draft.kind}: record those with `run --record-drafts`, or leave one of them out"
+            f"{name} is of {profile.kind} drafts, and {draft.key} of {draft.kind}: record those "
+            "with `run --record-drafts`, or leave one of them out"
         )
 
 
