@@ -48,6 +48,16 @@ class DraftOffload(OffloadBase):
     draft: Draft | None = Field(default=None, exclude_if=lambda draft: draft is None)
     """The drafts that each pass checks; null makes one token a pass."""
 
+    def list_steps(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield steps to passes of other sizes, and to none that check drafts."""
+        if self.draft is not None:
+            yield "without draft", {"draft": None}
+            for size in PASS_TOKENS:
+                if size != pass_tokens(self.draft.tokens):
+                    told = f"draft tokens {self.draft.tokens} -> {size - 1}"
+                    yield told, {"draft": self.draft.model_copy(update={"tokens": size - 1})}
+        yield from super().list_steps()
+
 
 class DraftGoal(GoalBase):
     """A question whose plans may check drafts."""

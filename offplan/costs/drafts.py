@@ -7,7 +7,7 @@ passes over the tokens of text that a pass gives.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from offplan.capabilities.drafts import Draft, list_pass_sizes
@@ -48,6 +48,12 @@ class DraftedTimes:
     mix: Mix
     passes: tuple[DraftedPass, ...]
     """The passes of each size, ascending; the first are steps without drafts."""
+
+    def with_mix(self, mix: Mix) -> "DraftedTimes":
+        """Return the same with other shares of the same passes."""
+        shares = dict(mix.shares)
+        passes = (replace(each, share=shares.get(each.tokens, 0.0)) for each in self.passes)
+        return DraftedTimes(mix, tuple(passes))
 
     def mean(self, of: Callable[[PhaseTimes], Fraction | int]) -> Fraction:
         """Return a quantity of a token: the mean over passes, over the tokens that each gives."""

@@ -26,6 +26,7 @@ from offplan.costs.timeline import (
     to_seconds,
 )
 from offplan.costs.work import decode_shape, prefill_shapes
+from offplan.drafts.mix import ONE_BY_ONE
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement, place
@@ -62,26 +63,40 @@ def price_request(
     decode: PassCompute,
 ) -> RequestTimes:
     """Price one request among many like it, by what runs the model: a batch of one plan."""
+    return price_requests(placement, stage, machine, prefill, [decode])[0]
+
+
+def price_requests(
+    placement: Placement,
+    stage: Stage,
+    machine: MachineProfile,
+    prefill: PassCompute,
+    steps: Sequence[PassCompute],
+) -> list[RequestTimes]:
+    """Price requests of one prompt, each with decode steps of its own size."""
     engine, num_passes = stage.pass_rules, len(prefill.shapes)
     asked = placement, stage, machine
     if engine is not None:
+        (decode,) = steps
         times = [engine_pass_times(engine, *asked, each) for each in (prefill, decode)]
         took = price_plan(engine, placement, times[0], times[1], num_passes)
         phases = zip(Phase, times, took, (num_passes, 1), strict=True)
         first, later = (add_up_engine(engine, placement, *phase) for phase in phases)
-        return RequestTimes(first, later)
-    prompt, step = (pass_times(*asked, each) for each in (prefill, decode))
+        return [RequestTimes(first, later)]
+    prompt, *passes = (pass_times(*asked, each) for each in (prefill, *steps))
     calls = list_calls(stage, num_passes)
     request = build_steady_request(placement, len(stage.layers), calls, num_passes)
     if calls is not None:
-        return RequestTimes(
-            price_prefill(request.prefill, prompt), price_decode(request.decode, step)
-        )
-    took = price_plan(None, placement, prompt, step, num_passes)
-    return RequestTimes(
-        add_up_prompt(request.prefill, prompt, took[0]),
-        add_up(request.decode, step, took[1], WAITING),
-    )
+        return [
+            RequestTimes(price_prefill(request.prefill, prompt), price_decode(request.decode, step))
+            for step in passes
+        ]
+    found: list[RequestTimes] = []
+    for step in passes:
+        took = price_plan(None, placement, prompt, step, num_passes)
+        first = found[0].prefill if found else add_up_prompt(request.prefill, prompt, took[0])
+        found.append(RequestTimes(first, add_up(request.decode, step, took[1], WAITING)))
+    return found
 
 
 def price_stage(
@@ -96,18 +111,18 @@ def price_stage(
     require_runnable(stage, placement, offload, batch=workload.batch, on_gpu=on_gpu)
     compute = ModelCompute(stage, machine)
     prompt = compute.price(*prefill_shapes(workload, offload.prefill_chunk))
-    step = compute.price(decode_shape(workload))
-    times = price_request(placement, stage, machine, prompt, step)
+    sizes = (1, *list_pass_sizes(offload.draft))
+    steps = [compute.price(decode_shape(workload, tokens)) for tokens in sizes]
+    priced = price_requests(placement, stage, machine, prompt, steps)
     if offload.draft is None:
-        return placement, prompt, step, times
-    mix = stage.mix(offload.draft, workload)
-    shares = dict(mix.shares)
-    passes = [DraftedPass(1, shares.get(1, 0.0), step, times.decode)]
-    for tokens in list_pass_sizes(offload.draft):
-        priced = compute.price(decode_shape(workload, tokens))
-        taken = price_request(placement, stage, machine, prompt, priced).decode
-        passes.append(DraftedPass(tokens, shares.get(tokens, 0.0), priced, taken))
-    return placement, prompt, step, replace(times, drafted=DraftedTimes(mix, tuple(passes)))
+        return placement, prompt, steps[0], priced[0]
+    passes = (
+        DraftedPass(tokens, 0.0, step, times.decode)
+        for tokens, step, times in zip(sizes, steps, priced, strict=True)
+    )
+    of_steps = DraftedTimes(ONE_BY_ONE, tuple(passes))
+    drafted = of_steps.with_mix(stage.mix(offload.draft, workload))
+    return placement, prompt, steps[0], replace(priced[0], drafted=drafted)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from offplan.capabilities.drafts import Draft, pass_tokens
 from offplan.drafts.acceptance import AcceptanceProfile
 from offplan.drafts.length import DraftLength
 
-NUM_TOKENS = 4096
-"""Tokens that are simulated, at least: the mean of a pass is then right to some 1 %."""
+NUM_TOKENS = 2048
+"""Tokens that are simulated, at least: the mean of a pass is then right to some 2 %."""
 _SEED = 67
 
 
