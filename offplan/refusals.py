@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from offplan.backends import Backend
+from offplan.capabilities.drafts import list_draft_refusals, most_drafted
 from offplan.capabilities.table import APART
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter, Role, role_of
@@ -32,13 +33,13 @@ def require_runnable(
     """
     if stage.pass_rules is not None:
         return
-    for why in _list_refusals(stage, placement, offload, on_gpu):
+    for why in _list_refusals(stage, placement, offload, batch, on_gpu):
         raise PlanError(why)
     require_batch(stage, offload, batch)
 
 
 def _list_refusals(
-    stage: Stage, placement: Placement, offload: Offload, on_gpu: bool
+    stage: Stage, placement: Placement, offload: Offload, batch: int, on_gpu: bool
 ) -> Iterator[str]:
     for one, key, needs in APART:
         is_asked = any(getattr(rule, key, None) is not None for rule in offload.rules)
@@ -47,6 +48,10 @@ def _list_refusals(
                 f"a rule has {key}, and {stage.way.whose} passes are to run the model: {needs} own "
                 f"passes, so make a plan with `{one}=True`"
             )
+    if offload.draft is not None:
+        yield from list_draft_refusals(
+            offload.draft, stage.model, way=stage.way, batch=batch, store=offload.store
+        )
     if on_gpu and any(layer.kv_cache.is_coded for layer in stage.layers):
         yield from list_coded_refusals(stage)
     cached = [layer for layer in stage.layers if layer.index in placement.weight_caches]
@@ -138,10 +143,14 @@ def _is_wide(parameter: Parameter) -> bool:
 
 
 def require_batch(stage: Stage | Model, offload: Offload, batch: int) -> None:
-    """Raise PlanError if a rule does not serve steps of ``batch`` sequences.
+    """Raise PlanError if a rule or drafts do not serve steps of ``batch`` sequences.
 
     ``stage`` is what holds the experts, or the model.
     """
+    draft = offload.draft
+    if draft is not None and (why := draft.why_not_batch(batch)) is not None:
+        raise PlanError(why)
+    num_tokens = batch * (1 + most_drafted(draft))
     for rule in offload.rules:
-        if (why := rule.why_not_batch(stage.experts, batch)) is not None:
+        if (why := rule.why_not_batch(stage.experts, num_tokens)) is not None:
             raise PlanError(why)

@@ -33,8 +33,17 @@ class Draft(Record):
 
     @property
     def key(self) -> str:
-        """Name the argument, in backquotes, that asks for it."""
+        """The argument that asks for it, in backquotes."""
         return f"`draft={self.kind}:{self.tokens}`"
+
+    def why_not_batch(self, batch: int) -> str | None:
+        """Say why steps of so many sequences check no drafts; None if they do."""
+        if batch == 1:
+            return None
+        return (
+            f"{self.key} with `batch={batch}`: a pass checks the drafts of one sequence: choose "
+            "batch 1"
+        )
 
     def describe(self) -> str:
         """Say what is drafted, for a plan's report."""
@@ -157,10 +166,8 @@ def list_draft_refusals(
         yield f"{key} with `engine={engine}`: offplan's own runtime alone checks drafts"
     if not way.is_own:
         yield f"{key}: {way.whose} passes are to run {model.source}, and drafts need offplan's own"
-    if batch > 1:
-        yield (
-            f"{key} with `batch={batch}`: a pass checks the drafts of one sequence: choose batch 1"
-        )
+    if (why := draft.why_not_batch(batch)) is not None:
+        yield why
     if store != "host":
         yield f"{key} with `store={store}`: passes of several tokens read no {store}'s memory"
     for index, layer in enumerate(model.layers):

@@ -15,7 +15,7 @@ from offplan.plan import Plan
 from offplan.report.run import RunResult
 from offplan.runtime.device import device_name
 from offplan.runtime.generate import Measured, generate
-from offplan.runtime.joined import continue_texts
+from offplan.runtime.joined import continue_texts, continue_tokens
 from offplan.runtime.prompts import random_prompt
 from offplan.runtime.rows import Rows
 from offplan.runtime.sampling import make_chooser
@@ -92,6 +92,15 @@ def generate_request(
                 names = [request.prompts[number][0] for number in error.numbers]
                 raise NotANumberError(error.cause, error.numbers, names) from None
         teller.finish()
+    elif session.draft is not None:
+        (tokens,) = random_prompt(model, workload).tolist()
+        rows, batch, num_tokens = Rows(session, 1), 1, len(tokens)
+        with _warming_up():
+            rows.warm_up(num_tokens, capture_prompt=True)
+        made = continue_tokens(rows, tokens, request.num_tokens, request.sampling, measured)
+        with LiveLine(batch, lambda: session.link_bytes) as live:
+            for _ in made:
+                live.count(1)
     else:
         tokens = random_prompt(model, workload)
         batch, num_tokens = tokens.shape

@@ -214,7 +214,11 @@ def serve(
                 f"{name} is served at {at}/v1: {rows.num_rows} at a time, contexts of up to "
                 f"{context} tokens, predicted {predicted} a token"
             )
+            if (draft := loaded.offload.draft) is not None:
+                ready += f", {draft.describe()}"
             serving.serve(service, make_app(service, cors or ()), on_ready=lambda: _note(ready))
+            if service.worker.drafts.num_passes:
+                _note(service.worker.drafts.describe())
 
 
 def _check_drawing(drawing: Mapping[str, Any]) -> None:

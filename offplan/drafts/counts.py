@@ -19,15 +19,17 @@ class DraftCounts:
     """Steps without drafts that compared one, or found none to compare."""
     right: int = 0
     """Those of ``compared`` whose draft would have been taken."""
+    num_behind: int = 0
+    """Drafts that were taken behind the token that ended their text."""
 
     @property
     def accepted(self) -> int:
-        """Drafts that were taken, at any position."""
-        return sum(self.taken)
+        """Drafts that are tokens of a text."""
+        return sum(self.taken) - self.num_behind
 
     @property
     def rejected(self) -> int:
-        """Drafts that were not taken, whether their turn came or not."""
+        """Drafts that are no tokens of a text, whether their turn came or not."""
         return self.drafted - self.accepted
 
     def note(self, drafted: int, taken: int) -> None:
@@ -64,3 +66,16 @@ class DraftCounts:
         self.num_passes += other.num_passes
         self.compared += other.compared
         self.right += other.right
+        self.num_behind += other.num_behind
+
+    def describe(self) -> str:
+        """Say how many drafts were taken, for people."""
+        chances = ", ".join(
+            f"{taken / offered:.2f}"
+            for taken, offered in zip(self.taken, self.offered, strict=True)
+            if offered
+        )
+        return (
+            f"{self.num_passes:,} passes checked {self.drafted:,} drafts and took "
+            f"{sum(self.taken):,} of them; by their place, once those before were right: {chances}"
+        )

@@ -200,9 +200,15 @@ def join_flags(flags: Flags) -> list[str]:
 def require_stored_weights(offload: Offload, engine: Engine) -> None:
     """Raise ExportError for packed weights that the engine cannot hold, and for another store.
 
-    It is also raised for a backend that no engine has, for experts kept one by one, and for parts.
+    It is also raised for a backend that no engine has, for experts kept one by one, for parts, and
+    for drafts.
     """
     title = engine.title
+    if offload.draft is not None:
+        raise ExportError(
+            f"the plan has `draft: {offload.draft.kind}`, which offplan's own runtime alone checks: "
+            f"plan again with `engine`, or without `draft`"
+        )
     if not (store := STORES[offload.store]).is_host and offload.rules:
         raise ExportError(
             f"{title} offloads to host memory; the plan has a {store.title}'s memory as "

@@ -84,6 +84,8 @@ def _render_phase(plan: Plan, result: "BenchResult", phase: str) -> Table:
     add("waiting for the link", predicted.stall_s, found.stall_s, format_seconds)
     add("over the link", predicted.link_bytes, found.link_bytes, format_bytes)
     if phase == "decode":
+        if result.plan.drafted_s is not None:
+            add("a token, with drafts", None, result.plan.drafted_s, format_seconds)
         add_counts(table, result.counts)
     over = format_ratio(predicted.step_s, predicted.bound_s)
     table.add_row("time / bound", over, format_ratio(step.median_s, found.bound_s))
@@ -159,6 +161,7 @@ def _notes(plan: Plan, result: "BenchResult") -> list[str]:
         "warm-up excluded.",
         f"Bound: the larger of compute ({compute}) and bytes over the link's own rate.",
         "Host memory: predicted for the weights, measured for the whole process.",
+        *([f"{drafts.describe()}."] if (drafts := result.plan.drafts) is not None else []),
         *list_differences(plan, result),
         *note_cores(plan, result.device, predicted_s, result.plan.decode.step.median_s),
         *_notes_on_accelerate(plan, result),

@@ -8,6 +8,7 @@ from pydantic import TypeAdapter
 from offplan.capabilities.way import Way
 from offplan.checkpoint.model import Model
 from offplan.costs.capabilities import COUNTS
+from offplan.drafts.counts import DraftCounts
 from offplan.errors import InfeasibleError
 from offplan.held.held import hold
 from offplan.library.analysis import Analysis
@@ -143,8 +144,14 @@ def run_payload(plan: Plan, result: RunResult, texts: Sequence["Text"]) -> dict[
         "predicted_as_run": None if other is None else _prediction_payload(other),
         "measured": {"decode": decode, "prefill": prefill, "gpu_memory": memory},
         **_counts_payload(result.counts),
+        **drafts_payload(plan, measured.drafts),
         **dict(plan.goal.list_outcomes()),
     }
+
+
+def drafts_payload(plan: Plan, counts: DraftCounts | None) -> dict[str, Any]:
+    """Return what was counted of drafts, where a plan has some."""
+    return {} if plan.offload.draft is None else {"drafts": dump(counts)}
 
 
 def text_payload(text: "Text") -> dict[str, Any]:
@@ -170,6 +177,7 @@ def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
             "host_memory": {"process_bytes": result.host_bytes},
         },
         **_counts_payload(result.counts),
+        **drafts_payload(plan, result.plan.drafts),
         **dict(plan.goal.list_outcomes()),
         "vs": {name: _way_payload(way) for name, way in result.others.items()},
     }

@@ -57,6 +57,8 @@ def render_run(plan: Plan, result: RunResult) -> RenderableType:
     add("over the link, a token", decode.link_bytes, moved, format_bytes)
     add_counts(table, result.counts)
     lines = [*result.settled, *list_differences(plan, result)]
+    if measured.drafts.num_passes or plan.offload.draft is not None:
+        lines.append(f"{measured.drafts.describe()}.")
     if (other := result.prediction) is not None:
         ttft, tpot = format_seconds(other.prefill.step_s), format_seconds(other.decode.step_s)
         lines.append(f"For what ran it predicts {ttft} to the first token and {tpot} a token.")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from offplan.drafts.counts import DraftCounts
 from offplan.errors import NotANumberError
 from offplan.runtime.sampling import NO_TOKEN, Choose, check_tokens, choose_likeliest, mark_nan
 from offplan.runtime.session import NUM_WARMUP_STEPS, Session
@@ -19,13 +20,16 @@ class Measured:
     first_token_s: float = 0.0
     """Seconds from the request to its first token on the host."""
     step_s: list[float] = field(default_factory=list)
-    """Seconds of each further token, from the one before it."""
+    """Seconds of each further token, from the one before it; of a pass that makes several, its part
+    of each."""
     prefill_link_bytes: int = 0
     """Bytes that crossed the link for the prompt, as ``Session.link_bytes`` counts them."""
     decode_link_bytes: int = 0
     """Bytes that crossed the link in all decode steps together."""
     num_decodes: int = 0
     """Decode steps that were begun: one more than were read where a token ended the text."""
+    drafts: DraftCounts = field(default_factory=DraftCounts)
+    """Drafts that passes have checked."""
 
     @property
     def step_link_bytes(self) -> int | None:
@@ -34,9 +38,14 @@ class Measured:
 
     @property
     def median_step_s(self) -> float | None:
-        """Seconds of the median decode step after NUM_WARMUP_STEPS; None if there was none."""
+        """Seconds of the median decode step after NUM_WARMUP_STEPS; None if there was none.
+
+        Where passes have checked drafts, it is the mean: no pass is like the others.
+        """
         steady = self.step_s[NUM_WARMUP_STEPS:] or self.step_s
-        return statistics.median(steady) if steady else None
+        if not steady:
+            return None
+        return statistics.fmean(steady) if self.drafts.num_passes else statistics.median(steady)
 
 
 def generate(

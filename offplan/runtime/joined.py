@@ -3,18 +3,23 @@
 import math
 import time
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Literal, NamedTuple
 
 import torch
 
+from offplan.capabilities.drafts import MOST_DRAFTED
+from offplan.drafts.counts import DraftCounts
+from offplan.drafts.drafter import Drafter
+from offplan.drafts.drafting import Drafting, count_taken
 from offplan.errors import NotANumberError
 from offplan.runtime.generate import Arrival, Measured
 from offplan.runtime.rows import Rows
 from offplan.runtime.sampling import (
     NO_TOKEN,
+    Checked,
     Choose,
     Sampling,
     check_tokens,
@@ -57,6 +62,8 @@ class Added:
     prompt_scores: Sequence[Sequence[Scored]] = ()
     """Tokens of the prompt from the second on, each before the likeliest in its place; empty but
     for a text's first token, where the text was to have them."""
+    drafts: DraftCounts | None = None
+    """Counts of the text's drafts up to this token; None if the plan has none."""
 
 
 @dataclass(eq=False)
@@ -85,6 +92,13 @@ class Continued:
     """Scores of the prompt's tokens, on the device until the first token is taken."""
     _num_chosen: int = field(default=0, init=False)
     """Tokens that the device has chosen; the host may not have them yet."""
+    _drafting: Drafting | None = field(default=None, init=False)
+    """Drafts the text's tokens; None if the plan has no drafts."""
+
+    @property
+    def drafts(self) -> DraftCounts | None:
+        """Counts of its drafts so far; None if the plan has none."""
+        return None if self._drafting is None else self._drafting.counts
 
 
 @dataclass(frozen=True)
@@ -110,15 +124,23 @@ class JoinedTexts:
     and the host's cores multiply none. Its prompt is read alone and as a whole.
 
     Runs on the session's stream. The next step is queued before the tokens of the last one are
-    read, so that the device is not kept waiting for the host.
+    read, so that the device is not kept waiting for the host. A pass that checks drafts is queued
+    once the host has the tokens before it.
     """
 
-    def __init__(self, rows: Rows, measured: Measured | None = None) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        measured: Measured | None = None,
+        *,
+        make_drafter: Callable[[], Drafter] | None = None,
+    ) -> None:
         """Continue texts in ``rows``, which nobody else uses meanwhile.
 
         ``measured`` is filled: the prompt's figures are of those that join at first, the steps
-        those of all.
+        those of all. ``make_drafter`` makes another drafter than a plan's, for each text.
         """
+        self._make_drafter = make_drafter
         self._rows, self._session, self._measured = rows, rows.session, measured
         self._joined: dict[Continued, None] = {}
         self._chosen: deque[_Chosen] = deque()
@@ -126,6 +148,7 @@ class JoinedTexts:
         """Time at which the last tokens arrived."""
         # page-locked once: a later allocation would wait for the device
         self._hosts = cycle([self._make_host() for _ in range(_NUM_HOSTS)])
+        self._checked = self._make_host(1 + MOST_DRAFTED)
         with self._session.stream():
             self._tokens = torch.zeros(
                 rows.num_rows, 1, dtype=torch.int64, device=self._session.device
@@ -166,6 +189,8 @@ class JoinedTexts:
                     each.num_read = len(each.text.prompt) if each.scores_prompt else num_read
                     self._joined[each] = None
                     each._choose = self._make_chooser(each)
+                    if (draft := self._session.draft) is not None:
+                        each._drafting = Drafting(draft, each.text.prompt, self._make_drafter)
                 logits = joined[0].logits.new_zeros(self._rows.num_rows, len(joined[0].logits))
                 for row, each_logits, _ in joined:
                     logits[row] = each_logits
@@ -184,9 +209,16 @@ class JoinedTexts:
         """Queue the next token of each text, and yield the tokens that were queued before.
 
         A text that has ended leaves, and so does one whose logits are NaN: its error stands in
-        place of the token. Raises what ``Rows.extend`` raises before anything is yielded;
-        ``find_lost`` says which texts are gone then.
+        place of the token. Raises what ``Rows.extend`` and ``Rows.check`` raise; ``find_lost`` says
+        which texts are gone then. Where a pass is to check drafts, the tokens before it are yielded
+        first, and then those that it made.
         """
+        if (drafting := self._find_drafting()) is not None:
+            yield from self.flush()
+            drafts = self._propose(drafting)
+            if drafts:
+                yield from self._check(drafting, drafts)
+                return
         going = {each._row: each for each in self._joined if each._row is not None}
         num_queued = len(self._chosen)
         if going:
@@ -198,6 +230,67 @@ class JoinedTexts:
                 self._measured.num_decodes += 1
         for _ in range(num_queued):
             yield from self._take(self._chosen.popleft())
+
+    def _find_drafting(self) -> Continued | None:
+        """Find the one text whose next pass is to check drafts."""
+        each = next(iter(self._joined), None)
+        if each is None or each._row is None or each._drafting is None:
+            return None
+        return each if each._drafting.wants_pass else None
+
+    def _propose(self, each: Continued) -> list[int]:
+        """Return the drafts of a text's next pass, all of whose tokens the host has."""
+        row, drafting = each._row, each._drafting
+        if each not in self._joined or row is None or drafting is None:
+            return []  # it has ended
+        left = each.text.num_tokens - each._num_chosen
+        return drafting.propose(min(self._rows.count_checked(row), left) - 1)
+
+    def _check(
+        self, each: Continued, drafts: list[int]
+    ) -> Iterator[tuple[Continued, Added | NotANumberError]]:
+        """Check drafts by one pass, and yield the tokens that it makes."""
+        row, moved = each._row, self._session.link_bytes
+        assert row is not None
+        assert each._drafting is not None
+        logits = self._rows.check(row, [each.made[-1], *drafts])
+        with self._session.stream(), torch.inference_mode():
+            checked = Checked.of(each._choose, logits)
+            host = self._checked[: len(logits)]
+            arrival = Arrival(mark_nan(checked.tokens, logits), host)
+        if self._measured is not None:
+            self._measured.decode_link_bytes += self._session.link_bytes - moved
+            self._measured.num_decodes += 1
+        arrived, now = arrival.wait()
+        self._session.check()
+        chosen: list[int] = arrived.tolist()
+        made = chosen[: count_taken(drafts, chosen) + 1]
+        scores = []
+        with self._session.stream(), torch.inference_mode():
+            checked.keep(len(made))
+            if each.num_logprobs is not None:
+                scores = _read_scores(
+                    _score(logits[: len(made)], checked.tokens[: len(made)], each.num_logprobs)
+                )
+            self._tokens = self._tokens.clone()  # the rows keep the one before
+            self._tokens[row] = checked.tokens[len(made) - 1]
+        has_nan = NO_TOKEN in chosen
+        self._rows.take(row, 1 + len(drafts), len(made), has_nan=has_nan)
+        each._drafting.take_pass(len(drafts), made)
+        each._num_chosen += len(made)
+        if self._measured is not None:
+            self._measured.drafts.note(len(drafts), len(made) - 1)
+            self._measured.step_s += [(now - self._last_s) / len(made)] * len(made)
+        self._last_s = now
+        if each._num_chosen == each.text.num_tokens:
+            self._free_row(each)  # nothing follows its last token
+        for place, token in enumerate(made):
+            if each not in self._joined:  # it ended, or left, before this token
+                return
+            added = self._add(each, token, scores[place] if scores else [])
+            if each.text.finish is not None:
+                each._drafting.counts.num_behind += max(0, len(made) - 2 - place)
+            yield each, added
 
     def flush(self) -> Iterator[tuple[Continued, Added | NotANumberError]]:
         """Yield the tokens that were queued before, as ``step`` does, and queue none."""
@@ -280,9 +373,10 @@ class JoinedTexts:
             if each._num_chosen == each.text.num_tokens:
                 self._free_row(each)  # nothing follows its last token
 
-    def _make_host(self) -> torch.Tensor:
+    def _make_host(self, num_tokens: int | None = None) -> torch.Tensor:
         on_gpu = self._session.device.type == "cuda"
-        return torch.empty(self._rows.num_rows, dtype=torch.int64, pin_memory=on_gpu)
+        size = self._rows.num_rows if num_tokens is None else num_tokens
+        return torch.empty(size, dtype=torch.int64, pin_memory=on_gpu)
 
     def _find_host(self) -> torch.Tensor:
         """Return memory for a pass's tokens that holds none which nobody has read."""
@@ -299,9 +393,19 @@ class JoinedTexts:
         self._last_s, made = now, tokens.tolist()
         for row, each in chosen.texts.items():
             if each in self._joined:  # else it ended, or left, when this token was queued already
-                yield each, self._add(each, made[row], chosen)
+                if each._drafting is not None:
+                    is_right = each._drafting.take_step(made[row])
+                    if is_right is not None and self._measured is not None:
+                        self._measured.drafts.note_step(is_right=is_right)
+                scores: list[Scored] = []
+                if each in chosen.scores:
+                    (scores,) = _read_scores(chosen.scores[each])
+                yield each, self._add(each, made[row], scores)
 
-    def _add(self, each: Continued, token: int, chosen: _Chosen) -> Added | NotANumberError:
+    def _add(
+        self, each: Continued, token: int, scores: Sequence[Scored]
+    ) -> Added | NotANumberError:
+        """Add a token to a text; ``scores`` are its own and those of the likeliest, if any."""
         text = each.text
         before, each._prompt_scores = each._prompt_scores, []
         of_prompt = [scored for part in before for scored in _read_scores(part)][:-1]
@@ -312,10 +416,8 @@ class JoinedTexts:
         piece = text.add(token)
         if text.finish is not None:
             self.leave(each)
-        first, likeliest = None, list[Scored]()
-        if each in chosen.scores:
-            ((first, *likeliest),) = _read_scores(chosen.scores[each])
-        return Added(text, piece, token, first, likeliest, text.finish, of_prompt)
+        first, likeliest = (scores[0], scores[1:]) if scores else (None, ())
+        return Added(text, piece, token, first, likeliest, text.finish, of_prompt, each.drafts)
 
 
 def _score(logits: torch.Tensor, tokens: torch.Tensor, num_likeliest: int) -> _Scores:
@@ -347,6 +449,26 @@ def generate_texts(
         rows, [Continued(text, sampling) for text in texts], measured
     ):
         yield each.text, added.piece
+
+
+class _NoWords:
+    """The tokenizer of a text that nobody reads."""
+
+    def decode(self, *_: object, **__: object) -> str:
+        return ""
+
+
+def continue_tokens(
+    rows: Rows,
+    prompt: Sequence[int],
+    num_tokens: int,
+    sampling: Sampling | None = None,
+    measured: Measured | None = None,
+) -> Iterator[int]:
+    """Yield the ``num_tokens`` tokens that follow a prompt, as ``generate_texts`` makes them."""
+    text = Text(_NoWords(), prompt, num_tokens=num_tokens)
+    for _, added in continue_texts(rows, [Continued(text, sampling)], measured):
+        yield added.token
 
 
 def continue_texts(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from offplan.capabilities.drafts import list_pass_sizes, pass_tokens
 from offplan.errors import InputError
 from offplan.runtime.faults import memory_limits
 from offplan.runtime.passes.chunks import Reading
@@ -176,6 +177,12 @@ class Rows:
                 f"{num_rows} rows: {session.loaded.model.source} has {runner.one_row}, so give it "
                 "one row"
             )
+        if num_rows > 1 and session.draft is not None:
+            raise InputError(
+                f"{num_rows} rows with {session.draft.key}: a pass checks the drafts of one text, "
+                "so give it one row"
+            )
+        self._pass_sizes = list_pass_sizes(session.draft)
         self.num_rows = num_rows
         """Texts that can be there at a time."""
         # what is noted of routing is noted for one batch
@@ -224,13 +231,18 @@ class Rows:
         again = again and self._runner.captures_prompt(1, prompt_tokens)
         for _ in range(1 + again):
             self._rows[self.join(prompt).row].forget()
-        if prompt_tokens < self.session.context:
+        context = self.session.context
+        if prompt_tokens < context:
             with self._running("making a token"):
                 self._runner.set_lengths([prompt_tokens] * self.num_rows)
                 for size in self._sizes:
-                    for _ in range(min(NUM_WARMUP_STEPS, self.session.context - prompt_tokens)):
+                    for _ in range(min(NUM_WARMUP_STEPS, context - prompt_tokens)):
                         tokens = torch.tensor(prompt[:1]).expand(size, 1).to(self.session.device)
                         self._runner.step(tokens, prompt_tokens + 1, ())
+                for size in self._pass_sizes:
+                    tokens = torch.tensor([(prompt * size)[:size]]).to(self.session.device)
+                    for _ in range(NUM_WARMUP_STEPS * (prompt_tokens + size <= context)):
+                        self._runner.check(tokens, prompt_tokens, size)
         self.session.end_warm_up()
 
     def join(self, prompt: Sequence[int], owner: Hashable = None) -> Joined:
@@ -392,6 +404,58 @@ class Rows:
             if self.session.routing is not None:
                 self.session.routing.note_step()
         return made
+
+    def count_checked(self, row: int) -> int:
+        """Count the tokens that a pass may extend a text by, drafts among them; 1 for a step alone.
+
+        Fewer fit the end of the context, and texts whose rotary embeddings change.
+        """
+        length, runner = self.length(row), self._runner
+        sizes = (size for size in self._pass_sizes if length + size <= self.session.context)
+        most = max(sizes, default=1)
+        regime = runner.regime(length + 1)
+        return next(
+            (
+                number
+                for number in range(1, most)
+                if runner.regime(length + number + 1) != regime
+                or length + number + 1 == runner.renewal
+            ),
+            most,
+        )
+
+    def check(self, row: int, tokens: Sequence[int]) -> torch.Tensor:
+        """Extend the one text by a token and by drafts behind it, in one pass.
+
+        Returns the logits that follow each, [tokens, vocabulary], on the device, overwritten by the
+        next call. ``take`` says next how many of the tokens are the text's. Raises InputError for
+        more tokens than ``count_checked`` says, and MemoryLimitError; then the text is as it was.
+        """
+        most = self.count_checked(row)
+        if not 1 < len(tokens) <= most:
+            raise InputError(f"a pass of {len(tokens)} tokens: expected 2 to {most}")
+        text, length = self._find(row), self.length(row)
+        text.read_tokens()  # others come behind those of steps before
+        size = pass_tokens(len(tokens) - 1)
+        with self._running("checking drafts"):
+            fed = torch.tensor([[*tokens, *[tokens[-1]] * (size - len(tokens))]])
+            made = self._runner.check(fed.to(self.session.device), length, len(tokens))
+            text.tokens += tokens
+        self._is_in_doubt = True  # the device does not know how many are the text's
+        return cast(torch.Tensor, made[: len(tokens)])
+
+    def take(self, row: int, num_checked: int, num_taken: int, *, has_nan: bool) -> None:
+        """Keep the first ``num_taken`` of the tokens that ``check`` has extended a text by.
+
+        With ``has_nan`` the others are cleared, which attention weighs by zero.
+        """
+        text = self._find(row)
+        end = text.length
+        length = end - num_checked + num_taken
+        del text.tokens[length:]
+        with self._running("checking drafts"):
+            if has_nan:
+                self._runner.clear_drafts(length, end)
 
     def leave(self, row: int) -> None:
         """Free a row; its cache stays for a later prompt that begins as its text does.

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import (
@@ -129,6 +130,15 @@ class Sampler:
             tokens[row] = self.draw(logits[row : row + 1].float(), row)
         return tokens
 
+    def save(self) -> list[torch.Tensor]:
+        """Return what the next draws depend on, for ``restore``."""
+        return [generator.get_state() for generator in self._generators]
+
+    def restore(self, state: list[torch.Tensor]) -> None:
+        """Draw as if nothing had been drawn since ``save``."""
+        for generator, saved in zip(self._generators, state, strict=True):
+            generator.set_state(saved)
+
     def draw(self, scores: torch.Tensor, row: int) -> torch.Tensor:
         """Draw a row's token, int64 of [1], of its logits, float32 of [1, vocabulary]."""
         probabilities = self._warp(None, scores).softmax(-1)
@@ -163,6 +173,53 @@ class Ruled:
         self._tokens[0, self._length] = token[0]
         self._length += 1
         return token[:, None]
+
+    def save(self) -> tuple[int, list[torch.Tensor]]:
+        """Return what the next choice depends on, for ``restore``."""
+        return self._length, self._sampler.save() if self._sampler else []
+
+    def restore(self, state: tuple[int, list[torch.Tensor]]) -> None:
+        """Choose as if nothing had been chosen since ``save``."""
+        self._length, drawn = state
+        if self._sampler:
+            self._sampler.restore(drawn)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The tokens that a text's chooser makes behind each token of a pass that checks drafts.
+
+    A draft is right if the token chosen in its place is the same. As drafts are no random choice,
+    that is rejection sampling: a draft x is taken with probability p(x), and what comes in its
+    place is drawn from p without x. A chooser goes back to what it was behind the last token taken,
+    so that a text is as it would be without drafts.
+    Source: Leviathan et al. (2023), Algorithm 1, for drafts of probability 1.
+    """
+
+    tokens: torch.Tensor
+    """int64 of [tokens, 1]; each supposes that the drafts before it are right."""
+    choose: Choose
+    states: list[Any]
+    """States of the chooser behind each token; empty for a chooser that has none."""
+
+    @classmethod
+    def of(cls, choose: Choose, logits: torch.Tensor) -> "Checked":
+        """Choose a token for each of the logits, [tokens, vocabulary], in order."""
+        if choose is choose_likeliest:
+            return cls(choose_likeliest(logits, ()), choose, [])
+        chooser: Any = choose
+        tokens, states = [], []
+        for of_token in logits.split(1):
+            tokens.append(choose(of_token, (0,)))
+            check_tokens(tokens[-1], of_token)
+            states.append(chooser.save())
+        return cls(torch.cat(tokens), choose, states)
+
+    def keep(self, num_made: int) -> None:
+        """Have the chooser go on behind the first ``num_made`` tokens."""
+        if self.states:
+            chooser: Any = self.choose
+            chooser.restore(self.states[num_made - 1])
 
 
 def make_chooser(sampling: Sampling | None, texts: Sequence[int], device: torch.device) -> Choose:

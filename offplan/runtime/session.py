@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from offplan.capabilities.drafts import most_drafted
 from offplan.capabilities.way import OWN, Way
 from offplan.checkpoint.jsontext import describe
 from offplan.checkpoint.model import Model
-from offplan.errors import OffplanError
+from offplan.errors import OffplanError, PlanError
 from offplan.plan import Offload
 from offplan.progress import Progress
 from offplan.routing.profile import require_routing
@@ -71,8 +72,9 @@ class Session:
         moves the bytes.
 
         Raises what ``prepare`` and LoadedModel raise, whatever was taken until then being given
-        back. Raises CheckpointError for a model that does not run on texts of so many tokens, and
-        OffplanError where the GPU's compiler is missing.
+        back. Raises PlanError for routing that is to be recorded of a plan with drafts. Raises
+        CheckpointError for a model that does not run on texts of so many tokens, and OffplanError
+        where the GPU's compiler is missing.
         """
         self.device = torch.device(device)
         prepared = prepare(
@@ -85,10 +87,16 @@ class Session:
             refuse_long_texts(model, context)
         if record_routing:
             require_routing(model, way=way)
+            if offload.draft is not None:
+                raise PlanError(
+                    f"the plan has `draft: {offload.draft.kind}`, whose passes send several tokens "
+                    "to experts at once, and routing is recorded token by token: record it by a "
+                    "plan without `draft`"
+                )
         capture = capture and self.device.type == "cuda" and way.is_own
         if capture:
             require_triton()  # before minutes of loading
-        self.context = context
+        self.context, self.draft = context, offload.draft
         self.memory = PeakMemory(self.device)
         self._closed = False
         with on_device(self.device):
@@ -100,7 +108,7 @@ class Session:
                 link_type = CudaLink if self.device.type == "cuda" else CpuLink
                 self.routing = self._watch_routing() if record_routing else None
                 self.link = wrap_link(link_type(store.slots, store.slabs))
-                self.runner = self._make_runner(prepared.passes, offload.prefill_chunk, capture)
+                self.runner = self._make_runner(prepared.passes, offload, capture)
             except BaseException:
                 let_go(self.device)
                 self.loaded.close()
@@ -287,10 +295,13 @@ class Session:
         except (torch.OutOfMemoryError, MemoryError):
             return "memory ran out when offplan read the text once more to find the layer"
 
-    def _make_runner(self, passes: PassesExecutor | None, chunk: int, capture: bool) -> Any:
+    def _make_runner(self, passes: PassesExecutor | None, offload: Offload, capture: bool) -> Any:
         given, context = (self.loaded, self.link, self.memory), self.context
+        chunk, drafted = offload.prefill_chunk, most_drafted(offload.draft)
         if passes is None:
-            return ModelRunner(*given, context=context, chunk=chunk, capture=capture)
+            return ModelRunner(
+                *given, context=context, chunk=chunk, capture=capture, drafted=drafted
+            )
         with self.stream():
             try:
                 return passes.make_runner(*given, context=context, chunk=chunk)

@@ -299,12 +299,19 @@ class Answer:
         firsts = self.choices[:: self.request.n]
         prompt = sum(choice.num_prompt for choice in firsts)
         made = sum(len(choice.made) for choice in self.choices if not choice.makes_nothing)
-        return {
+        usage = {
             "prompt_tokens": prompt,
             "completion_tokens": made,
             "total_tokens": prompt + made,
             "prompt_tokens_details": {"cached_tokens": sum(each.num_cached for each in firsts)},
         }
+        last = [choice.made[-1] for choice in self.choices if choice.made]
+        if drafts := [each.drafts for each in last if each.drafts is not None]:
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": sum(each.accepted for each in drafts),
+                "rejected_prediction_tokens": sum(each.rejected for each in drafts),
+            }
+        return usage
 
     def _tell_text(self, choice: Choice, text: str) -> dict[str, Any]:
         raise NotImplementedError

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from offplan.drafts.counts import DraftCounts
 from offplan.errors import InputError, NotANumberError, OffplanError
 from offplan.runtime.joined import Added, Continued, JoinedTexts
 from offplan.serve.errors import ApiError, refuse_ending
@@ -71,6 +72,8 @@ class Worker:
         self._waiting = Turns[Job]()
         self._running: dict[Continued, Job] = {}
         self._reserved: Counter[Hashable] = Counter()
+        self.drafts = DraftCounts()
+        """Drafts of the texts that have ended."""
         self._nan = ""
         """Source of the first NaN; empty while there was none."""
         self._is_draining = self._is_stopped = False
@@ -258,7 +261,8 @@ class Worker:
 
     def _end(self, job: Job) -> None:
         self._texts.leave(job.continued)
-        self._running.pop(job.continued, None)
+        if self._running.pop(job.continued, None) is not None and job.continued.drafts is not None:
+            self.drafts.add(job.continued.drafts)
         self._note()
 
     def _count_waiting(self) -> int:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offplan.capabilities.drafts import Draft
 from offplan.capabilities.packing import Packing
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
@@ -139,6 +140,14 @@ def test_packing_is_refused(engine: str) -> None:
     packed = plan.offload.model_copy(update={"packing": Packing(group_size=1, num_in_group=1)})
     with pytest.raises(ExportError, match=r"holds every weight as it is .* `packing=False`"):
         export_plan(plan.model_copy(update={"offload": packed}), qwen3(), engine)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "vllm-worker"])
+def test_drafts_are_refused(engine: str) -> None:
+    plan = make_plan(prefetch())
+    drafted = plan.offload.model_copy(update={"draft": Draft(kind="ngram", tokens=3)})
+    with pytest.raises(ExportError, match=r"has `draft: ngram`, which offplan's own runtime alone"):
+        export_plan(plan.model_copy(update={"offload": drafted}), qwen3(), engine)
 
 
 def test_unknown_engine() -> None:

@@ -172,15 +172,19 @@ def weigh_codes(
     sinks: torch.Tensor | None,
     sees: int,
     reach: int,
+    *,
+    modulus: int = 0,
 ) -> torch.Tensor:
-    """What the kernel for codes computes, by the places that each row sees."""
+    """What the kernel for codes computes, by the places that each query sees."""
     from offplan.runtime.model.coded_kernel import SEES
 
     made, where = [], position.flatten().tolist()
     for row, at in enumerate(where):
         first, stop = find_seen(SEES[sees], at, reach)
         seen = torch.ones(1, stop - first, dtype=torch.bool)
-        key, value = (each[row : row + 1, :, first:stop] for each in (keys, values))
+        places = torch.arange(first, stop) % (modulus or keys.shape[2])
+        of = min(row, len(keys) - 1)
+        key, value = (each[of : of + 1, :, places] for each in (keys, values))
         scratch = Scratch(8 * (key.numel() + value.numel()), key.device)
         given = *scratch.expand(key, value, query.dtype), seen, scaling, soft_cap, sinks
         made.append(weigh(query[row : row + 1, :, None], *given)[:, :, 0])

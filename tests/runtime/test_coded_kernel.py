@@ -197,6 +197,70 @@ def test_a_kept_token_weighs_as_its_values(
 
 @pytest.mark.gpu
 @runs_kernels
+@pytest.mark.parametrize("sees", ["all", "window", "chunk"])
+@pytest.mark.parametrize("is_coded", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_several_queries_of_one_text_read_one_cache(
+    dtype: torch.dtype, is_coded: bool, sees: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit as of a cache for each; of a ring as of the whole text, but for the splits."""
+    from offplan.runtime.model import coded_kernel
+
+    if INTERPRETED:
+        monkeypatch.setattr(coded_kernel, "gpu_limits", lambda index: LIMITS)
+    torch.manual_seed(0)
+    num_new, heads, dim = 4, 8, 64
+    query = torch.randn(num_new, heads, dim).to(DEVICE, dtype)
+    keys, values = (torch.randn(1, 2, KEPT, dim).to(DEVICE, dtype) for _ in range(2))
+    if is_coded:
+        keys, values = encode(keys), encode(values)
+    for first in (0, REACH - 2, 71):
+        where = torch.arange(first, first + num_new, device=DEVICE)
+        more = where, 0.1, None, None, getattr(coded_kernel, sees.upper()), REACH
+        copies = (each.repeat(num_new, 1, 1, 1) for each in (keys, values))
+        expected = coded_kernel.attend_one(query, *copies, *more)
+        assert torch.equal(coded_kernel.attend_one(query, keys, values, *more), expected)
+        if sees == "all":
+            continue
+        size = REACH + num_new - 1
+        rings = [
+            torch.full_like(each[:, :, :size], 0xFF if is_coded else 0) for each in (keys, values)
+        ]
+        # behind the last new token lie rejected ones of a pass before
+        for ring, kept in zip(rings, (keys, values), strict=True):
+            for place in range(max(0, first + num_new - size), first + num_new):
+                ring[:, :, place % size] = kept[:, :, place]
+        made = coded_kernel.attend_one(query, *rings, *more, modulus=size)
+        bound = 2 * torch.finfo(dtype).eps * float(expected.abs().max())
+        torch.testing.assert_close(made, expected, rtol=0, atol=bound)
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_several_queries_of_one_text_read_one_cache_of_latents(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offplan.runtime.model import coded_kernel, latent_kernel
+
+    if INTERPRETED:
+        for kernels in (coded_kernel, latent_kernel):
+            monkeypatch.setattr(kernels, "gpu_limits", lambda index: LIMITS)
+    torch.manual_seed(0)
+    query, query_rotary = (torch.randn(8, 20, dim).to(DEVICE, dtype) for dim in (64, 16))
+    latents, rotaries = (torch.randn(1, KEPT, dim).to(DEVICE, dtype) for dim in (64, 16))
+    where = torch.arange(60, 68, device=DEVICE)
+    for attend, one in (
+        (latent_kernel.attend_filled, (latents, rotaries)),
+        (coded_kernel.attend_latent_codes, (encode(latents), encode(rotaries))),
+    ):
+        copies = (each.repeat(8, 1, 1) for each in one)
+        expected = attend(query, query_rotary, *copies, where, 0.1)
+        assert torch.equal(attend(query, query_rotary, *one, where, 0.1), expected)
+
+
+@pytest.mark.gpu
+@runs_kernels
 @pytest.mark.parametrize("heads", [4, 20])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_latents_of_codes_mix_as_their_values(
@@ -246,7 +310,7 @@ POINTERS |= {"log_sums": "*fp32", "sinks": "*{0}", "out": "*{0}", "kept": "*u8",
 @pytest.mark.parametrize(("kind", "name"), [("bf16", "bfloat16"), ("fp16", "float16")])
 def test_kernels_compile_for_every_gpu(target: int, kind: str, name: str) -> None:
     need_triton()
-    from offplan.runtime.model import coded_kernel, codes_kernel
+    from offplan.runtime.model import coded_kernel, codes_kernel, latent_kernel
 
     dtype = getattr(torch, name)
     of_type = coded_kernel.choose_constants(dtype)
@@ -267,12 +331,18 @@ def test_kernels_compile_for_every_gpu(target: int, kind: str, name: str) -> Non
         more = {"SCALE": 0.1, "SOFT_CAP": 30.0, "REACH": 4096, "SEES": 1, "NUM_KV": 8}
         sizes = {"BLOCK_H": 16, "BLOCK_S": block}
         constants = {**widths, **more, **sizes, **of_type}
-        ptx = compile_one(coded_kernel._attend_split, constants, **kept)
-        assert "mma" in ptx
+        for of_pass in ({"MODULUS": 0, "OWN_ROWS": 1}, {"MODULUS": 4103, "OWN_ROWS": 0}):
+            ptx = compile_one(coded_kernel._attend_split, {**constants, **of_pass}, **kept)
+            assert "mma" in ptx
     of_type = coded_kernel.choose_constants(dtype)
     block = coded_kernel.choose_block(512 + 64, shared)
     more = {"SCALE": 0.1, "LATENT": 512, "ROPE": 64, "BLOCK_H": 16, "BLOCK_S": block}
-    assert "mma" in compile_one(coded_kernel._attend_latent_split, {**more, **of_type})
+    for own_rows in (0, 1):
+        constants = {**more, **of_type, "OWN_ROWS": own_rows}
+        assert "mma" in compile_one(coded_kernel._attend_latent_split, constants)
+        values = {"latents": "*{0}", "rotaries": "*{0}"}
+        constants = {**more, "OWN_ROWS": own_rows}
+        assert "mma" in compile_one(latent_kernel._attend_split, constants, **values)
     sizes = {"HAS_SINKS": True, "VALUE": 96, "BLOCK_V": 128, "BLOCK": 128}
     compile_one(coded_kernel.join_splits, sizes)
     moved = BITS[torch.float32]

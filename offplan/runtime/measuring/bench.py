@@ -11,11 +11,15 @@ import torch
 
 from offplan.capabilities.way import OWN, Way
 from offplan.checkpoint.model import Model
+from offplan.drafts.counts import DraftCounts
 from offplan.placement import Phase
 from offplan.plan import Offload
 from offplan.progress import Progress
 from offplan.runtime.device import settle
+from offplan.runtime.generate import Measured
+from offplan.runtime.joined import continue_tokens
 from offplan.runtime.measuring.timed_link import Recording, TimedLink, mark, seconds_between
+from offplan.runtime.rows import Rows
 from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 from offplan.schedule import Copy, Wait, slots_of
 
@@ -71,6 +75,10 @@ class Measurement:
     """Bytes taken on the card at the peak, the context included; None on the CPU."""
     counts: Mapping[str, Any] = field(default_factory=dict)
     """The counts of executors in a decode step, on average, by capability."""
+    drafts: DraftCounts | None = None
+    """Drafts that passes checked in a request of its own; None if the plan has none."""
+    drafted_s: float | None = None
+    """Seconds of a token in that request, on average."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +136,8 @@ def bench_session(session: Session, bench: Bench, on_progress: Progress) -> Meas
 
     with session.stream():
         prefill_s, step_s = time_requests(bench, prefill, decode, bench.num_repeats, on_progress)
+    drafted = None if session.draft is None else time_drafts(session, bench)
+    with session.stream():
         moved = session.link_bytes
         timed.start()
         tokens = prefill()
@@ -149,7 +159,19 @@ def bench_session(session: Session, bench: Bench, on_progress: Progress) -> Meas
         link_bytes_per_s=time_link(session),
         gpu_bytes=bench.gpu_bytes(session.memory.in_use),
         counts=counts,
+        drafts=None if drafted is None else drafted.drafts,
+        drafted_s=None if drafted is None else drafted.median_step_s,
     )
+
+
+def time_drafts(session: Session, bench: Bench) -> Measured:
+    """Time a request whose tokens are drafted, after one that only warms up."""
+    (prompt,) = bench.prompt.tolist()
+    rows, measured = Rows(session, 1), Measured()
+    rows.warm_up(len(prompt), capture_prompt=True)
+    for _ in continue_tokens(rows, prompt, 1 + bench.num_steps, measured=measured):
+        pass
+    return measured
 
 
 def time_link(session: Session) -> float | None:

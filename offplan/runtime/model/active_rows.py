@@ -1,4 +1,7 @@
-"""The rows that a step extends; the others' tokens pass the layers for nothing."""
+"""The tokens of a step that count; the others pass the layers for nothing.
+
+They are those of the rows that a step extends, or the first tokens of a pass that checks drafts.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,13 +32,15 @@ class ExtendedRows:
             experts.register_forward_pre_hook(_route, prepend=True)
         self.allocate(1)
 
-    def allocate(self, num_rows: int) -> None:
-        """Begin anew for so many rows, all of them extended."""
+    def allocate(self, num_rows: int, num_tokens: int = 1) -> None:
+        """Begin anew for so many rows, all of them extended; a pass has ``num_tokens`` of one."""
         self._rows = None
         self.moves = torch.ones(num_rows, dtype=torch.int64, device=self._device)
         """Growth of each row's position in a step: 0 for an idle row."""
         self._routed_as = torch.arange(num_rows, device=self._device)
         """The row whose experts each row's token is sent to: itself, or an extended one."""
+        self._padded = torch.arange(num_tokens, device=self._device)
+        """The same of the tokens of a pass: those that pad it are sent where the first is."""
 
     def invalidate(self) -> None:
         """Know of no rows that a step extends."""
@@ -52,9 +57,19 @@ class ExtendedRows:
         self._routed_as.copy_(torch.tensor([row if row in extended else stand_in for row in every]))
         self._rows = None if rows is None else [*rows]
 
-    def enter(self, num_rows: int) -> None:
-        """Set the model up for a step of so many rows; 0 is for what is no step of rows."""
+    def pad(self, num_tokens: int) -> None:
+        """Have the next pass of several tokens count so many; the others pad it."""
+        places = torch.arange(len(self._padded))
+        self._padded.copy_(places * (places < num_tokens))
+
+    def enter(self, num_rows: int, num_tokens: int = 1) -> None:
+        """Set the model up for a step of so many rows; 0 is for what is no step of rows.
+
+        A pass of one row has ``num_tokens``.
+        """
         routed_as = self._routed_as[:num_rows] if num_rows > 1 and self._rows is not None else None
+        if num_tokens > 1 and num_rows:
+            routed_as = self._padded[:num_tokens]
         for experts in self._experts:
             vars(experts)["routed_as"] = routed_as
 

@@ -38,7 +38,7 @@ def weigh(
     """Attend by whole products, as transformers' own attentions do.
 
     ``query`` is [batch, heads, new, dim], ``key`` and ``value`` [batch, kv_heads, kept, dim].
-    ``mask`` is bool of [new, kept] or [batch, 1, 1, kept], ``sinks`` [heads]. Returns [batch,
+    ``mask`` is bool of [new, kept] or [batch, 1, new, kept], ``sinks`` [heads]. Returns [batch,
     heads, new, dim]. Source: transformers 5.23, ``eager_attention_forward`` of Gemma2 and GptOss.
     """
     batch, heads, num_new, dim = query.shape
@@ -201,7 +201,7 @@ def _register(way: Way) -> None:
         elif way is Way.POSITION:
             out = _attend_in_place(module, query, key, value, attention_mask, scaling, s_aux)
         else:
-            out = _attend_one(module, query, key, value, attention_mask, scaling, s_aux)
+            out = _attend_few(module, query, key, value, attention_mask, scaling, s_aux)
         return out.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(way.value, attend)
@@ -356,7 +356,7 @@ def _attend_in_two(
     return torch.lerp(own, past, share.to(own.dtype)), sums
 
 
-def _attend_one(
+def _attend_few(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -365,19 +365,21 @@ def _attend_one(
     scaling: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend from one new token: the queries of a KV group are rows of one product.
+    """Attend from a step's new tokens: the queries of a KV group are rows of one product.
 
     Repeating the keys for each head, as the mask would otherwise make SDPA do, costs up to 100
     times more at batch 64.
     """
-    batch, heads, _, head_dim = query.shape
+    batch, heads, num_new, head_dim = query.shape
     kv_heads, soft_cap = key.shape[1], module.asked.soft_cap
     mask = _hide(mask, key.shape[2], module.asked)
     if sinks is not None or soft_cap is not None:
         return weigh(query, key, value, mask, scaling, soft_cap, sinks)
-    folded = query.view(batch, kv_heads, heads // kv_heads, head_dim)
+    folded = query.reshape(batch, kv_heads, heads // kv_heads * num_new, head_dim)
+    if num_new > 1:
+        mask = mask.repeat(1, 1, heads // kv_heads, 1)
     out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
-    return out.reshape(batch, heads, 1, value.shape[-1])
+    return out.reshape(batch, heads, num_new, value.shape[-1])
 
 
 def _attend_in_place(
@@ -389,7 +391,7 @@ def _attend_in_place(
     scaling: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend from one new token to the cache, by a kernel that knows the token's position."""
+    """Attend from a step's new tokens to the cache, by a kernel that knows their positions."""
     from offplan.runtime.model import coded_kernel  # needs triton, so a GPU
 
     asked = module.asked
@@ -398,19 +400,27 @@ def _attend_in_place(
         sees, reach = coded_kernel.CHUNK, asked.chunk
     elif asked.window is not None:
         sees, reach = coded_kernel.WINDOW, asked.window
-    if module.is_ring:
+    modulus = 0
+    if module.is_ring and key.shape[2] > reach:  # its places are those of drafts besides
+        modulus = key.shape[2]
+    elif module.is_ring:
         sees = coded_kernel.RING if asked.chunk is None else coded_kernel.RING_OF_CHUNK
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    one = query[:, :, 0].contiguous()
+    num_new = query.shape[2]
+    rows = query[:, :, 0] if num_new == 1 else query[0].transpose(0, 1)
     out = coded_kernel.attend_one(
-        one, key, value, position, scale, asked.soft_cap, sinks, sees, reach
+        *(rows.contiguous(), key, value, position, scale, asked.soft_cap, sinks, sees, reach),
+        modulus=modulus,
     )
-    return out.unsqueeze(2)
+    return out.unsqueeze(2) if num_new == 1 else out.transpose(0, 1).unsqueeze(0)
 
 
 def _hide(mask: torch.Tensor, num_kept: int, asked: Asked) -> torch.Tensor:
-    """Mask the kept tokens that a layer's new token sees; ``mask`` is of all up to it."""
+    """Mask the kept tokens that a layer's new tokens see; ``mask`` is of all up to each."""
     context, window, size = mask.shape[-1], asked.window, asked.chunk
+    reach = window if size is None else size
+    if num_kept < context and reach is not None and num_kept > reach:
+        return _find_in_ring(mask, num_kept, reach, is_chunk=size is not None)
     if size is not None and size < context:
         position = mask.sum(-1, keepdim=True) - 1
         place = torch.arange(num_kept, device=mask.device)
@@ -425,6 +435,21 @@ def _hide(mask: torch.Tensor, num_kept: int, asked: Asked) -> torch.Tensor:
         beyond[..., :-window] = mask[..., window:]
         return mask & ~beyond
     return mask
+
+
+def _find_in_ring(
+    mask: torch.Tensor, num_places: int, reach: int, *, is_chunk: bool
+) -> torch.Tensor:
+    """Mask the places of a ring that has some for drafts beside the ``reach`` tokens that are seen.
+
+    The last new token was written before. What a place holds of a rejected draft lies, as if it
+    were of the last round, before all that is seen.
+    """
+    position = mask.sum(-1, keepdim=True) - 1
+    last = position[..., -1:, :]
+    held = last - (last - torch.arange(num_places, device=mask.device)) % num_places
+    first = position - position % reach if is_chunk else position - reach + 1
+    return (held >= first.clamp(min=0)) & (held <= position)
 
 
 def _window_mask(num_new: int, num_kept: int, window: int, device: torch.device) -> torch.Tensor:

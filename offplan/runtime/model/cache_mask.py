@@ -20,11 +20,11 @@ class Way(str, Enum):
     CHUNK = "offplan_chunk"
     """A chunk of a prompt; where it begins and how long the prompt is are on the host."""
     MASK = "offplan_mask"
-    """One new token, and a mask of the tokens up to it."""
+    """New tokens of a step, and a mask of the tokens up to each."""
     BLOCKS = "offplan_blocks"
-    """One new token, and the blocks up to it for compiled attention."""
+    """New tokens of a step, and the blocks up to the last for compiled attention."""
     POSITION = "offplan_position"
-    """One new token, and its position for the kernels that read latents, or codes."""
+    """New tokens of a step, and their positions for the kernels that read latents, or codes."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Filled:
 
 
 FindFilled = Callable[[torch.Tensor, int], Filled]
-"""A call says it for one token of each sequence and a cache of so many tokens. The positions are
-int64 of [batch] on the device."""
+"""A call says it for the new tokens of each sequence and a cache of so many tokens. The positions
+are int64 of [batch, new] on the device, ``new`` being 1 or ``batch`` 1."""
 
 
 def filled_before(start: int, num_tokens: int, begun: int) -> Filled:
@@ -50,14 +50,14 @@ def filled_before(start: int, num_tokens: int, begun: int) -> Filled:
 
 
 def filled_up_to(position: torch.Tensor, context: int) -> Filled:
-    """Hand on the positions themselves, for kernels that read them: [batch, 1, 1, 1]."""
-    return Filled(Way.POSITION, position.view(-1, 1, 1, 1))
+    """Hand on the positions themselves, for kernels that read them: [batch, 1, new, 1]."""
+    return Filled(Way.POSITION, position[:, None, :, None])
 
 
 def filled_mask(position: torch.Tensor, context: int) -> Filled:
-    """Mask the tokens up to each ``position``: bool on the device, [batch, 1, 1, context]."""
-    filled = torch.arange(context, device=position.device) <= position[:, None]
-    return Filled(Way.MASK, filled.view(-1, 1, 1, context))
+    """Mask the tokens up to each ``position``: bool on the device, [batch, 1, new, context]."""
+    filled = torch.arange(context, device=position.device) <= position[..., None]
+    return Filled(Way.MASK, filled[:, None])
 
 
 def filled_blocks(position: torch.Tensor, context: int) -> Filled:
@@ -65,15 +65,26 @@ def filled_blocks(position: torch.Tensor, context: int) -> Filled:
 
     Built of device operations alone, so that a captured step follows the positions.
     """
-    num_blocks, batch = -(-context // BLOCK_TOKENS), len(position)
-    used = (position // BLOCK_TOKENS + 1).to(torch.int32).view(batch, 1, 1)
+    num_blocks, (batch, num_new) = -(-context // BLOCK_TOKENS), position.shape
+    used = (position[:, -1] // BLOCK_TOKENS + 1).to(torch.int32).view(batch, 1, 1)
     order = torch.arange(num_blocks, dtype=torch.int32, device=position.device)
+    first = position[:, 0]
+
+    def sees(
+        row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        return key <= first[row]
+
+    def sees_up_to_own(
+        row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        return key <= first[row] + query
 
     mask = BlockMask.from_kv_blocks(
         used,
         order.expand(batch, 1, 1, num_blocks).contiguous(),
         BLOCK_SIZE=(BLOCK_TOKENS, BLOCK_TOKENS),
-        mask_mod=lambda row, head, query, key: key <= position[row],
-        seq_lengths=(1, context),
+        mask_mod=sees if num_new == 1 else sees_up_to_own,
+        seq_lengths=(num_new, context),
     )
     return Filled(Way.BLOCKS, mask)

@@ -182,7 +182,7 @@ class _Layer(CacheLayerMixin):
 
 
 class Ring(_Layer):
-    """The last tokens of a layer that sees no further, the one at position p at p mod their number.
+    """The last tokens of a layer that sees no further, the one at position p at p mod its places.
 
     A chunk of a prompt passes ``update`` as it is. Attention, which knows where the chunk begins,
     has it join the tokens before it, and kept.
@@ -453,6 +453,13 @@ class LayerCaches(Cache):
         for blocks in (*self._blocks, *self._rings):
             for block in blocks.whole:
                 block[:, rows, :, position:].zero_()
+
+    def clear_drafts(self, begin: int, stop: int) -> None:
+        """Write zeros over what every row holds of positions that were rejected."""
+        for blocks in (*self._blocks, *self._rings):
+            for block in blocks.whole:
+                places = torch.arange(begin, stop, device=block.device) % block.shape[3]
+                block.index_fill_(3, places, 0)
 
     def swap(self, row: int, other: int, num_tokens: int) -> "Swap":
         """Exchange what two rows hold of their first ``num_tokens`` tokens, and their states.

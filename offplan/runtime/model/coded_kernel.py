@@ -1,4 +1,4 @@
-"""Attention of one new token to a cache, reading what the token sees and nothing else.
+"""Attention of new tokens to a cache, reading what each token sees and nothing else.
 
 Programs split what a row sees, as in ``latent_kernel``. The cache has values, or codes. Products
 are then of codes: a token's scale multiplies its score, or its weight. The bits of a code, moved,
@@ -108,13 +108,20 @@ def _attend_split(  # type: ignore[no-untyped-def]
     WEIGHT_POWER: tl.constexpr,
     POWER: tl.constexpr,
     IS_CODED: tl.constexpr,
+    MODULUS: tl.constexpr,
+    OWN_ROWS: tl.constexpr,
     NUM_KV: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """One program for heads of a KV group of one sequence, and one split of what it sees."""
+    """One program for heads of a KV group of one query, and one split of what it sees.
+
+    Each query has a cache of its own with ``OWN_ROWS``, else all read one. With a ``MODULUS`` a
+    token lies in the place of its position modulo that.
+    """
     pair, num_splits = tl.program_id(0), tl.num_programs(2)
     row = pair // NUM_KV
+    cached = row * OWN_ROWS * NUM_KV + pair % NUM_KV
     member = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_head = member < group
     first, stop = _find_seen(tl.load(position + row).to(tl.int32), REACH, SEES)
@@ -127,13 +134,15 @@ def _attend_split(  # type: ignore[no-untyped-def]
     q = (q.to(tl.float32) * 2.0**QUERY_POWER).to(q.dtype)
     key_row: tl.constexpr = KEY + SCALE_WIDTH if IS_CODED else KEY
     value_row: tl.constexpr = VALUE + SCALE_WIDTH if IS_CODED else VALUE
-    keys += pair.to(tl.int64) * context * key_row
-    values += pair.to(tl.int64) * context * value_row
+    keys += cached.to(tl.int64) * context * key_row
+    values += cached.to(tl.int64) * context * value_row
     top, total, mixed = begin_softmax(BLOCK_H, BLOCK_V)
     factor: tl.constexpr = SCALE * 2.0 ** (POWER - QUERY_POWER)
     for begin in range(first, stop, BLOCK_S):
         token = begin + tl.arange(0, BLOCK_S)
         is_token = token < stop
+        if MODULUS > 0:
+            token = token % MODULUS
         is_key = is_token[:, None] & (dim < KEY)[None, :]
         is_value = is_token[:, None] & (value_dim < VALUE)[None, :]
         key = tl.load(keys + token[:, None] * key_row + dim[None, :], mask=is_key, other=0)
@@ -174,10 +183,14 @@ def _attend_latent_split(  # type: ignore[no-untyped-def]
     QUERY_POWER: tl.constexpr,
     WEIGHT_POWER: tl.constexpr,
     POWER: tl.constexpr,
+    OWN_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """One program for heads of one sequence, and one split of its cached latents."""
+    """One program for heads of one query, and one split of the cached latents that it sees.
+
+    Each query has a cache of its own with ``OWN_ROWS``, else all read one.
+    """
     row, num_splits = tl.program_id(0), tl.num_programs(2)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_head = head < num_heads
@@ -192,8 +205,9 @@ def _attend_latent_split(  # type: ignore[no-untyped-def]
     )
     q = (q.to(tl.float32) * 2.0**QUERY_POWER).to(q.dtype)
     q_rope = (q_rope.to(tl.float32) * 2.0**QUERY_POWER).to(q.dtype)
-    latents += row.to(tl.int64) * context * (LATENT + SCALE_WIDTH)
-    rotaries += row.to(tl.int64) * context * (ROPE + SCALE_WIDTH)
+    cached = (row * OWN_ROWS).to(tl.int64) * context
+    latents += cached * (LATENT + SCALE_WIDTH)
+    rotaries += cached * (ROPE + SCALE_WIDTH)
     top, total, mixed = begin_softmax(BLOCK_H, LATENT)
     factor: tl.constexpr = SCALE * 2.0 ** (POWER - QUERY_POWER)
     for begin in range(first, stop, BLOCK_S):
@@ -243,15 +257,18 @@ def attend_one(
     sinks: torch.Tensor | None,
     sees: int,
     reach: int,
+    *,
+    modulus: int = 0,
 ) -> torch.Tensor:
     """Mix cached values by softmax of their keys' products with the query.
 
     ``query`` is [batch, heads, dim], ``keys`` and ``values`` [batch, kv_heads, kept, dim] of its
-    type, or codes in uint8, each row with SCALE_BYTES more. All are contiguous. ``position``, int64
-    of ``batch`` elements on the device, is the last filled token of each sequence. ``sees`` says
-    what of the cache a token sees, ``reach`` how many tokens of a window, a chunk or a ring;
-    ``sinks`` is [heads]. Returns [batch, heads, value_dim]. Runs on the current stream,
-    synchronises nothing.
+    type, or codes in uint8, each row with SCALE_BYTES more; or those of one sequence that all
+    queries read. All are contiguous. ``position``, int64 of ``batch`` elements on the device, is
+    the last token that each query sees. ``sees`` says what of the cache a token sees, ``reach`` how
+    many tokens of a window, a chunk or a ring. With a ``modulus`` a token lies in the place of its
+    position modulo that. ``sinks`` is [heads]. Returns [batch, heads, value_dim]. Runs on the
+    current stream, synchronises nothing.
     """
     batch, heads, key_dim = query.shape
     num_kv, context = keys.shape[1:3]
@@ -271,8 +288,9 @@ def attend_one(
     _attend_split[(batch * num_kv, blocks, splits)](
         query, keys, values, position, partial, log_sums, context, group,
         SCALE=scaling, SOFT_CAP=soft_cap or 0.0, KEY=key_dim, VALUE=value_dim, BLOCK_K=block_k,
-        BLOCK_V=block_v, REACH=reach, SEES=sees, IS_CODED=coded, NUM_KV=num_kv,
-        BLOCK_H=LATENT_HEADS, BLOCK_S=block, num_warps=4, **constants,
+        BLOCK_V=block_v, REACH=reach, SEES=sees, IS_CODED=coded, MODULUS=modulus,
+        OWN_ROWS=int(len(keys) == batch), NUM_KV=num_kv, BLOCK_H=LATENT_HEADS, BLOCK_S=block,
+        num_warps=4, **constants,
     )  # fmt: skip
     out = query.new_empty(batch, heads, value_dim)
     join_splits[(batch * heads,)](
@@ -293,7 +311,8 @@ def attend_latent_codes(
 ) -> torch.Tensor:
     """Mix latents that are cached as codes, as ``latent_kernel.attend_filled`` mixes values.
 
-    ``latents`` are uint8 of [batch, context, latent + SCALE_BYTES], ``rotaries`` likewise.
+    ``latents`` are uint8 of [batch, context, latent + SCALE_BYTES], ``rotaries`` likewise, or those
+    of one sequence that all queries read.
     """
     batch, heads, latent_dim = query.shape
     context, rope = rotaries.shape[1], query_rotary.shape[2]
@@ -305,8 +324,8 @@ def attend_latent_codes(
     log_sums = query.new_empty(batch, heads, splits, dtype=torch.float32)
     _attend_latent_split[(batch, blocks, splits)](
         query, query_rotary, latents, rotaries, position, partial, log_sums, context, heads,
-        SCALE=scaling, LATENT=latent_dim, ROPE=rope, BLOCK_H=LATENT_HEADS, BLOCK_S=block,
-        num_warps=4, **choose_constants(query.dtype),
+        SCALE=scaling, LATENT=latent_dim, ROPE=rope, OWN_ROWS=int(len(latents) == batch),
+        BLOCK_H=LATENT_HEADS, BLOCK_S=block, num_warps=4, **choose_constants(query.dtype),
     )  # fmt: skip
     out = torch.empty_like(query)
     join_splits[(batch * heads,)](

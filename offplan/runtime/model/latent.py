@@ -104,26 +104,33 @@ def attend_latent(
     scaling: float,
     way: Way,
 ) -> torch.Tensor:
-    """Attend from one new token to latents.
+    """Attend from a step's new tokens to latents.
 
-    ``query`` is [batch, heads, 1, nope + rope], ``latent`` [batch, 1, kept, latent], ``rotary``
-    [batch, 1, kept, rope], or codes of both. ``filled`` is a mask, [batch, 1, 1, kept], or, as
-    ``way`` says, the last filled positions. Returns [batch, 1, heads, value_dim].
+    ``query`` is [batch, heads, new, nope + rope], ``latent`` [batch, 1, kept, latent], ``rotary``
+    [batch, 1, kept, rope], or codes of both; ``new`` is 1 or ``batch`` is. ``filled`` is a mask,
+    [batch, 1, new, kept], or, as ``way`` says, the last filled positions. Returns [batch, new,
+    heads, value_dim].
     """
     scale_bytes = SCALE_BYTES if is_coded(latent) else 0
-    heads, latent_dim = query.shape[1], latent.shape[-1] - scale_bytes
-    rope = rotary.shape[-1] - scale_bytes
+    _, heads, num_new, _ = query.shape
+    latent_dim, rope = latent.shape[-1] - scale_bytes, rotary.shape[-1] - scale_bytes
     nope = query.shape[-1] - rope
     expanding: Any = module.get_submodule("kv_b_proj")
     weight = weight_of(expanding, query.dtype).view(heads, -1, latent_dim)
-    q_nope, q_rope = query[:, :, 0].split([nope, rope], dim=-1)
-    # [heads, batch, nope] @ [heads, nope, latent]
+    rows = query[:, :, 0] if num_new == 1 else query[0].transpose(0, 1)
+    q_nope, q_rope = rows.split([nope, rope], dim=-1)
+    # [heads, rows, nope] @ [heads, nope, latent]
     q_latent = torch.bmm(q_nope.transpose(0, 1), weight[:, :nope]).transpose(0, 1)
     kept, angles = latent[:, 0], rotary[:, 0]
     if way is Way.MASK:
+        is_seen = filled[:, 0]
+        if num_new > 1:  # all of them read one row
+            q_latent, q_rope = (part.flatten(0, 1)[None] for part in (q_latent, q_rope))
+            is_seen = is_seen.repeat_interleave(heads, 1)
         scores = _product(q_latent, kept.mT) + _product(q_rope, angles.mT)
-        scores = scores.mul(scaling).masked_fill(~filled[:, 0], -torch.inf)
+        scores = scores.mul(scaling).masked_fill(~is_seen, -torch.inf)
         mixed = torch.bmm(scores.softmax(-1).to(kept.dtype), kept)
+        mixed = mixed.view(-1, heads, latent_dim)
     else:
         # both need triton, so a GPU
         if is_coded(kept):
@@ -132,8 +139,8 @@ def attend_latent(
             from offplan.runtime.model.latent_kernel import attend_filled as attend
 
         mixed = attend(q_latent.contiguous(), q_rope.contiguous(), kept, angles, filled, scaling)
-    out = torch.bmm(mixed.transpose(0, 1), weight[:, nope:].mT)
-    return out.transpose(0, 1).unsqueeze(1)
+    out = torch.bmm(mixed.transpose(0, 1), weight[:, nope:].mT).transpose(0, 1)
+    return out.unsqueeze(1 if num_new == 1 else 0)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

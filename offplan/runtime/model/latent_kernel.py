@@ -1,4 +1,4 @@
-"""Attention of one new token to cached latents, reading what is filled and nothing else.
+"""Attention of new tokens to cached latents, reading what is filled and nothing else.
 
 The filled part is split among programs, whose results are joined by their softmax sums. How many
 there are depends on shapes alone, so the same cache gives the same bits.
@@ -66,10 +66,14 @@ def _attend_split(  # type: ignore[no-untyped-def]
     SCALE: tl.constexpr,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
+    OWN_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """One program for a block of heads of one sequence and one split of its cached tokens."""
+    """One program for a block of heads of one query and one split of its cached tokens.
+
+    Each query has a cache of its own with ``OWN_ROWS``, else all read one.
+    """
     row, split, num_splits = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_head = head < num_heads
@@ -84,8 +88,8 @@ def _attend_split(  # type: ignore[no-untyped-def]
     q_rope = tl.load(
         query_rotary + at[:, None] * ROPE + rope[None, :], mask=is_head[:, None], other=0.0
     )
-    kept = latents + row.to(tl.int64) * context * LATENT
-    angles = rotaries + row.to(tl.int64) * context * ROPE
+    kept = latents + (row * OWN_ROWS).to(tl.int64) * context * LATENT
+    angles = rotaries + (row * OWN_ROWS).to(tl.int64) * context * ROPE
     top, total, mixed = begin_softmax(BLOCK_H, LATENT)
     for begin in range(first, stop, BLOCK_S):
         token = begin + tl.arange(0, BLOCK_S)
@@ -157,9 +161,10 @@ def attend_filled(
     """Mix cached latents by softmax of their products with the query.
 
     ``query`` is [batch, heads, latent], ``query_rotary`` [batch, heads, rope]. ``latents`` are
-    [batch, context, latent], ``rotaries`` [batch, context, rope]. All are contiguous; the widths of
-    latent and rope are powers of two from 16 on. ``position``, int64 of ``batch`` elements on the
-    device, is the last filled token of each sequence. Returns [batch, heads, latent]. Runs on the
+    [batch, context, latent], ``rotaries`` [batch, context, rope], or those of one sequence that all
+    read. All are contiguous; the widths of latent and rope are powers of two from 16 on.
+    ``position``, int64 of ``batch`` elements on the device, is the last token that each sees.
+    Returns [batch, heads, latent]. Runs on the
     current stream, synchronises nothing.
     """
     batch, heads, latent_dim = query.shape
@@ -173,8 +178,8 @@ def attend_filled(
     _attend_split[(batch, blocks, splits)](
         query, query_rotary, latents, rotaries, position, partial, log_sums,
         context, heads,
-        SCALE=scaling, LATENT=latent_dim, ROPE=rope, BLOCK_H=LATENT_HEADS, BLOCK_S=block,
-        num_warps=4,
+        SCALE=scaling, LATENT=latent_dim, ROPE=rope, OWN_ROWS=int(len(latents) == batch),
+        BLOCK_H=LATENT_HEADS, BLOCK_S=block, num_warps=4,
     )  # fmt: skip
     out = torch.empty_like(query)
     join_splits[(batch * heads,)](

@@ -12,14 +12,15 @@ from offplan.runtime.passes.executor import CapturedPass, Executor
 from offplan.schedule import Schedule
 
 MakeLogits = Callable[[torch.Tensor], torch.Tensor]
-"""A call makes logits, [batch, vocabulary], of tokens, int64 of [batch, new] on the device."""
+"""A call makes logits of tokens, int64 of [batch, new] on the device: [batch, vocabulary], or in
+passes that check drafts [new, vocabulary]."""
 
 
 class Passes:
     """Runs passes: as they are at first, captured when they come again.
 
     Libraries allocate workspaces at their first call, which must not happen in a capture. Captured
-    passes, the last prompt and a step of each batch, keep their temporary memory until a prompt
+    passes, the last prompt and a step of each shape, keep their temporary memory until a prompt
     comes that is not captured.
     """
 
@@ -85,13 +86,13 @@ class Passes:
         return captured
 
 
-_Kind = tuple[Phase, int]
+_Kind = tuple[Phase, tuple[int, ...]]
 """The kind of a pass, of which the last stays captured: prompts are of one, steps of one for each
-batch."""
+shape of their tokens."""
 
 
 def _kind_of(phase: Phase, tokens: torch.Tensor) -> _Kind:
-    return phase, len(tokens) if phase is Phase.DECODE else 0
+    return phase, tuple(tokens.shape) if phase is Phase.DECODE else ()
 
 
 @dataclass
@@ -107,7 +108,7 @@ class _CapturedForward:
     logits: torch.Tensor = field(init=False)
 
     def replay(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Run the pass; returns logits, [batch, vocabulary].
+        """Run the pass; returns its logits.
 
         The next replay overwrites them, of this pass or of another one from the same pool.
         """

@@ -42,14 +42,19 @@ class Forward:
         return name_cache(self.module)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Run one decode pass of the first rows at their positions; ``tokens`` is [batch, 1].
+        """Run one decode pass of the first rows at their positions.
 
-        Returns logits, [batch, vocabulary].
+        ``tokens`` is [batch, 1], or [1, new] of the first row, from its position on. Returns the
+        logits of each token, [batch, vocabulary] or [new, vocabulary].
         """
-        position = self.position.tensor[: len(tokens)]
-        new = position if len(tokens) == 1 else position[:, None]
+        batch, num_new = tokens.shape
+        position = self.position.tensor[:batch, None]
+        if num_new > 1:
+            position = position + torch.arange(num_new, device=tokens.device)
+        new = position[0] if batch == 1 else position
         filled = self.find_filled(position, self.context)
-        return self._call(tokens, slice(0, len(tokens)), new, filled, LAST)[:, -1]
+        keep = LAST if num_new == 1 else ALL
+        return self._call(tokens, slice(0, batch), new, filled, keep).flatten(0, 1)
 
     def chunk(
         self,

@@ -45,16 +45,18 @@ class ModelRunner:
         context: int,
         chunk: int,
         capture: bool,
+        drafted: int = 0,
     ) -> None:
         """Take the model over: its layers, compiled, and caches of ``context`` tokens.
 
         Prompts are read in chunks of ``chunk`` tokens. ``capture`` (CUDA only) captures what is
-        captured; what that takes is given back through ``memory``.
+        captured; what that takes is given back through ``memory``. Passes check up to ``drafted``
+        drafts of one sequence, padding included.
         """
         model, module, device = loaded.model, loaded.module, loaded.store.device
         self._loaded, self._memory, self._context = loaded, memory, context
         self.chunk, self._capture = chunk, capture
-        self._row_cache = loaded.stage.row_cache(context)
+        self._row_cache = loaded.stage.row_cache(context, drafted)
         self._batch = 0
         """Number of sequences that the cache is allocated for; 0 while it is not."""
         self.length = 0
@@ -221,17 +223,40 @@ class ModelRunner:
             if self._position.is_shared:
                 self._position.shared.fill_(length - 1)
             self.tokens_embedded += len(tokens)
-            schedule = self._schedules.next(Phase.DECODE)
-            steady = schedule.before == schedule.after
-            logits = self._passes.run(
-                schedule,
-                self._in_phase(Phase.DECODE, len(tokens), self.forward.step),
-                tokens,
-                may_capture=self._capture and steady,
-            )
+            logits = self._run_step(tokens)
             # a row that is full is idle in another pass of the same step, too
             self._position.tensor.add_(self._extended.moves).clamp_(max=self._context - 1)
         return logits
+
+    def check(self, tokens: torch.Tensor, length: int, num_real: int) -> torch.Tensor:
+        """Run one decode pass of several tokens of the one row, int64 of [1, tokens] on the device.
+
+        The row holds ``length`` tokens, and holds as many afterwards: ``set_lengths`` says how many
+        of the new ones are taken. Behind the first ``num_real`` the others pad the pass, and are
+        sent to no experts of their own. All are of one ``regime``. Returns logits, [tokens,
+        vocabulary], which the next pass overwrites.
+        """
+        with self._carried.passing():
+            self._extended.pad(num_real)
+            self.frequencies.set_length(length + num_real)
+            self._position.tensor.fill_(length)
+            self.tokens_embedded += tokens.shape[1]
+            return self._run_step(tokens)
+
+    def clear_drafts(self, begin: int, stop: int) -> None:
+        """Clear positions of the one row that were rejected and have a NaN."""
+        assert self.layers.cache is not None
+        self.layers.cache.clear_drafts(begin, stop)
+
+    def _run_step(self, tokens: torch.Tensor) -> torch.Tensor:
+        schedule = self._schedules.next(Phase.DECODE)
+        steady = schedule.before == schedule.after
+        return self._passes.run(
+            schedule,
+            self._in_phase(Phase.DECODE, tokens.numel(), self.forward.step),
+            tokens,
+            may_capture=self._capture and steady,
+        )
 
     def step_regime(self, length: int) -> Hashable:
         """Return what texts of one step have to share, by the ``length`` that they grow to."""
@@ -390,7 +415,10 @@ class ModelRunner:
         def run(tokens: torch.Tensor) -> torch.Tensor:
             self._loaded.enter_phase(phase)
             self._experts.choose(phase, num_tokens)
-            self._extended.enter(num_tokens if phase is Phase.DECODE else 0)
+            if phase is Phase.DECODE:
+                self._extended.enter(*tokens.shape)
+            else:
+                self._extended.enter(0)
             return forward(tokens)
 
         return run
@@ -452,7 +480,7 @@ class ModelRunner:
             # compiled before theirs exists would be compiled again once it does.
             device = self._loaded.store.device
             self._position.allocate(batch)
-            self._extended.allocate(batch)
+            self._extended.allocate(batch, 1 + self._row_cache.drafted)
             self._extended.enter(0)
             self.forward.chunk(torch.zeros(batch, 1, dtype=torch.int64, device=device), 0, 1)
         self._batch = batch

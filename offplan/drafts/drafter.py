@@ -1,0 +1,21 @@
+"""Where drafts come from, each source behind one protocol."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from offplan.capabilities.drafts import DraftKind
+from offplan.drafts.ngram import NgramDrafter
+
+
+class Drafter(Protocol):
+    """Guesses how one text goes on."""
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take tokens of the text behind those taken before: of its prompt, then those made."""
+
+    def propose(self, most: int) -> list[int]:
+        """Return up to ``most`` tokens that may follow; none if it has no guess."""
+
+
+DRAFTERS: Mapping[DraftKind, Callable[[], Drafter]] = {"ngram": NgramDrafter}
+"""Makers of the drafters that run, by the kind of a plan's drafts."""
