@@ -48,6 +48,11 @@ _IN_ANY_BUDGET = object()
 """Context in which a plan is read that exceeds its budget, so that it can be made again."""
 
 
+def is_none(value: object) -> bool:
+    """Return True for what a file leaves out, so that other files stay as they are."""
+    return value is None
+
+
 class ModelRef(Record):
     """Which checkpoint the plan is for."""
 
@@ -193,10 +198,10 @@ class DraftPrediction(Record):
     """Tokens of text that a pass gives on average, steps without drafts included."""
     step_s: Seconds = Field(alias="step")
     """A step without drafts."""
-    pass_2_s: Seconds | None = Field(default=None, alias="pass_2")
-    """A pass of two tokens; null where no pass has so many."""
-    pass_4_s: Seconds | None = Field(default=None, alias="pass_4")
-    pass_8_s: Seconds | None = Field(default=None, alias="pass_8")
+    pass_2_s: Seconds | None = Field(default=None, alias="pass_2", exclude_if=is_none)
+    """A pass of two tokens; null, and left out, where no pass has so many."""
+    pass_4_s: Seconds | None = Field(default=None, alias="pass_4", exclude_if=is_none)
+    pass_8_s: Seconds | None = Field(default=None, alias="pass_8", exclude_if=is_none)
 
 
 class Prediction(Record):
@@ -208,7 +213,7 @@ class Prediction(Record):
     """``measured`` when layer times were measured on the machine, ``estimated`` by roofline."""
     prefill: PhasePrediction
     decode: PhasePrediction
-    draft: DraftPrediction | None = Field(default=None, exclude_if=lambda draft: draft is None)
+    draft: DraftPrediction | None = Field(default=None, exclude_if=is_none)
     """The passes that check drafts; null where none do, and in plans from before it was told."""
     gpu_memory: GPUMemoryPrediction
     host_memory_bytes: Bytes = Field(alias="host_memory")
@@ -232,7 +237,7 @@ class Plan(Record):
     machine: MachineRef
     routing: RoutingRef | None = None
     """Left out where the plan assumes that tokens choose all experts equally often."""
-    acceptance: AcceptanceRef | None = Field(default=None, exclude_if=lambda file: file is None)
+    acceptance: AcceptanceRef | None = Field(default=None, exclude_if=is_none)
     """Left out where the plan knows of no acceptance of drafts."""
     offload: Offload
     prediction: Prediction

@@ -31,10 +31,14 @@ class Draft(Record):
     tokens: Annotated[int, Field(ge=1, le=MOST_DRAFTED)]
     """Drafted tokens of a pass, at most."""
 
+    def __str__(self) -> str:
+        """Return it as the command line takes it."""
+        return f"{self.kind}:{self.tokens}"
+
     @property
     def key(self) -> str:
         """The argument that asks for it, in backquotes."""
-        return f"`draft={self.kind}:{self.tokens}`"
+        return f"`draft={self}`"
 
     def why_not_batch(self, batch: int) -> str | None:
         """Say why steps of so many sequences check no drafts; None if they do."""

@@ -18,15 +18,20 @@ from offplan.errors import InputError
 @takes(RunOptions)
 def run(given: RunOptions) -> None:
     """Run a plan: continue prompts, or random tokens, then show predicted against measured."""
+    from offplan.cli.drafts import require_drafts, save_drafts
     from offplan.cli.planning import open_plan_to_run
     from offplan.cli.routing import check_file, save_routing
     from offplan.library.machines import check_threads
+    from offplan.plan import load_plan
     from offplan.routing.profile import require_routing
 
     # before torch is imported, which takes seconds: the mistakes that need none
     check_stdout()
     given.check()
     check_file(given.record_routing, force=given.force)
+    check_file(given.record_drafts, "--record-drafts", force=given.force)
+    if given.record_drafts is not None:  # before its model is looked for
+        require_drafts(load_plan(given.plan))
     lines = given.read_lines()
     asked = given.plan, given.model, asdict(given.goal)
     plan, model = open_plan_to_run(*asked, trust_remote_code=given.trust_remote_code)
@@ -87,6 +92,8 @@ def run(given: RunOptions) -> None:
                 save()  # who reads the texts has closed the pipe; the file was asked for, too
                 raise
             save()
+            if given.record_drafts is not None:
+                save_drafts(result.measured.drafts, plan, given.record_drafts, force=given.force)
     # in a pipe or a file a text stands alone
     text_alone = bool(texts) and not given.json and not sys.stdout.isatty()
     print_result(

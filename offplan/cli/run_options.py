@@ -72,6 +72,7 @@ class RunOptions:
         typer.Option(parser=options.read_text, metavar="TEXT", help="End a text before this one."),
     ] = None
     record_routing: options.RecordRouting = None
+    record_drafts: options.RecordDrafts = None
     goal: options.RunGoal = options.AS_PLANNED
     trust_remote_code: options.TrustRemoteCode = False
     dummy_weights: options.DummyWeights = False

@@ -90,7 +90,7 @@ def list_drafted(stage: Stage, drafted: DraftedTimes) -> Iterator[Term]:
         Input(f"share of {_plural(each)}", each.share, "count", source) for each in drafted.passes
     )
     formula = "tokens of text / passes of all sizes"
-    yield Term("draft.tokens", drafted.mix.tokens, "count", formula, shares)
+    yield Term("draft.tokens", round(drafted.mix.tokens, 3), "count", formula, shares)
     for each in drafted.passes:
         taken = [Input(name, to_seconds(of(each.taken)), "s") for name, of in _SECONDS[:-1]]
         inputs = (*taken, Input("link bytes", each.taken.link_bytes, "bytes"))

@@ -16,11 +16,11 @@ from offplan.checkpoint.model import Experts, Layer, Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tables import Table
 from offplan.checkpoint.tensors import DTYPE_BITS
+from offplan.drafts.acceptance import AcceptanceProfile
+from offplan.drafts.mix import Mix, find_mix
 from offplan.held.counted import CountedPasses
 from offplan.held.layout import AS_STORED, Layout, PassRules
 from offplan.held.unit import Unit, group_units
-from offplan.drafts.acceptance import AcceptanceProfile
-from offplan.drafts.mix import Mix, find_mix
 from offplan.plan import Workload
 from offplan.routing.profile import BatchReuse, RoutingProfile
 from offplan.row_cache import RowCache

@@ -16,6 +16,7 @@ from offplan.library.alternatives import (
     find_too_large,
 )
 from offplan.library.cache_advice import CacheAdvice, advise_cache, find_longest_coded
+from offplan.library.draft_advice import DraftAdvice, advise_drafts
 from offplan.library.machines import why_unmeasured
 from offplan.library.runnable import suit, why_not_run
 from offplan.library.shares import StageShare, list_shares
@@ -44,6 +45,8 @@ class Analysis:
     """The plans that other checkpoints of the model, of fewer bits, would give here."""
     cache_advice: CacheAdvice | None = None
     """The plan that a KV cache in FP8 would give here; None if it is no better."""
+    draft_advice: DraftAdvice | None = None
+    """The speed that drafts would give; None if nothing is gained, or they are known of."""
     infeasible: InfeasibleError | None = None
     """Why no plan fits; None where one does."""
     longest_context_fp8: int | None = None
@@ -122,6 +125,7 @@ def analyze_result(question: Question, result: PlanResult) -> Analysis:
         result,
         find_alternatives(question, plan),
         advise_cache(question, plan),
+        advise_drafts(question, plan),
     )
 
 

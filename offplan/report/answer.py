@@ -86,6 +86,20 @@ def describe_cache(analysis: Analysis) -> list[str]:
     ]
 
 
+def describe_drafts(analysis: Analysis) -> list[str]:
+    """Describe what drafts would give, in a line; nothing where they gain little."""
+    found = analysis.draft_advice
+    if found is None:
+        return []
+    pairs = zip(found.chances, found.tokens_per_s, strict=True)
+    told = " and ".join(f"{format_frequency(speed)} with {chance:.0%}" for chance, speed in pairs)
+    return [
+        f"--draft {found.draft} would give some {told} of its drafted tokens taken, with the same "
+        "answers. `run PLAN --record-drafts FILE` counts how many are; --acceptance FILE plans by "
+        "it."
+    ]
+
+
 def describe_longer(analysis: Analysis) -> list[str]:
     """Name the longest context of a KV cache in FP8, in a line; nothing if advice names a plan."""
     longest = analysis.longest_context_fp8
@@ -118,7 +132,8 @@ def describe_type(analysis: Analysis) -> list[str]:
 
 def describe_advice(analysis: Analysis, plan: Plan) -> list[str]:
     """Name what a plan's figures leave out, a line for each; often nothing."""
-    lines = [*describe_type(analysis), *describe_cache(analysis), *describe_alternatives(analysis)]
+    lines = [*describe_type(analysis), *describe_cache(analysis), *describe_drafts(analysis)]
+    lines += describe_alternatives(analysis)
     if reads_experts(plan, analysis.stage) and plan.routing is None:
         lines.append(
             "The prediction assumes that tokens choose all experts equally often, the slowest "

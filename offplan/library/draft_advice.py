@@ -1,0 +1,74 @@
+"""Drafts by n-gram lookup, reported with what they would give where nothing is known of them."""
+
+from dataclasses import dataclass, replace
+
+from offplan.capabilities.drafts import Draft
+from offplan.costs.timeline import to_seconds
+from offplan.drafts.acceptance import AcceptanceProfile
+from offplan.errors import PlanError
+from offplan.plan import ModelRef, Plan
+from offplan.planner.drafts import LENGTHS, knows_passes, price_drafts
+from offplan.planner.question import Question
+
+CHANCES = (0.6, 0.8)
+"""Acceptances of which the answer tells. Source: chosen: text that repeats some, and much."""
+WORTH_TELLING = 1.1
+"""Times by which tokens come faster at the larger of CHANCES, so that drafts are reported. Source:
+chosen."""
+
+
+@dataclass(frozen=True)
+class DraftAdvice:
+    """The speed of a plan's decision with drafts, if each were taken by the same chance."""
+
+    draft: str
+    """The drafts as ``--draft`` takes them: those that give most at the larger chance."""
+    chances: tuple[float, ...]
+    tokens_per_s: tuple[float, ...]
+    """Tokens a second by each chance."""
+
+
+def advise_drafts(question: Question, plan: Plan) -> DraftAdvice | None:
+    """Find what drafts would give a plan, where nothing is known of how often they are taken.
+
+    None where they gain less than WORTH_TELLING, where no session checks them, and where they were
+    asked for. The plan's decision is priced as it is, which takes no search: what drafts take of
+    memory beyond the budget crosses the link in each pass.
+    """
+    goal, profile = question.goal, question.stage.acceptance
+    is_usual = goal.draft == "auto" and profile is None and not goal.targets
+    if not is_usual or goal.objective != "latency" or not plan.workload.num_steps:
+        return None
+    drafts = tuple(Draft(kind="ngram", tokens=length) for length in LENGTHS)
+    if any(goal.list_draft_refusals(drafts[0], question.asked)):
+        return None
+    drafts = tuple(each for each in drafts if knows_passes(question, each))
+    given = [_price(question, plan, drafts, chance) for chance in CHANCES]
+    if not given[-1]:
+        return None
+    best = max(given[-1], key=given[-1].__getitem__)
+    if given[-1][best] * plan.prediction.decode.step_s < WORTH_TELLING:
+        return None
+    return DraftAdvice(str(best), CHANCES, tuple(of[best] for of in given))
+
+
+def _price(
+    question: Question, plan: Plan, drafts: tuple[Draft, ...], chance: float
+) -> dict[Draft, float]:
+    """Price a plan's decision with drafts of a chance: the tokens a second of each draft."""
+    model = ModelRef.model_validate(question.model, from_attributes=True)
+    known = AcceptanceProfile.of_chance(drafts[-1], model, chance) if drafts else None
+    stages = tuple(replace(each, acceptance=known) for each in question.stages)
+    asked = replace(question, stages=stages)
+    try:
+        priced = [*price_drafts(asked, plan.offload, drafts)]
+    except PlanError:
+        return {}
+    found = {}
+    for draft, times in priced:
+        assert times.drafted is not None, "drafts are priced"
+        total = asked.predict(plan.offload.model_copy(update={"draft": draft})).gpu_memory
+        lacking = max(0, total.total_bytes - plan.budget.gpu_memory)
+        lacking_s = lacking / question.planned_machine.h2d.value / times.drafted.mix.tokens
+        found[draft] = 1 / (to_seconds(times.token_ps) + lacking_s)
+    return found
