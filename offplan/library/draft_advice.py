@@ -1,10 +1,11 @@
 """Drafts by n-gram lookup, reported with what they would give where nothing is known of them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from offplan.capabilities.drafts import Draft
 from offplan.costs.timeline import to_seconds
 from offplan.drafts.acceptance import AcceptanceProfile
+from offplan.drafts.mix import find_mix
 from offplan.errors import PlanError
 from offplan.plan import ModelRef, Plan
 from offplan.planner.drafts import LENGTHS, knows_passes, price_drafts
@@ -43,32 +44,30 @@ def advise_drafts(question: Question, plan: Plan) -> DraftAdvice | None:
     if any(goal.list_draft_refusals(drafts[0], question.asked)):
         return None
     drafts = tuple(each for each in drafts if knows_passes(question, each))
-    given = [_price(question, plan, drafts, chance) for chance in CHANCES]
-    if not given[-1]:
-        return None
-    best = max(given[-1], key=given[-1].__getitem__)
-    if given[-1][best] * plan.prediction.decode.step_s < WORTH_TELLING:
-        return None
-    return DraftAdvice(str(best), CHANCES, tuple(of[best] for of in given))
-
-
-def _price(
-    question: Question, plan: Plan, drafts: tuple[Draft, ...], chance: float
-) -> dict[Draft, float]:
-    """Price a plan's decision with drafts of a chance: the tokens a second of each draft."""
-    model = ModelRef.model_validate(question.model, from_attributes=True)
-    known = AcceptanceProfile.of_chance(drafts[-1], model, chance) if drafts else None
-    stages = tuple(replace(each, acceptance=known) for each in question.stages)
-    asked = replace(question, stages=stages)
     try:
-        priced = [*price_drafts(asked, plan.offload, drafts)]
-    except PlanError:
-        return {}
-    found = {}
-    for draft, times in priced:
-        assert times.drafted is not None, "drafts are priced"
-        total = asked.predict(plan.offload.model_copy(update={"draft": draft})).gpu_memory
-        lacking = max(0, total.total_bytes - plan.budget.gpu_memory)
-        lacking_s = lacking / question.planned_machine.h2d.value / times.drafted.mix.tokens
-        found[draft] = 1 / (to_seconds(times.token_ps) + lacking_s)
-    return found
+        priced = dict(price_drafts(question, plan.offload, drafts))
+    except PlanError:  # passes of several tokens run no such rules
+        return None
+    if not priced:
+        return None
+    known = [_assume(question, drafts[-1], chance) for chance in CHANCES]
+
+    def token_s(draft: Draft, profile: AcceptanceProfile, lacking_s: float = 0.0) -> float:
+        mix = find_mix(draft, profile, plan.workload.num_steps)
+        drafted = priced[draft].drafted
+        assert drafted is not None, "drafts are priced"
+        return to_seconds(drafted.with_mix(mix).token_ps) + lacking_s / mix.tokens
+
+    best = min(priced, key=lambda draft: token_s(draft, known[-1]))
+    taken = question.predict(plan.offload.model_copy(update={"draft": best})).gpu_memory
+    lacking = max(0, taken.total_bytes - plan.budget.gpu_memory)
+    lacking_s = lacking / question.planned_machine.h2d.value
+    speeds = tuple(1 / token_s(best, profile, lacking_s) for profile in known)
+    if speeds[-1] * plan.prediction.decode.step_s < WORTH_TELLING:
+        return None
+    return DraftAdvice(str(best), CHANCES, speeds)
+
+
+def _assume(question: Question, most: Draft, chance: float) -> AcceptanceProfile:
+    model = ModelRef.model_validate(question.model, from_attributes=True)
+    return AcceptanceProfile.of_chance(most, model, chance)

@@ -91,12 +91,11 @@ def describe_drafts(analysis: Analysis) -> list[str]:
     found = analysis.draft_advice
     if found is None:
         return []
-    pairs = zip(found.chances, found.tokens_per_s, strict=True)
-    told = " and ".join(f"{format_frequency(speed)} with {chance:.0%}" for chance, speed in pairs)
+    (few, many), (less, more) = found.chances, map(format_frequency, found.tokens_per_s)
     return [
-        f"--draft {found.draft} would give some {told} of its drafted tokens taken, with the same "
-        "answers. `run PLAN --record-drafts FILE` counts how many are; --acceptance FILE plans by "
-        "it."
+        f"--draft {found.draft} would give some {less} tokens a second if {few:.0%} of drafts are "
+        f"taken, {more} if {many:.0%}, with the same answers: texts that repeat themselves take "
+        "many. `run PLAN --record-drafts FILE` records how many; --acceptance FILE plans by it."
     ]
 
 
