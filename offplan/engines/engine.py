@@ -206,8 +206,8 @@ def require_stored_weights(offload: Offload, engine: Engine) -> None:
     title = engine.title
     if offload.draft is not None:
         raise ExportError(
-            f"the plan has `draft: {offload.draft.kind}`, which offplan's own runtime alone checks: "
-            f"plan again with `engine`, or without `draft`"
+            f"the plan has `draft: {offload.draft.kind}`, and offplan's own runtime alone checks "
+            "drafts: plan again with `engine`, or without `draft`"
         )
     if not (store := STORES[offload.store]).is_host and offload.rules:
         raise ExportError(

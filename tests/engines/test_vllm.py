@@ -146,7 +146,7 @@ def test_packing_is_refused(engine: str) -> None:
 def test_drafts_are_refused(engine: str) -> None:
     plan = make_plan(prefetch())
     drafted = plan.offload.model_copy(update={"draft": Draft(kind="ngram", tokens=3)})
-    with pytest.raises(ExportError, match=r"has `draft: ngram`, which offplan's own runtime alone"):
+    with pytest.raises(ExportError, match=r"has `draft: ngram`, and offplan's own runtime alone"):
         export_plan(plan.model_copy(update={"offload": drafted}), qwen3(), engine)
 
 

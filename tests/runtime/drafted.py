@@ -54,7 +54,8 @@ def feed_steps(session: Session) -> torch.Tensor:
     rows = Rows(session, 1)
     row = rows.join(PROMPT).row
     with session.stream():
-        return torch.stack([rows.step({row: token})[row].clone() for token in FED.tolist()])
+        made = [rows.step({row: token})[row].clone() for token in FED.tolist()]
+        return torch.stack(made).cpu()
 
 
 def feed_passes(session: Session, seed: int) -> tuple[torch.Tensor, list[int]]:
@@ -79,4 +80,5 @@ def feed_passes(session: Session, seed: int) -> tuple[torch.Tensor, list[int]]:
                 rows.take(row, number, right, has_nan=bool(draw.randint(0, 1)))
         at += right
     assert rows.length(row) == CONTEXT
-    return torch.cat(made), passes
+    with session.stream():
+        return torch.cat(made).cpu(), passes

@@ -38,13 +38,12 @@ from offplan.runtime.model.codes_scratch import Scratch
 from offplan.runtime.model.probe import check_codes
 from offplan.runtime.rows import Rows
 from offplan.runtime.session import Session
-from tests.runtime.coded_cache import FP8, PROMPT
+from tests.runtime.coded_cache import FP8, PROMPT, weigh_codes, weigh_latents
 from tests.runtime.conftest import CONFIGS, OTHERS, save_tiny
 from tests.runtime.families import VARIANTS, make_config
 from tests.runtime.greedy import TOLERANCE
 from tests.runtime.interpreted import need_triton
 from tests.runtime.plans import CONTEXT, group, offload
-from tests.runtime.seen import find_seen
 from tests.tiers import first_quick, others_in_sweep
 
 FAMILIES = ["qwen3", "sinks", "deepseek_v3", "mistral_windowed", "chunked", "soft_caps", "linear"]
@@ -160,50 +159,6 @@ def test_logits_are_those_of_rounded_values(
     scale = float(expected.abs().max())
     assert float((found - expected).abs().max()) < TOLERANCE * scale
     assert not torch.equal(found, plain)
-
-
-def weigh_codes(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    position: torch.Tensor,
-    scaling: float,
-    soft_cap: float | None,
-    sinks: torch.Tensor | None,
-    sees: int,
-    reach: int,
-    *,
-    modulus: int = 0,
-) -> torch.Tensor:
-    """What the kernel for codes computes, by the places that each query sees."""
-    from offplan.runtime.model.coded_kernel import SEES
-
-    made, where = [], position.flatten().tolist()
-    for row, at in enumerate(where):
-        first, stop = find_seen(SEES[sees], at, reach)
-        seen = torch.ones(1, stop - first, dtype=torch.bool)
-        places = torch.arange(first, stop) % (modulus or keys.shape[2])
-        of = min(row, len(keys) - 1)
-        key, value = (each[of : of + 1, :, places] for each in (keys, values))
-        scratch = Scratch(8 * (key.numel() + value.numel()), key.device)
-        given = *scratch.expand(key, value, query.dtype), seen, scaling, soft_cap, sinks
-        made.append(weigh(query[row : row + 1, :, None], *given)[:, :, 0])
-    return torch.cat(made)
-
-
-def weigh_latents(
-    query: torch.Tensor,
-    query_rotary: torch.Tensor,
-    latents: torch.Tensor,
-    rotaries: torch.Tensor,
-    position: torch.Tensor,
-    scaling: float,
-) -> torch.Tensor:
-    scratch = Scratch(8 * (latents.numel() + rotaries.numel()), latents.device)
-    kept, angles = scratch.expand(latents, rotaries, query.dtype)
-    scores = scaling * (query @ kept.mT + query_rotary @ angles.mT)
-    beyond = torch.arange(kept.shape[1]) > position.view(-1, 1, 1)
-    return scores.masked_fill(beyond, -torch.inf).softmax(-1) @ kept
 
 
 def record_codes(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:

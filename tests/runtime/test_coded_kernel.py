@@ -216,17 +216,15 @@ def test_several_queries_of_one_text_read_one_cache(
         keys, values = encode(keys), encode(values)
     for first in (0, REACH - 2, 71):
         where = torch.arange(first, first + num_new, device=DEVICE)
-        more = where, 0.1, None, None, getattr(coded_kernel, sees.upper()), REACH
-        copies = (each.repeat(num_new, 1, 1, 1) for each in (keys, values))
+        more: Any = (where, 0.1, None, None, getattr(coded_kernel, sees.upper()), REACH)
+        copies: Any = (each.repeat(num_new, 1, 1, 1) for each in (keys, values))
         expected = coded_kernel.attend_one(query, *copies, *more)
         assert torch.equal(coded_kernel.attend_one(query, keys, values, *more), expected)
         if sees == "all":
             continue
         size = REACH + num_new - 1
-        rings = [
-            torch.full_like(each[:, :, :size], 0xFF if is_coded else 0) for each in (keys, values)
-        ]
-        # behind the last new token lie rejected ones of a pass before
+        unread = 0xFF if is_coded else torch.nan  # 0xFF has a scale that is NaN
+        rings: Any = [torch.full_like(each[:, :, :size], unread) for each in (keys, values)]
         for ring, kept in zip(rings, (keys, values), strict=True):
             for place in range(max(0, first + num_new - size), first + num_new):
                 ring[:, :, place % size] = kept[:, :, place]
@@ -244,16 +242,17 @@ def test_several_queries_of_one_text_read_one_cache_of_latents(
     from offplan.runtime.model import coded_kernel, latent_kernel
 
     if INTERPRETED:
-        for kernels in (coded_kernel, latent_kernel):
-            monkeypatch.setattr(kernels, "gpu_limits", lambda index: LIMITS)
+        for module in (coded_kernel, latent_kernel):
+            monkeypatch.setattr(module, "gpu_limits", lambda index: LIMITS)
     torch.manual_seed(0)
     query, query_rotary = (torch.randn(8, 20, dim).to(DEVICE, dtype) for dim in (64, 16))
     latents, rotaries = (torch.randn(1, KEPT, dim).to(DEVICE, dtype) for dim in (64, 16))
     where = torch.arange(60, 68, device=DEVICE)
-    for attend, one in (
+    kernels: Any = (
         (latent_kernel.attend_filled, (latents, rotaries)),
         (coded_kernel.attend_latent_codes, (encode(latents), encode(rotaries))),
-    ):
+    )
+    for attend, one in kernels:
         copies = (each.repeat(8, 1, 1) for each in one)
         expected = attend(query, query_rotary, *copies, where, 0.1)
         assert torch.equal(attend(query, query_rotary, *one, where, 0.1), expected)

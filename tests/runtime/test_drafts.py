@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from offplan.capabilities.drafts import Draft
 from offplan.capabilities.packing import Packing
 from offplan.capabilities.stock import STOCK
 from offplan.capabilities.way import OWN, Way
-from offplan.errors import InputError, PlanError
+from offplan.drafts.counts import DraftCounts
+from offplan.errors import InputError, NotANumberError, PlanError
 from offplan.plan import Offload
+from offplan.runtime.cached_experts.expert_table import ORDER
 from offplan.runtime.joined import Added, Continued, JoinedTexts
 from offplan.runtime.model.cache_mask import filled_blocks, filled_up_to
 from offplan.runtime.rows import Rows
@@ -22,9 +25,11 @@ from offplan.runtime.rules import TokenRules
 from offplan.runtime.sampling import Checked, Sampler, Sampling
 from offplan.runtime.session import Session
 from offplan.runtime.texts import Text
-from tests.runtime.cached import keeping
-from tests.runtime.coded_cache import FP8
+from tests.hostcores.cores import require_cores
+from tests.runtime.cached import Abort, Trace, abort_in, cached_of, count_experts, keeping
+from tests.runtime.coded_cache import FP8, weigh_codes, weigh_latents
 from tests.runtime.conftest import CONFIGS, OTHERS, save_tiny
+from tests.runtime.divided import check_contents, dividing, sharing, wide
 from tests.runtime.drafted import (
     FED,
     PROMPT,
@@ -34,11 +39,11 @@ from tests.runtime.drafted import (
     feed_steps,
     open_drafted,
 )
+from tests.runtime.families import MOST_ROUNDING
 from tests.runtime.interpreted import need_triton
 from tests.runtime.plans import CONTEXT, group, offload
 from tests.runtime.quantise import save_stored
-from tests.runtime.test_cache_codes import weigh_codes, weigh_latents
-from tests.runtime.test_generate import DRAWN, Words
+from tests.runtime.words import DRAWN, Words
 from tests.tiers import first_quick, others_in_sweep
 
 REFUSED = ("linear", "linear_experts")
@@ -73,7 +78,6 @@ def test_a_pass_gives_what_steps_give(tmp_path: Path, name: str) -> None:
         assert sum(passes[2:]) > 0 or name in ALONE
 
 
-PACKED = Packing(group_size=1, num_in_group=1, output_head=True)
 MECHANISMS: dict[str, tuple[str, str, torch.dtype, Offload, Way]] = {
     "ring": ("qwen3", "fp8_block", torch.float32, offload(group(1, 1), prefetch_step=3), OWN),
     "in place": (
@@ -345,6 +349,7 @@ def test_passes_in_place_see_what_passes_by_mask_see(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_passes_by_blocks_see_what_passes_by_mask_see(tmp_path: Path) -> None:
     folder, decision = save_tiny("qwen3_wide", tmp_path), offload(group(2, 1))
     with open_drafted(folder, decision) as session:
@@ -353,3 +358,132 @@ def test_passes_by_blocks_see_what_passes_by_mask_see(tmp_path: Path) -> None:
         session.runner.forward.find_filled = filled_blocks
         made, _ = feed_passes(session, 7)
     assert compare(made, expected) < TOLERANCE
+
+
+BY_CORES: dict[str, tuple[str, str, dict[str, int], Offload]] = {
+    "divided": ("qwen3_moe", "fp8_block", {}, offload(dividing(2, later=0.7))),
+    "split": ("gpt_oss", "mxfp4", wide("gpt_oss"), offload(dividing(3, later=0.7))),
+    "matrices": ("qwen3", "int4", {}, offload(group(1, 1, prefill="uva", decode="host"))),
+    "experts": ("deepseek_v3", "fp8_block", {}, offload(group(1, 1, "experts", decode="host"))),
+    "packed": ("qwen3", "fp8_block", {}, offload(group(2, 1))),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_CORES)
+def test_a_pass_of_bfloat16_is_as_near_to_float32(tmp_path: Path, name: str) -> None:
+    if name != "packed":
+        require_cores()
+    family, form, sizes, decision = BY_CORES[name]
+    stored, plain = save_stored(family, form, tmp_path, torch.bfloat16, **sizes)
+    if name == "packed":
+        stored = plain
+        decision = decision.model_copy(
+            update={"packing": Packing(group_size=1, num_in_group=1, output_head=True)}
+        )
+    stock = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    exact = stock(torch.cat([torch.tensor(PROMPT), FED])[None]).logits[0, len(PROMPT) :].detach()
+    with sharing(0.5):
+        with open_drafted(stored, decision) as session:
+            steps = feed_steps(session).float()
+        with open_drafted(stored, drafting(decision)) as session:
+            passes, counted = feed_passes(session, 7)
+            if "cached_experts" in session.loaded.executors:
+                cached_of(session)._drain()
+                check_contents(session)
+    assert sum(counted[2:]) > 3
+    errors = [(each.float() - exact).abs().mean(-1).median() for each in (passes, steps)]
+    assert errors[0] < MOST_ROUNDING * errors[1]
+
+
+@pytest.mark.slow
+def test_every_token_of_a_pass_counts_in_the_order_of_experts(tmp_path: Path) -> None:
+    """A pass is one step of all its tokens; what pads it is sent where the first token is."""
+    folder = save_tiny("qwen3_moe_tied", tmp_path)
+    with open_drafted(folder, drafting(offload(keeping(2, every=1)))) as session:
+        rows = Rows(session, 1)
+        row = rows.join(PROMPT).row
+        trace, before = Trace(session, 2), count_experts(session)
+        orders = {
+            n: layer.table.list_of(ORDER).tolist() for n, layer in cached_of(session).layers.items()
+        }
+        rows.check(row, FED[:3].tolist())
+        rows.take(row, 3, 1, has_nan=False)
+        after = count_experts(session)
+        for index, (call,) in trace.calls.items():
+            assert call.shape == (4, 2)
+            assert call[3].tolist() == call[0].tolist()
+            chosen = {*call.flatten().tolist()}
+            order = cached_of(session).layers[index].table.list_of(ORDER).tolist()
+            assert {*order[: len(chosen)]} == chosen
+            assert [e for e in order if e not in chosen] == [
+                e for e in orders[index] if e not in chosen
+            ]
+            found = after[index].hits + after[index].misses
+            assert found - before[index].hits - before[index].misses == len(chosen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "sinks", "qwen3_moe_tied"])
+def test_a_pass_that_is_aborted_leaves_the_text_as_it_was(tmp_path: Path, name: str) -> None:
+    rules = [keeping(2)] if name == "qwen3_moe_tied" else []
+    folder, decision = save_tiny(name, tmp_path), offload(*rules, group(2, 1), prefill_chunk=4)
+    with open_drafted(folder, decision) as session:
+        expected = feed_steps(session)
+    fed = FED.tolist()
+    with open_drafted(folder, drafting(decision)) as session, session.stream():
+        rows = Rows(session, 1)
+        row, made = rows.join(PROMPT).row, []
+        for at in range(0, 20, 4):
+            abort_in(session, at // 4)
+            with pytest.raises(Abort):
+                rows.check(row, [*fed[at : at + 2], 1, 1])
+            assert rows.length(row) == len(PROMPT) + at
+            if at % 8:
+                made.append(rows.step({row: fed[at]})[row][None].clone())
+                made.append(rows.check(row, fed[at + 1 : at + 4]).clone())
+                rows.take(row, 3, 3, has_nan=False)
+            else:
+                made.append(rows.check(row, fed[at : at + 4]).clone())
+                rows.take(row, 4, 4, has_nan=False)
+        assert compare(torch.cat(made), expected[:20]) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_text_whose_pass_has_a_nan_ends_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, decision = save_tiny("qwen3", tmp_path), drafting(offload(group(2, 1)))
+    with open_drafted(folder, decision) as session:
+        expected = tokens_of(list_added(session, right=[True], expected=[]))
+        check = Rows.check
+
+        def spoil(rows: Rows, row: int, tokens: Sequence[int]) -> torch.Tensor:
+            logits = check(rows, row, tokens).clone()
+            logits[2] = torch.nan
+            return logits
+
+        monkeypatch.setattr(Rows, "check", spoil)
+        script = partial(Scripted, [*PROMPT, *expected], [True])
+        texts, made = JoinedTexts(Rows(session, 1), make_drafter=script), []
+        texts.join([Continued(Text(Words(), PROMPT, num_tokens=24))])
+        while len(texts):
+            made += [added for _, added in texts.step()]
+        *tokens, error = made
+        assert isinstance(error, NotANumberError)
+        assert [added.token for added in tokens if isinstance(added, Added)] == expected[
+            : len(tokens)
+        ]
+        assert len(tokens) == 5  # three steps, and two tokens of the pass
+        assert texts.num_free == 1
+
+
+def test_a_token_behind_the_end_is_none_of_the_text() -> None:
+    counts = DraftCounts()
+    counts.note(5, 4)
+    counts.num_behind = 3
+    assert (counts.accepted, counts.rejected) == (1, 4)
+    assert counts.describe() == (
+        "1 passes checked 5 drafts and took 4 of them; by their place, once those before were "
+        "right: 1.00, 1.00, 1.00, 1.00, 0.00"
+    )

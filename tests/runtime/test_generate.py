@@ -21,20 +21,13 @@ from offplan.runtime.session import Session
 from offplan.runtime.texts import Text
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import group, offload, open_session
+from tests.runtime.words import DRAWN, Words
 from tests.tiers import first_quick, others_in_sweep
 
 NUM_TOKENS = 8
 PROMPTS = [[3, 14, 15, 9, 26, 5, 35], [58, 9, 7], [2, 38, 4, 6], [58, 9, 7]]
-DRAWN = Sampling(temperature=0.7, top_k=20, top_p=0.9, seed=5)
 EXCHANGES = ("copy", "lift", "item", "scalar_dense", "nonzero", "dtype_layout", "pin", "equal")
 """Parts of the names of operations by which host and device exchange something on a GPU."""
-
-
-class Words:
-    """A tokenizer of which the texts are the tokens' numbers."""
-
-    def decode(self, tokens: list[int], **_: object) -> str:
-        return "".join(f" {token}" for token in tokens)
 
 
 def generate_together(

@@ -77,6 +77,7 @@ class ScriptedRows:
             stream=contextlib.nullcontext,
             link_bytes=0,
             check=lambda: None,
+            draft=None,
         )
         self._made: dict[int, int] = {}
         self.joined: list[list[int]] = []

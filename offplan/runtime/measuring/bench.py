@@ -165,12 +165,13 @@ def bench_session(session: Session, bench: Bench, on_progress: Progress) -> Meas
 
 
 def time_drafts(session: Session, bench: Bench) -> Measured:
-    """Time a request whose tokens are drafted, after one that only warms up."""
+    """Time requests whose tokens are drafted, after one that only warms up."""
     (prompt,) = bench.prompt.tolist()
     rows, measured = Rows(session, 1), Measured()
     rows.warm_up(len(prompt), capture_prompt=True)
-    for _ in continue_tokens(rows, prompt, 1 + bench.num_steps, measured=measured):
-        pass
+    for _ in range(bench.num_repeats):
+        for _ in continue_tokens(rows, prompt, 1 + bench.num_steps, measured=measured):
+            pass
     return measured
 
 
