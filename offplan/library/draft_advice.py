@@ -32,13 +32,15 @@ class DraftAdvice:
 def advise_drafts(question: Question, plan: Plan) -> DraftAdvice | None:
     """Find what drafts would give a plan, where nothing is known of how often they are taken.
 
-    None where they gain less than WORTH_TELLING, where no session checks them, and where they were
-    asked for. The plan's decision is priced as it is, which takes no search: what drafts take of
+    None where they gain less than WORTH_TELLING, where no session checks them, on the CPU, and
+    where they were asked for. The plan's decision is priced as it is, which takes no search: what drafts take of
     memory beyond the budget crosses the link in each pass.
     """
     goal, profile = question.goal, question.stage.acceptance
     is_usual = goal.draft == "auto" and profile is None and not goal.targets
     if not is_usual or goal.objective != "latency" or not plan.workload.num_steps:
+        return None
+    if question.machine.is_cpu:
         return None
     drafts = tuple(Draft(kind="ngram", tokens=length) for length in LENGTHS)
     if any(goal.list_draft_refusals(drafts[0], question.asked)):
