@@ -33,8 +33,8 @@ def advise_drafts(question: Question, plan: Plan) -> DraftAdvice | None:
     """Find what drafts would give a plan, where nothing is known of how often they are taken.
 
     None where they gain less than WORTH_TELLING, where no session checks them, on the CPU, and
-    where they were asked for. The plan's decision is priced as it is, which takes no search: what drafts take of
-    memory beyond the budget crosses the link in each pass.
+    where they were asked for. The plan's decision is priced as it is, which takes no search: what
+    drafts take of memory beyond the budget crosses the link in each pass.
     """
     goal, profile = question.goal, question.stage.acceptance
     is_usual = goal.draft == "auto" and profile is None and not goal.targets

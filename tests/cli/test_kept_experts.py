@@ -130,7 +130,7 @@ def _more_layers(data: dict[str, Any]) -> None:
 
 
 def _other_version(data: dict[str, Any]) -> None:
-    data["offplan_routing"] = 2
+    data["offplan_routing"] = 3
 
 
 def _damaged(data: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ def _damaged(data: dict[str, Any]) -> None:
     [
         (_other_model, "was recorded with"),
         (_more_layers, "has layer 99"),
-        (_other_version, "is a routing profile of version 2"),
+        (_other_version, "is a routing profile of version 3"),
         (_damaged, "distances: it is missing"),
     ],
 )
