@@ -72,8 +72,10 @@ def choose_drafts(question: Question, plain: PlanResult) -> PlanResult:
         if request_s >= most_s:
             break
         if not offload.rules:
-            plan = question.answer(offload.model_copy(update={"draft": draft}))
-            if plan.describe_excess() is None:
+            decision = offload.model_copy(update={"draft": draft})
+            taken = question.predict(decision).gpu_memory.total_bytes
+            if taken <= question.budget.gpu_memory:
+                plan = question.answer(decision)
                 return replace(plain, plan=plan, best_s=plan.prediction.objective_s)
         found = _search(question, plain.plan, draft, most_s)
         if found is not None:
