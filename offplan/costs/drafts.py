@@ -99,7 +99,14 @@ def list_drafted(stage: Stage, drafted: DraftedTimes) -> Iterator[Term]:
     parts = " + ".join(f"share of {_plural(each)} x its own" for each in drafted.passes)
     formula = f"({parts}) / draft.tokens"
     for name, of in _SECONDS:
-        yield Term(f"decode.{name}", to_seconds(drafted.mean(of)), "s", formula)
+        if name != "bound":
+            yield Term(f"decode.{name}", to_seconds(drafted.mean(of)), "s", formula)
+    awaited_ps = drafted.mean(lambda taken: taken.awaited_ps)
+    bound_ps = max(drafted.mean(lambda taken: taken.compute_ps), awaited_ps)
+    awaited = Input("link waited for", to_seconds(awaited_ps), "s")
+    yield Term(
+        "decode.bound", to_seconds(bound_ps), "s", "max(compute, link waited for)", (awaited,)
+    )
     num_bytes = round(drafted.mean(lambda taken: taken.link_bytes))
     yield Term("decode.link_bytes", num_bytes, "bytes", formula)
 

@@ -26,6 +26,7 @@ from offplan.plan import Backend, ModelRef, Offload, Plan, Rule, Workload, dump_
 from offplan.planner.make import make_plan
 from offplan.records import load_yaml
 from offplan.routing.profile import make_routing
+from offplan.upkeep.figures import list_contradictions
 from tests.costs.builders import (
     NUM_EXPERTS,
     PER_TOKEN,
@@ -194,6 +195,25 @@ def test_plans_read_back_and_those_without_the_terms_still_do() -> None:
     before = parse_plan(data, "plan")
     assert (before.offload.draft, before.prediction.draft) == (DRAFT, None)
     assert "draft" not in dump_plan(make(None))
+
+
+def test_figures_of_a_token_agree_where_compute_and_link_take_turns() -> None:
+    """Steps wait for the link, and passes of eight tokens for their products."""
+    slow = MACHINE.matmul.model_copy(update={"value": 4e9})
+    machine = MACHINE.model_copy(update={"matmul": slow})
+    question = pose(dense_model(6), machine, WORKLOAD, UNLIMITED)
+    stages = (with_chance(question.stage, 0.9),)
+    question = replace(question, stages=stages)
+    *_, times = price_stage(stages[0], machine, WORKLOAD, decide(rule()))
+    assert times.drafted is not None
+    first, *_, last = times.drafted.passes
+    assert first.taken.compute_ps < first.taken.awaited_ps
+    assert last.taken.compute_ps > last.taken.awaited_ps
+    plan = make_plan(question).plan
+    decision = decide(rule())
+    prediction = question.predict(decision, plan.budget)
+    edited = plan.model_copy(update={"offload": decision, "prediction": prediction})
+    assert list(list_contradictions(edited)) == []
 
 
 def test_every_figure_is_a_term() -> None:

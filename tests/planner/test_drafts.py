@@ -135,7 +135,7 @@ def test_asked_drafts_are_in_every_plan() -> None:
 def test_a_target_may_be_kept_by_drafts_alone() -> None:
     model = dense_model(6)
     step_s = make_plan(ask(model)).plan.prediction.decode.step_s
-    goal = Goal(packing=False, max_tpot_s=0.6 * step_s)
+    goal = Goal(packing=False, max_tpot=0.6 * step_s)
     with pytest.raises(InfeasibleError, match="no plan reaches"):
         make_plan(ask(model, goal=goal))
     plan = make_plan(ask(model, chance=0.8, goal=goal)).plan
