@@ -51,7 +51,7 @@ class Draft(Record):
 
     def describe(self) -> str:
         """Say what is drafted, for a plan's report."""
-        return f"up to {self.tokens} drafted tokens a pass ({self.kind})"
+        return f"up to {self.tokens} drafted token{'s'[: self.tokens > 1]} a pass ({self.kind})"
 
 
 class DraftOffload(OffloadBase):

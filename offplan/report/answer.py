@@ -348,6 +348,8 @@ def describe_plainly(plan: Plan, stages: Sequence[Stage]) -> str:
     recoded = []
     if offload.recoding is not None:
         recoded.append(_describe_recoding_plainly(offload.recoding, stages))
+    if offload.draft is not None:
+        recoded.append(f"offplan checks {offload.draft.describe()}")
     if not offload.rules and offload.embeddings == "device":
         return "The plan: " + "; ".join(["everything stays on the GPU", *recoded]) + "."
     where = STORES[offload.store].where

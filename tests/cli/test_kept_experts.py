@@ -125,7 +125,7 @@ def _other_model(data: dict[str, Any]) -> None:
 
 
 def _more_layers(data: dict[str, Any]) -> None:
-    for batch in data["batches"]:
+    for batch in (*data["batches"], *data["passes"]):
         batch["layers"].append({**batch["layers"][-1], "layer": 99})
 
 
