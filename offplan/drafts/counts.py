@@ -70,12 +70,12 @@ class DraftCounts:
 
     def describe(self) -> str:
         """Say how many drafts were taken, for people."""
-        chances = ", ".join(
-            f"{taken / offered:.2f}"
-            for taken, offered in zip(self.taken, self.offered, strict=True)
-            if offered
-        )
+        if not self.num_passes:
+            return "No pass checked drafts: none would have been right"
+        each = [n / of for n, of in zip(self.taken, self.offered, strict=True) if of]
+        chances = ", ".join(f"{chance:.0%}" for chance in each)
+        passes = "pass" if self.num_passes == 1 else "passes"
         return (
-            f"{self.num_passes:,} passes checked {self.drafted:,} drafts and took "
-            f"{sum(self.taken):,} of them; by their place, once those before were right: {chances}"
+            f"Of {self.drafted:,} drafts {sum(self.taken):,} were taken, in {self.num_passes:,} "
+            f"{passes}; by their place, those before being right: {chances}"
         )

@@ -60,3 +60,15 @@ def test_a_text_begins_to_draft_once_its_drafts_would_be_right() -> None:
     assert drafting.propose(2) == [2, 3]
     drafting.take_pass(2, [2, 9])
     assert (drafting.counts.offered, drafting.counts.taken) == ([1, 1], [1, 0])
+
+
+def test_a_token_behind_the_end_is_none_of_the_text() -> None:
+    counts = DraftCounts()
+    assert counts.describe() == "No pass checked drafts: none would have been right"
+    counts.note(5, 4)
+    counts.num_behind = 3
+    assert (counts.accepted, counts.rejected) == (1, 4)
+    assert counts.describe() == (
+        "Of 5 drafts 4 were taken, in 1 pass; by their place, those before being right: 100%, "
+        "100%, 100%, 100%, 0%"
+    )

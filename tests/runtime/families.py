@@ -339,7 +339,7 @@ def compare(
         folder = Path(name)
         try:
             config = make_config(family, VARIANTS[variant], text)
-            _save_model(config, auto_class, dtype, seed, folder)
+            save_model(config, auto_class, dtype, seed, folder)
             change(folder)
             stock = load_stock(folder, auto_class=auto_class)
             cached = variant in CHANGING and family not in RENEWING
@@ -404,7 +404,7 @@ def compare_stock(
         folder = Path(name)
         try:
             config = make_config(family, VARIANTS[variant], text)
-            _save_model(config, auto_class, dtype, 0, folder)
+            save_model(config, auto_class, dtype, 0, folder)
             PUBLISHED.get(family, change)(folder)
             stock = auto_class.from_pretrained(folder, dtype=dtype)
             complete_outputs(stock)  # or transformers 5.24 would run no Llama 4
@@ -469,7 +469,7 @@ def _distance(some: Logits, others: Logits) -> float:
     return float((_join(some) - _join(others)).abs().mean())
 
 
-def _save_model(config: Any, auto_class: Any, dtype: torch.dtype, seed: int, folder: Path) -> None:
+def save_model(config: Any, auto_class: Any, dtype: torch.dtype, seed: int, folder: Path) -> None:
     """Save a model of this config; raises ValueError for one that is not tiny."""
     with torch.device("meta"):
         meta = auto_class.from_config(config)

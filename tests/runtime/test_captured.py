@@ -145,8 +145,8 @@ def test_prompts_of_one_row_are_captured_where_that_was_asked_for(
 @pytest.mark.slow
 def test_a_captured_prompt_makes_room_for_another(graphs: Graphs, tmp_path: Path) -> None:
     with open_capturing(save_tiny("qwen3", tmp_path / "checkpoint")) as session:
-        step = {(Phase.DECODE, 2)}
-        both = {(Phase.PREFILL, 0), *step}
+        step = {(Phase.DECODE, (2, 1))}
+        both = {(Phase.PREFILL, ()), *step}
         for num_tokens, captured in [(9, step), (9, both), (9, both), (7, step), (9, step)]:
             request(session, 2, num_tokens, 0)
             assert set(session.runner._passes._captured) == captured

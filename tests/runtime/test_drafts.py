@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from offplan.capabilities.drafts import Draft
 from offplan.capabilities.packing import Packing
 from offplan.capabilities.stock import STOCK
 from offplan.capabilities.way import OWN, Way
-from offplan.drafts.counts import DraftCounts
-from offplan.errors import InputError, NotANumberError, PlanError
+from offplan.checkpoint.open import open_model
+from offplan.errors import InputError, NotANumberError, OffplanError, PlanError
 from offplan.plan import Offload
+from offplan.refusals import require_batch
 from offplan.runtime.cached_experts.expert_table import ORDER
 from offplan.runtime.joined import Added, Continued, JoinedTexts
 from offplan.runtime.model.cache_mask import filled_blocks, filled_up_to
@@ -39,7 +41,7 @@ from tests.runtime.drafted import (
     feed_steps,
     open_drafted,
 )
-from tests.runtime.families import MOST_ROUNDING
+from tests.runtime.families import MOST_ROUNDING, VARIANTS, make_config, save_model
 from tests.runtime.interpreted import need_triton
 from tests.runtime.plans import CONTEXT, group, offload
 from tests.runtime.quantise import save_stored
@@ -478,12 +480,26 @@ def test_a_text_whose_pass_has_a_nan_ends_by_it(
         assert texts.num_free == 1
 
 
-def test_a_token_behind_the_end_is_none_of_the_text() -> None:
-    counts = DraftCounts()
-    counts.note(5, 4)
-    counts.num_behind = 3
-    assert (counts.accepted, counts.rejected) == (1, 4)
-    assert counts.describe() == (
-        "1 passes checked 5 drafts and took 4 of them; by their place, once those before were "
-        "right: 1.00, 1.00, 1.00, 1.00, 0.00"
-    )
+@pytest.mark.sweep
+@pytest.mark.parametrize("family", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_no_family_comes_out_wrong(tmp_path: Path, family: str) -> None:
+    try:
+        config = make_config(family, VARIANTS["windows"], None)
+        save_model(config, AutoModelForCausalLM, torch.float32, 0, tmp_path)
+    except Exception as error:
+        pytest.skip(f"not built: {error}")
+    decision = offload(group(2, 1), prefill_chunk=4)
+    try:
+        with open_drafted(tmp_path, drafting(decision)) as session:
+            made, _ = feed_passes(session, 7)
+    except OffplanError as error:
+        pytest.skip(f"refused: {error}")
+    with open_drafted(tmp_path, decision) as session:
+        assert compare(made, feed_steps(session)) < 2 * TOLERANCE
+
+
+def test_a_plan_of_several_texts_is_refused(tmp_path: Path) -> None:
+    model = open_model(str(save_tiny("qwen3", tmp_path)))
+    with pytest.raises(PlanError, match="`draft=ngram:7` with `batch=2`: a pass checks the drafts"):
+        require_batch(model, drafting(offload()), 2)
+    require_batch(model, drafting(offload()), 1)
