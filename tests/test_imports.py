@@ -102,7 +102,7 @@ ARROWS = {
     "runtime.joined": ["runtime.texts", "runtime.generate", "runtime.rows"],
     "runtime.hugging_face": ["runtime.rows"],
     "runtime.measuring": ["runtime.joined", "machine"],
-    "library.planned": ["machine", "routing"],
+    "library.planned": ["machine", "routing", "drafts"],
     "library.held_memory": ["placement"],
     "library.runnable": ["held", "lean", "runtime.executors", "runtime.measuring"],
     "library.settled": ["refusals", "library.held_memory", "packing_sample", "runtime.memory"],

@@ -83,7 +83,7 @@ def test_a_plan_names_its_profile_and_every_command_knows_it(
     assert code != 0
     assert "(cached_experts), which vLLM does not do: plan again with --for" in err
 
-    other = profile.read_text("utf-8").replace('"tokens": ', '"tokens": 1')
+    other = profile.read_text("utf-8").replace('"tokens": ', '"tokens": 1', 1)
     (tmp_path / "routing.json").write_text(other, "utf-8")
     code, out, _ = cli("check", path, "--file-only")
     assert (code, "DRIFT  routing" in out) == (4, True)

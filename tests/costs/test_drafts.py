@@ -37,7 +37,7 @@ from tests.costs.builders import (
 )
 from tests.held import predict
 from tests.planner.cases import UNLIMITED
-from tests.routing.test_use_order import count_hits
+from tests.routing import count_hits
 
 WORKLOAD = Workload(prompt_tokens=64, output_tokens=101, context=256)
 MACHINE = make_machine()

@@ -17,10 +17,9 @@ from offplan.drafts.acceptance import (
 )
 from offplan.drafts.counts import DraftCounts
 from offplan.errors import InputError
-from offplan.plan import ModelRef
 from tests.costs.builders import dense_model
+from tests.drafts import MODEL
 
-MODEL = ModelRef(source="test/model", headers_sha256="0" * 64, dtype="bfloat16")
 Change = Callable[[dict[str, Any]], object]
 
 

@@ -6,7 +6,7 @@ from offplan.capabilities.drafts import Draft
 from offplan.drafts.acceptance import AcceptanceProfile
 from offplan.drafts.length import DraftLength
 from offplan.drafts.mix import ONE_BY_ONE, find_mix
-from tests.drafts.test_acceptance import MODEL
+from tests.drafts import MODEL
 
 THREE = Draft(kind="ngram", tokens=3)
 
