@@ -27,6 +27,11 @@ LENGTHS = tuple(size - 1 for size in PASS_TOKENS)
 """Numbers of drafted tokens that are tried: those that fill a captured pass."""
 
 
+CLOSE = 1.1
+"""Times a request's seconds within which fewer drafts are priced again for the plan found. Source:
+chosen: what the plan without drafts has of them differs by less."""
+
+
 def list_drafts(question: Question) -> tuple[Draft, ...]:
     """List the drafts that plans of a question may have, beside none."""
     goal, profile = question.goal, question.stage.acceptance
@@ -68,7 +73,8 @@ def choose_drafts(question: Question, plain: PlanResult) -> PlanResult:
     ``plain`` is the best plan without drafts.
     """
     offload, most_s = plain.plan.offload, plain.plan.prediction.objective_s / ALIKE
-    for request_s, draft in _rank(question, offload, list_drafts(question)):
+    ranked = _rank(question, offload, list_drafts(question))
+    for request_s, draft in ranked:
         if request_s >= most_s:
             break
         if not offload.rules:
@@ -79,7 +85,8 @@ def choose_drafts(question: Question, plain: PlanResult) -> PlanResult:
                 return replace(plain, plan=plan, best_s=plan.prediction.objective_s)
         found = _search(question, plain.plan, draft, most_s)
         if found is not None:
-            return _shorten(question, found)
+            is_close = any(s < CLOSE * request_s for s, of in ranked if of.tokens < draft.tokens)
+            return _shorten(question, found) if is_close else found
     return plain
 
 
