@@ -81,17 +81,20 @@ def _render_phase(plan: Plan, result: "BenchResult", phase: str) -> Table:
     step, is_step = found.step, phase == "decode"
     drafted = plan.prediction.draft if is_step else None
     of_step: list[Any] = [predicted.bound_s, predicted.stall_s, predicted.link_bytes]
-    predicted_s, over = predicted.step_s, format_ratio(predicted.step_s, predicted.bound_s)
+    over = format_ratio(predicted.step_s, predicted.bound_s)
     if drafted is not None:  # those of a token are the means of all passes
-        predicted_s, of_step, over = drafted.step_s, [None, None, None], "-"
-    add("time", predicted_s, step.median_s, format_seconds, step.min_s, step.max_s)
+        of_step, over = [None, None, None], "-"
+    measured = format_seconds, step.min_s, step.max_s
+    if is_step and result.plan.drafts is not None:
+        step_s = None if drafted is None else drafted.step_s
+        add("a token, with drafts", predicted.step_s, result.plan.drafted_s, format_seconds)
+        add("a step without drafts", step_s, step.median_s, *measured)
+    else:
+        add("time", predicted.step_s, step.median_s, *measured)
     add("bound", of_step[0], found.bound_s, format_seconds)
     add("waiting for the link", of_step[1], found.stall_s, format_seconds)
     add("over the link", of_step[2], found.link_bytes, format_bytes)
     if is_step:
-        if result.plan.drafted_s is not None:
-            token_s = None if drafted is None else predicted.step_s
-            add("a token, with drafts", token_s, result.plan.drafted_s, format_seconds)
         add_counts(table, result.counts)
     table.add_row("time / bound", over, format_ratio(step.median_s, found.bound_s))
     return table

@@ -150,9 +150,9 @@ def run_payload(plan: Plan, result: RunResult, texts: Sequence["Text"]) -> dict[
     }
 
 
-def drafts_payload(plan: Plan, counts: DraftCounts | None) -> dict[str, Any]:
-    """Return what was counted of drafts, where a plan has some."""
-    return {} if plan.offload.draft is None else {"drafts": dump(counts)}
+def drafts_payload(plan: Plan, counts: DraftCounts | None, **more: object) -> dict[str, Any]:
+    """Return what was counted of drafts and ``more``, where a plan has some."""
+    return {} if plan.offload.draft is None else {"drafts": {**dump(counts), **more}}
 
 
 def text_payload(text: "Text") -> dict[str, Any]:
@@ -178,7 +178,7 @@ def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
             "host_memory": {"process_bytes": result.host_bytes},
         },
         **_counts_payload(result.counts),
-        **drafts_payload(plan, result.plan.drafts),
+        **drafts_payload(plan, result.plan.drafts, token_s=result.plan.drafted_s),
         **dict(plan.goal.list_outcomes()),
         "vs": {name: _way_payload(way) for name, way in result.others.items()},
     }
