@@ -48,6 +48,11 @@ _IN_ANY_BUDGET = object()
 """Context in which a plan is read that exceeds its budget, so that it can be made again."""
 
 
+def is_none(value: object) -> bool:
+    """Return True for what a file leaves out, so that other files stay as they are."""
+    return value is None
+
+
 class ModelRef(Record):
     """Which checkpoint the plan is for."""
 
@@ -147,8 +152,20 @@ class RoutingRef(Record):
     """SHA-256 of the profile."""
 
 
+class AcceptanceRef(Record):
+    """The acceptance profile that the plan was made from."""
+
+    file: str
+    """The profile's file, as ``--acceptance`` takes it."""
+    fingerprint: str
+    """SHA-256 of the profile."""
+
+
 class PhasePrediction(Record):
-    """The predicted cost of one phase (decode: one step; prefill: the whole prompt)."""
+    """The predicted cost of one phase: of the whole prompt, or in decode of one token.
+
+    A token is a step, or where passes check drafts its share of the passes' means.
+    """
 
     step_s: Seconds = Field(alias="step")
     compute_s: Seconds = Field(alias="compute")
@@ -174,6 +191,19 @@ class GPUMemoryPrediction(Record):
     total_bytes: Bytes = Field(alias="total")
 
 
+class DraftPrediction(Record):
+    """The passes that check drafts, beside ``decode``, which has the means of a token."""
+
+    tokens: float
+    """Tokens of text that a pass gives on average, steps without drafts included."""
+    step_s: Seconds = Field(alias="step")
+    """A step without drafts."""
+    pass_2_s: Seconds | None = Field(default=None, alias="pass_2", exclude_if=is_none)
+    """A pass of two tokens; null, and left out, where no pass has so many."""
+    pass_4_s: Seconds | None = Field(default=None, alias="pass_4", exclude_if=is_none)
+    pass_8_s: Seconds | None = Field(default=None, alias="pass_8", exclude_if=is_none)
+
+
 class Prediction(Record):
     """The plan's promises; the runtime compares itself with them."""
 
@@ -183,6 +213,8 @@ class Prediction(Record):
     """``measured`` when layer times were measured on the machine, ``estimated`` by roofline."""
     prefill: PhasePrediction
     decode: PhasePrediction
+    draft: DraftPrediction | None = Field(default=None, exclude_if=is_none)
+    """The passes that check drafts; null where none do, and in plans from before it was told."""
     gpu_memory: GPUMemoryPrediction
     host_memory_bytes: Bytes = Field(alias="host_memory")
     """Weights there: embeddings read by row, and the slabs where the host is the store."""
@@ -205,6 +237,8 @@ class Plan(Record):
     machine: MachineRef
     routing: RoutingRef | None = None
     """Left out where the plan assumes that tokens choose all experts equally often."""
+    acceptance: AcceptanceRef | None = Field(default=None, exclude_if=is_none)
+    """Left out where the plan knows of no acceptance of drafts."""
     offload: Offload
     prediction: Prediction
 

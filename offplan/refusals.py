@@ -50,7 +50,12 @@ def _list_refusals(
             )
     if offload.draft is not None:
         yield from list_draft_refusals(
-            offload.draft, stage.model, way=stage.way, batch=batch, store=offload.store
+            offload.draft,
+            stage.model,
+            way=stage.way,
+            batch=batch,
+            store=offload.store,
+            on_gpu=on_gpu,
         )
     if on_gpu and any(layer.kv_cache.is_coded for layer in stage.layers):
         yield from list_coded_refusals(stage)

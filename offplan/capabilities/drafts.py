@@ -4,13 +4,15 @@ Source: Leviathan et al., "Fast Inference from Transformers via Speculative Deco
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
+from offplan.capabilities.goal import Asked, GoalBase
 from offplan.capabilities.offload import OffloadBase
 from offplan.capabilities.way import Way
 from offplan.checkpoint.model import Model
+from offplan.errors import InputError
 from offplan.records import Record
 from offplan.stores import StoreName
 
@@ -22,6 +24,13 @@ MOST_DRAFTED = PASS_TOKENS[-1] - 1
 """Tokens that a pass drafts at most: its first token is no draft."""
 
 
+GPUS_CHECK_DRAFTS = False
+"""Whether passes on a GPU check drafts: not before a GPU makes the text that steps make.
+
+Source: ``tests/runtime/test_drafts_gpu.py`` on an H200 with torch 2.11, where texts differed.
+"""
+
+
 class Draft(Record):
     """The drafts of a plan: where they come from, and how many a pass has at most."""
 
@@ -29,10 +38,14 @@ class Draft(Record):
     tokens: Annotated[int, Field(ge=1, le=MOST_DRAFTED)]
     """Drafted tokens of a pass, at most."""
 
+    def __str__(self) -> str:
+        """Return it as the command line takes it."""
+        return f"{self.kind}:{self.tokens}"
+
     @property
     def key(self) -> str:
         """The argument that asks for it, in backquotes."""
-        return f"`draft={self.kind}:{self.tokens}`"
+        return f"`draft={self}`"
 
     def why_not_batch(self, batch: int) -> str | None:
         """Say why steps of so many sequences check no drafts; None if they do."""
@@ -45,7 +58,7 @@ class Draft(Record):
 
     def describe(self) -> str:
         """Say what is drafted, for a plan's report."""
-        return f"up to {self.tokens} drafted tokens a pass ({self.kind})"
+        return f"up to {self.tokens} drafted token{'s'[: self.tokens > 1]} a pass ({self.kind})"
 
 
 class DraftOffload(OffloadBase):
@@ -54,6 +67,80 @@ class DraftOffload(OffloadBase):
     # left out where there is none: what is printed of other plans stays as it is
     draft: Draft | None = Field(default=None, exclude_if=lambda draft: draft is None)
     """The drafts that each pass checks; null makes one token a pass."""
+
+    def list_steps(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield steps to passes of other sizes, and to none that check drafts."""
+        if self.draft is not None:
+            yield "without draft", {"draft": None}
+            for size in PASS_TOKENS:
+                if size != pass_tokens(self.draft.tokens):
+                    told = f"draft tokens {self.draft.tokens} -> {size - 1}"
+                    yield told, {"draft": self.draft.model_copy(update={"tokens": size - 1})}
+        yield from super().list_steps()
+
+
+class DraftGoal(GoalBase):
+    """A question whose plans may check drafts."""
+
+    # left out where it is usual: what is printed of other plans stays as it is
+    draft: Literal["auto", "off"] | Draft = Field(
+        default="auto", exclude_if=lambda draft: draft == "auto"
+    )
+    """The drafts that each pass checks; ``auto`` chooses them, or none, by an acceptance profile,
+    and ``off`` has none."""
+
+    @property
+    def asked_draft(self) -> Draft | None:
+        """The drafts that all plans have; None if plans may have none."""
+        return self.draft if isinstance(self.draft, Draft) else None
+
+    def list_refusals(self, asked: Asked) -> Iterator[str]:
+        """Yield why no plan can check the drafts that are asked for."""
+        if (draft := self.asked_draft) is not None:
+            yield from self.list_draft_refusals(draft, asked)
+            if self.objective != "latency":
+                yield (
+                    f"{draft.key} with `objective={self.objective}`, which chooses the batch: a "
+                    "pass checks the drafts of one sequence: leave one of them out"
+                )
+        yield from super().list_refusals(asked)
+
+    def list_draft_refusals(self, draft: Draft, asked: Asked) -> Iterator[str]:
+        """Yield why a plan of this goal cannot check drafts."""
+        return list_draft_refusals(
+            draft,
+            asked.model,
+            way=self.way,
+            batch=asked.batch,
+            store=asked.store,
+            engine=self.engine,
+            on_gpu=asked.on_gpu,
+        )
+
+    def list_unsaid(self) -> Iterator[tuple[str, str]]:
+        """Yield the drafts that are asked for."""
+        yield from super().list_unsaid()
+        if self.asked_draft is not None:
+            yield "draft", "offplan's own runtime alone checks drafts"
+
+
+def read_draft(text: str) -> str | dict[str, Any]:
+    """Read ``ngram:3``, ``auto`` or ``off`` as a goal's value; raises InputError for the rest."""
+    word = text.lower()
+    if word in ("auto", "off"):
+        return word
+    kind, _, tokens = word.partition(":")
+    if kind not in get_args(DraftKind) or not tokens.isdecimal():
+        raise InputError(
+            f"draft {text!r}: write a kind and how many tokens a pass drafts, 1 to {MOST_DRAFTED}, "
+            "as in ngram:3, or auto or off"
+        )
+    if not 1 <= int(tokens) <= MOST_DRAFTED:
+        raise InputError(
+            f"draft {text!r}: found {tokens} tokens, expected 1 to {MOST_DRAFTED}: passes of up to "
+            f"{MOST_DRAFTED + 1} tokens are captured"
+        )
+    return {"kind": kind, "tokens": int(tokens)}
 
 
 def pass_tokens(tokens: int) -> int:
@@ -78,13 +165,25 @@ def list_pass_sizes(draft: Draft | None) -> tuple[int, ...]:
 
 
 def list_draft_refusals(
-    draft: Draft, model: Model, *, way: Way, batch: int, store: StoreName, engine: str | None = None
+    draft: Draft,
+    model: Model,
+    *,
+    way: Way,
+    batch: int,
+    store: StoreName,
+    engine: str | None = None,
+    on_gpu: bool,
 ) -> Iterator[str]:
     """Yield why offplan cannot run a plan with these drafts: planner and runtime ask alike.
 
     ``batch`` is the number of sequences of a step, ``engine`` the one that runs the plan.
     """
     key = draft.key
+    if on_gpu and not GPUS_CHECK_DRAFTS:
+        yield (
+            f"{key}: this version checks drafts on the CPU alone, since texts were not right on a "
+            "GPU: leave `draft` out"
+        )
     if draft.kind == "mtp":
         yield f"{key}: no family's prediction layers are supported: choose `draft=ngram:N`"
     if engine is not None:

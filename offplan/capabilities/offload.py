@@ -1,7 +1,7 @@
 """Every plan's decision; capabilities add keys of their own in subclasses."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from offplan.capabilities.rule import Count
 from offplan.records import Record
@@ -21,6 +21,10 @@ class OffloadBase(Record):
     like."""
     store: StoreName = "host"
     """The place of what the rules take: pinned host memory, or that of a second GPU."""
+
+    def list_steps(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the steps of its keys in words, and the keys that each changes."""
+        yield from ()
 
     def list_capabilities(self) -> Iterator[str]:
         """Yield the capabilities that execute it, by the names of their executors."""

@@ -144,6 +144,7 @@ class PackingOffload(OffloadBase):
 
     def list_steps(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield steps to fewer packed weights, and to other layers."""
+        yield from super().list_steps()
         if self.packing is None:
             return
         now = dict(self.packing)

@@ -11,7 +11,7 @@ from pydantic import model_validator
 from typing_extensions import Self
 
 from offplan.capabilities.cached_experts import CachedExpertsGoal, CachedExpertsRule
-from offplan.capabilities.drafts import DraftOffload
+from offplan.capabilities.drafts import DraftGoal, DraftOffload
 from offplan.capabilities.goal import Asked, GoalBase
 from offplan.capabilities.host_cores import HostCoresGoal
 from offplan.capabilities.kv_cache import KVCacheGoal
@@ -72,7 +72,14 @@ class Offload(DraftOffload, PackingOffload):
 
 
 class Goal(
-    KVCacheGoal, RanksGoal, HostCoresGoal, PartsGoal, CachedExpertsGoal, PackingGoal, StockGoal
+    KVCacheGoal,
+    RanksGoal,
+    DraftGoal,
+    HostCoresGoal,
+    PartsGoal,
+    CachedExpertsGoal,
+    PackingGoal,
+    StockGoal,
 ):
     """The aim of a plan, and the limits that it must keep beside the budget."""
 

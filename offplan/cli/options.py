@@ -149,6 +149,10 @@ RecordRouting = Annotated[
     Path | None,
     typer.Option(help="File for how soon tokens choose the same experts again, as JSON."),
 ]
+RecordDrafts = Annotated[
+    Path | None,
+    typer.Option(help="File for how often the plan's drafts are taken, as YAML."),
+]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the output file.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
@@ -200,6 +204,14 @@ Routing = Annotated[
         help="How soon experts are chosen again, as `run --record-routing` saved it.",
     ),
 ]
+Acceptance = Annotated[
+    Path | None,
+    typer.Option(
+        "--acceptance",
+        metavar="FILE",
+        help="How often drafts are taken, as `run --record-drafts` saved it.",
+    ),
+]
 LeaveUnpacked = Annotated[
     Any,
     typer.Option(
@@ -224,6 +236,38 @@ KVCacheType = Annotated[
         "--kv-cache-dtype",
         **choice(KVCacheDtype),
         help="Keep keys and values as computed, or in FP8 with a scale for each token and head.",
+    ),
+]
+
+
+NoDraft = Annotated[bool, typer.Option("--no-draft", help="Check no drafts: --draft off.")]
+
+
+def settle_draft(goal: dict[str, Any], *, no_draft: bool) -> dict[str, Any]:
+    """Return a goal's values with ``--no-draft``; raises InputError beside ``--draft``."""
+    if not no_draft:
+        return goal
+    if goal["draft"] not in (None, "off"):
+        raise InputError("--no-draft with --draft: leave one of them out")
+    return {**goal, "draft": "off"}
+
+
+def _read_draft(argument: str) -> Any:
+    """Read a kind and a number of drafts, ``auto`` or ``off``; raises InputError for the rest."""
+    from offplan.capabilities.drafts import read_draft  # pydantic takes a while to import
+
+    return read_draft(argument)
+
+
+Draft = Annotated[
+    Any,
+    typer.Option(
+        "--draft",
+        parser=_read_draft,
+        metavar="ngram:N, auto or off",
+        help="Check up to N drafts a pass, or as many as --acceptance makes fastest. "
+        "[default: auto]",
+        show_default=False,
     ),
 ]
 
@@ -299,6 +343,7 @@ class OtherGoal:
 
     leave_unpacked: LeaveUnpacked = None
     host_cores: Annotated[bool | None, take_cores("the plan's")] = None
+    draft: Draft = None
 
 
 SAME_GOAL = OtherGoal()
@@ -348,6 +393,7 @@ class GoalOptions:
             help="Keep the N experts of a layer that were used last on the GPU. [default: auto]",
         ),
     ] = None
+    draft: Draft = None
     parts: Annotated[
         PartsChoice | None,
         typer.Option(

@@ -109,9 +109,10 @@ def relocate_plan(plan: Plan, old: Path, new: Path) -> Plan:
         "model": model.model_copy(update={"source": source}),
         "machine": machine.model_copy(update={"profile": profile}),
     }
-    if plan.routing is not None:
-        file = relocate_path(plan.routing.file, old, new)
-        moved["routing"] = plan.routing.model_copy(update={"file": file})
+    for key in ("routing", "acceptance"):
+        if (profile_ref := getattr(plan, key)) is not None:
+            file = relocate_path(profile_ref.file, old, new)
+            moved[key] = profile_ref.model_copy(update={"file": file})
     return plan.model_copy(update=moved)
 
 

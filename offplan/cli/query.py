@@ -67,6 +67,8 @@ class Query:
     goal: options.GoalOptions = field(default_factory=options.GoalOptions)
     trust_remote_code: options.TrustRemoteCode = False
     routing: options.Routing = None
+    acceptance: options.Acceptance = None
+    no_draft: options.NoDraft = False
     frontier: Annotated[
         bool,
         typer.Option(
@@ -105,6 +107,7 @@ class Query:
                 (self.output or self.svg, "many plans and writes none: leave --output and --svg"),
                 (goal.max_ttft_s or goal.max_tpot_s, "all times: leave --max-ttft and --max-tpot"),
                 (goal.objective != "latency", "the plans of one batch: leave --objective"),
+                (self.acceptance, "plans without drafts, or with --draft: leave --acceptance"),
             ):
                 if used:
                     raise InputError(f"--frontier shows {why} out")
@@ -123,18 +126,23 @@ class Query:
             read_workload,
             settle_context,
         )
-        from offplan.library.asking import ask, read_routing
+        from offplan.drafts.acceptance import check_acceptance
+        from offplan.library.asking import ask, read_acceptance, read_routing
         from offplan.library.machines import check_threads, find_machine
         from offplan.plan import Goal
 
         if self.machine is not None:  # else it is measured
             import_less()
-        goal = asdict(self.goal)
+        goal = options.settle_draft(asdict(self.goal), no_draft=self.no_draft)
         if self.workload.batch is not None:  # a named batch leaves none to be chosen
             goal["objective"] = "latency"
         workload = read_workload(self.workload)
         if goal["objective"] == "throughput":  # which chooses the batch
             workload = workload.model_copy(update={"batch": 1})
+        asked = Goal.from_arguments(**goal)
+        accepted = None
+        if self.acceptance is not None:  # before anything is read or fetched
+            accepted = read_acceptance(str(self.acceptance), asked.asked_draft)
         model = open_model(
             self.model,
             revision=self.revision,
@@ -147,9 +155,10 @@ class Query:
             require_checkpoint(model)
         if self.routing is not None:  # before anything is measured
             read_routing(str(self.routing), model, goal["engine"])
+        if accepted is not None:
+            check_acceptance(accepted, model, str(self.acceptance))
         if goal["host_threads"] is not None and self.machine is None:
             check_threads(goal["host_threads"])
-        asked = Goal.from_arguments(**goal)
         machine = find_machine(
             self.machine,
             model,
@@ -168,6 +177,7 @@ class Query:
             host_memory=self.host_memory,
             store=self.store,
             routing=None if self.routing is None else str(self.routing),
+            acceptance=None if self.acceptance is None else str(self.acceptance),
             **goal,
         )
         note_machine(self.machine, asked, self.store)

@@ -32,6 +32,8 @@ def replan(
     ] = False,
     goal: options.OtherGoal = options.SAME_GOAL,
     routing: options.Routing = None,
+    acceptance: options.Acceptance = None,
+    no_draft: options.NoDraft = False,
     trust_remote_code: options.TrustRemoteCode = False,
     output: options.Output = None,
     force: options.Force = False,
@@ -67,6 +69,7 @@ def replan(
             "`offplan plan` about another one"
         )
     check_writable(output, force=force)
+    changed = options.settle_draft(vars(goal), no_draft=no_draft)
     old = load_plan(plan, to_replan=True)
     found = read_planned_model(
         old, model, ProgressBar("reading headers"), trust_remote_code=trust_remote_code
@@ -78,7 +81,7 @@ def replan(
             found,
             old.workload,
             store=old.offload.store,
-            goal=renew_goal(old.goal, **vars(goal)),
+            goal=renew_goal(old.goal, **changed),
             on_stage=ProgressBar,
         )
     if chosen is not None and chosen.profile_name is not None:
@@ -89,12 +92,16 @@ def replan(
         model=found,
         machine=chosen,
         accept_drift=accept_drift,
-        **vars(goal),
+        **changed,
         routing=None if routing is None else str(routing),
+        acceptance=None if acceptance is None else str(acceptance),
     )
     if routing is not None:
         file = relocate_path(str(routing), Path(), plan.resolve().parent)
         question = replace(question, routing_file=file)
+    if acceptance is not None:
+        file = relocate_path(str(acceptance), Path(), plan.resolve().parent)
+        question = replace(question, acceptance_file=file)
     note_budget(question.machine, old.budget.gpu_memory)
     with waiting("planning"):
         made = make_plan(question).plan

@@ -15,11 +15,11 @@ SHARES = 0.25, 0.5, 0.75
 """Shares of a layer's experts whose hits are printed."""
 
 
-def check_file(path: Path | None, *, force: bool) -> None:
-    """Raise InputError for a file that ``save_routing`` would refuse, and for stdout."""
+def check_file(path: Path | None, option: str = "--record-routing", *, force: bool) -> None:
+    """Raise InputError for a file that could not be written, and for stdout, with the option."""
     if path == STANDARD:
         raise InputError(
-            "--record-routing writes a file, and the result is printed to stdout: name a file"
+            f"{option} writes a file, and the result is printed to stdout: name a file"
         )
     check_writable(path, force=force)
 

@@ -21,6 +21,7 @@ def run(given: RunOptions) -> None:
 
     Of a model, plan it for this machine first. The plan is kept for the next time.
     """
+    from offplan.cli.drafts import require_drafts, save_drafts
     from offplan.cli.opening import open_to_run
     from offplan.cli.routing import check_file, save_routing
     from offplan.library.machines import check_threads
@@ -30,6 +31,7 @@ def run(given: RunOptions) -> None:
     check_stdout()
     given.check()
     check_file(given.record_routing, force=given.force)
+    check_file(given.record_drafts, "--record-drafts", force=given.force)
     lines = given.read_lines()
     plan, model = open_to_run(
         given.plan,
@@ -42,6 +44,8 @@ def run(given: RunOptions) -> None:
         dummy_weights=given.dummy_weights,
         trust_remote_code=given.trust_remote_code,
     )
+    if given.record_drafts is not None:
+        require_drafts(plan)
     if given.host_threads is not None:
         if not plan.has_cores:
             raise InputError(
@@ -99,6 +103,8 @@ def run(given: RunOptions) -> None:
                 save()  # who reads the texts has closed the pipe; the file was asked for, too
                 raise
             save()
+            if given.record_drafts is not None:
+                save_drafts(result.measured.drafts, plan, given.record_drafts, force=given.force)
     # in a pipe or a file a text stands alone
     text_alone = bool(texts) and not given.json and not sys.stdout.isatty()
     print_result(

@@ -73,6 +73,7 @@ class RunOptions:
         typer.Option(parser=options.read_text, metavar="TEXT", help="End a text before this one."),
     ] = None
     record_routing: options.RecordRouting = None
+    record_drafts: options.RecordDrafts = None
     goal: options.RunGoal = options.AS_PLANNED
     planned: ModelOptions = AS_USUAL
     trust_remote_code: options.TrustRemoteCode = False

@@ -3,11 +3,13 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
+from offplan.capabilities.drafts import Draft, list_pass_sizes, most_drafted
 from offplan.checkpoint.architecture import Attention
 from offplan.checkpoint.layers import output_width
 from offplan.checkpoint.model import Layer, Vectors
 from offplan.checkpoint.parameter import Parameter, Role, role_of
 from offplan.checkpoint.windows import Mixer
+from offplan.costs.drafts import graph_bytes
 from offplan.costs.work import (
     AttentionDims,
     PassShape,
@@ -164,20 +166,32 @@ H100 1.91 and 1.92 (Nemotron-H by transformers 5.17, 4.51 GB).
 
 
 def activation_bytes(
-    stage: Stage, workload: Workload, prefill_chunk: int, *, in_pieces: bool = False
+    stage: Stage,
+    workload: Workload,
+    prefill_chunk: int,
+    draft: Draft | None = None,
+    *,
+    in_pieces: bool = False,
 ) -> int:
     """Bytes of all ``activation_parts``, where no layer's experts stream in pieces.
 
     With ``in_pieces`` all do, and what prompts take at them is left out.
     """
-    return sum(activation_parts(stage, workload, prefill_chunk, in_pieces=in_pieces).values())
+    parts = activation_parts(stage, workload, prefill_chunk, draft, in_pieces=in_pieces)
+    return sum(parts.values())
 
 
 def activation_parts(
-    stage: Stage, workload: Workload, prefill_chunk: int, *, in_pieces: bool = False
+    stage: Stage,
+    workload: Workload,
+    prefill_chunk: int,
+    draft: Draft | None = None,
+    *,
+    in_pieces: bool = False,
 ) -> dict[str, int]:
     """Name the bytes of what passes make and drop again; ``in_pieces`` as for ``phase_bytes``.
 
+    Passes that check a ``draft`` are captured beside steps, in the same memory.
     Captured graphs keep a step's temporaries beside an uncaptured prompt. Source:
     ``runtime.session.Session``, ``runtime.passes.captured.Passes``.
     """
@@ -189,26 +203,31 @@ def activation_parts(
             "scratch": scratch_bytes(stage, batch * prefill_chunk),
             "experts stored as codes": coded_experts_bytes(stage),
         }
-    prompt, step = phase_bytes(stage, workload, prefill_chunk, in_pieces=in_pieces)
+    prompt, step = phase_bytes(stage, workload, prefill_chunk, draft, in_pieces=in_pieces)
     parts = {
         "temporaries of the larger phase": max(prompt, step),
         "temporaries of a step, for captured graphs": step,
         "scratch": scratch_bytes(stage, workload.batch * prefill_chunk),
         "experts stored as codes": coded_experts_bytes(stage),
     }
-    if values := cached_value_bytes(stage, workload, prefill_chunk):
+    if values := cached_value_bytes(stage, workload, prefill_chunk, draft):
         parts["values of one layer's cached codes"] = values
+    if graphs := graph_bytes(stage, draft):
+        parts["graphs of passes that check drafts"] = graphs
     return parts
 
 
-def cached_value_bytes(stage: Stage, workload: Workload, prefill_chunk: int) -> int:
+def cached_value_bytes(
+    stage: Stage, workload: Workload, prefill_chunk: int, draft: Draft | None = None
+) -> int:
     """Bytes of the scratch in which prompts make the values of one layer's codes, of all rows.
 
     Source: ``runtime.model.codes_scratch.Scratch``.
     """
     if not stage.is_own:
         return 0
-    return workload.batch * stage.row_cache(workload.context).most_values(prefill_chunk)
+    row = stage.row_cache(workload.context, most_drafted(draft))
+    return workload.batch * row.most_values(prefill_chunk)
 
 
 def scratch_bytes(stage: Stage, num_tokens: int) -> int:
@@ -257,9 +276,14 @@ def coded_experts_bytes(stage: Stage) -> int:
 
 
 def phase_bytes(
-    stage: Stage, workload: Workload, prefill_chunk: int, *, in_pieces: bool = False
+    stage: Stage,
+    workload: Workload,
+    prefill_chunk: int,
+    draft: Draft | None = None,
+    *,
+    in_pieces: bool = False,
 ) -> tuple[int, int]:
-    """Bytes of the temporaries of a prompt, and of a decode step.
+    """Bytes of the temporaries of a prompt, and of a decode step or a larger pass.
 
     A prompt's are its largest chunk's, and what waits meanwhile. A chunk has hidden states + the
     largest block + logits: of a layer only one block, attention or MLP, is alive at a time. Of a
@@ -267,7 +291,8 @@ def phase_bytes(
     the plan's runs uncompiled. ``in_pieces`` leaves out what a prompt's routed experts take, as
     where all of them stream in pieces.
     """
-    layers, row = _distinct_layers(stage), stage.row_cache(workload.context)
+    layers = _distinct_layers(stage)
+    row = stage.row_cache(workload.context, most_drafted(draft))
 
     def attend(stage: Stage, layer: Layer, shape: PassShape) -> int:
         owner = row.owner(layer.index)
@@ -291,7 +316,9 @@ def phase_bytes(
     prompt = max(of_chunk(shape) + waiting_bytes(stage, workload, shape) for shape in last.values())
 
     # of decode steps the last one takes most
-    return prompt, of_chunk(PassShape(Phase.DECODE, workload.batch, 1, workload.context))
+    sizes = (1, *list_pass_sizes(draft))
+    steps = [PassShape(Phase.DECODE, workload.batch, n, workload.context) for n in sizes]
+    return prompt, max(map(of_chunk, steps))
 
 
 def expanded_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
@@ -360,7 +387,7 @@ def per_layer_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
 
 
 def logits_bytes(stage: Stage, shape: PassShape) -> int:
-    """Bytes of the logits of each sequence's last token: LOGIT_COPIES x batch x vocabulary.
+    """Bytes of the logits of ``head_rows``, each of the vocabulary: LOGIT_COPIES of them.
 
     With them live the values of a head that is stored as codes, where these are made.
     """
@@ -369,7 +396,7 @@ def logits_bytes(stage: Stage, shape: PassShape) -> int:
         return 0
     made = head.num_weights if head_expands(head, shape, size) else 0
     # GPUs gather those of the whole vocabulary
-    num_logits = shape.batch * whole.shape[0]
+    num_logits = shape.head_rows * whole.shape[0]
     return (LOGIT_COPIES * num_logits + made) * size + _nested_bytes([head])
 
 
@@ -404,7 +431,7 @@ def attention_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
             total += split_bytes(stage, layer, shape)
         elif heads.sinks or heads.soft_cap is not None:
             kept = stage.row_cache(shape.context).window(layer.index) if stage.is_own else None
-            total += SCORE_BYTES * shape.batch * (kept or shape.context) * heads.num_heads
+            total += SCORE_BYTES * shape.num_tokens * (kept or shape.context) * heads.num_heads
     if stage.architecture.latents is not None:
         total += latent_bytes(stage, layer, shape)
     encoded = layer.kv_cache.value_bytes // stage.element_bytes
@@ -429,7 +456,7 @@ def split_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
     by_config = Vectors(max(1, heads.num_kv_heads), heads.head_dim)
     values = (layer.kv_cache.vectors or [by_config])[-1]
     group = -(-heads.num_heads // values.number)
-    programs = shape.batch * values.number * -(-group // LATENT_HEADS)
+    programs = shape.num_tokens * values.number * -(-group // LATENT_HEADS)
     width = 1 << (max(16, values.dim) - 1).bit_length()
     return 4 * (width + 1) * LATENT_HEADS * max(CODED_PROGRAMS * SPLITS, programs)
 
@@ -482,8 +509,8 @@ def latent_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
     latent, rope = dims.value_dim, dims.query_dim - dims.value_dim
     in_kernel = stage.dtype in KERNEL_TYPES and layer.kv_cache.window is None
     if not in_kernel or not (is_power(latent) and is_power(rope)):
-        return shape.batch * shape.context * dims.num_heads * SCORE_BYTES
-    blocks = shape.batch * -(-dims.num_heads // LATENT_HEADS)
+        return shape.num_tokens * shape.context * dims.num_heads * SCORE_BYTES
+    blocks = shape.num_tokens * -(-dims.num_heads // LATENT_HEADS)
     return 4 * (latent + 1) * LATENT_HEADS * max(SPLITS, blocks)
 
 

@@ -13,7 +13,7 @@ cores multiplied the link brings for later, as far as it is idle: no step waits 
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple, fields, replace
 from functools import lru_cache
 from math import ceil, comb
 from typing import NamedTuple
@@ -67,17 +67,17 @@ def find_experts(
     slots: ExpertSlots,
     experts: Experts,
     reuse: BatchReuse | None,
-    batch: int,
+    num_tokens: int,
     rates: MissRates | None = None,
 ) -> ExpertsFound:
-    """Predict what a decode step finds of one layer's experts in its slots.
+    """Predict what a decode step of so many tokens finds of one layer's experts in its slots.
 
     ``rates`` are those by which cores and link divide what is missed; None if the link brings all.
     If every chosen expert enters a slot, the hit rate is that of the profile. What the cores
     multiply enters one if the link brings it for later: ``simulated_slots`` tells how many more
     are missed where it does not.
     """
-    chosen = experts.touched(batch) if reuse is None else reuse.touched
+    chosen = experts.touched(num_tokens) if reuse is None else reuse.touched
     kept = slots.num_kept
     rate = kept / experts.num_experts if reuse is None else reuse.hit_rate(kept)
     if rates is None or not slots.by_cores:
@@ -176,18 +176,25 @@ def brought_bytes(slots: ExpertSlots, found: ExpertsFound) -> int:
 
 
 def predict_found(
-    placement: Placement, stage: Stage, batch: int, machine: MachineProfile
+    placement: Placement,
+    stage: Stage,
+    batch: int,
+    machine: MachineProfile,
+    sizes: Sequence[tuple[int, float]] = ((1, 1.0),),
 ) -> ExpertsFound | None:
-    """Predict the hits and misses of a decode step, over all layers; None if none keep experts."""
-    entries, at_use = read_at_use(placement, Phase.DECODE), AtUse(stage, machine, batch)
-    missed = [
-        Missed.of(slots, entries[layer], at_use)
-        for layer, slots in placement.caches_of(ExpertSlots).items()
-    ]
-    if stage.experts is None or not missed:
+    """Predict the hits and misses of a decode step, over all layers; None if none keep experts.
+
+    Of passes of several ``sizes`` it is the mean: tokens of each, and the share that has so many.
+    """
+    caches, entries = placement.caches_of(ExpertSlots), read_at_use(placement, Phase.DECODE)
+    if stage.experts is None or not caches:
         return None
-    found = [each.found for each in missed]
-    return ExpertsFound(*(sum(column) for column in zip(*map(astuple, found), strict=True)))
+    total = np.zeros(len(fields(ExpertsFound)))
+    for tokens, share in sizes:
+        at_use = AtUse(stage, machine, batch, tokens)
+        for layer, slots in caches.items():
+            total += share * np.array(astuple(Missed.of(slots, entries[layer], at_use).found))
+    return ExpertsFound(*total.tolist())
 
 
 def list_misses(
@@ -280,7 +287,7 @@ class Missed(NamedTuple):
         experts = at_use.stage.experts
         assert experts is not None
         rates = find_rates(slots, chosen, at_use.machine) if slots.by_cores else None
-        found = find_experts(slots, experts, at_use.reuse, at_use.batch, rates)
+        found = find_experts(slots, experts, at_use.reuse, at_use.num_tokens, rates)
         return cls(slots, found, chosen, rates)
 
     @property

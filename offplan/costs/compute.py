@@ -132,7 +132,7 @@ def routed_share(machine: MachineProfile, work: LayerWork, shape: PassShape) -> 
 
 
 def outside_time(machine: MachineProfile, stage: Stage, shape: PassShape) -> ComputeTime:
-    """Price embedding rows, final norm and the head on the last token of each sequence.
+    """Price embedding rows, final norm and the head on the tokens that it gives logits of.
 
     The values of a head that is stored as codes may have to be made, and then read.
     """
@@ -155,7 +155,7 @@ def outside_time(machine: MachineProfile, stage: Stage, shape: PassShape) -> Com
         recodes = head.is_recoded and not makes
         stored = RECODED_HEAD_BYTES(head, at) if recodes else head.nbytes
         num_bytes = stored + rows + 2 * element_bytes * made
-        return head_seconds(machine, num_bytes, head.num_weights, at.batch)
+        return head_seconds(machine, num_bytes, head.num_weights, at.head_rows)
 
     return _measured_or(machine, stage.time_key(stage.outside_key), shape, estimate)
 

@@ -59,21 +59,21 @@ def find_use(
     units: Iterable[Unit],
     machine: MachineProfile,
     experts: Experts | None,
-    batch: int,
+    num_tokens: int,
     reuse: BatchReuse | None,
 ) -> CoresUse:
-    """Find what the cores do with units of one layer."""
+    """Find what the cores do with units of one layer in a step of so many tokens."""
     taken = list(units)
-    uses = [UnitUse(unit, batch, experts, machine, reuse) for unit in taken]
+    uses = [UnitUse(unit, num_tokens, experts, machine, reuse) for unit in taken]
     dense = [
         u for u in taken if not u.is_expert and u.part is Component.WEIGHT and len(u.shape) > 1
     ]
     routed = [use for use in uses if use.unit.is_expert]
     num_bytes, of_routed = (sum(map(Backend.HOST.link_bytes, each)) for each in (uses, routed))
-    slowness = max(1.0, batch / ROWS_AT_RATE)
+    slowness = max(1.0, num_tokens / ROWS_AT_RATE)
     if of_routed and experts is not None:
         chosen = max(1.0, routed[0].touched * experts.num_experts)
-        rows = batch * experts.num_experts_per_token / chosen
+        rows = num_tokens * experts.num_experts_per_token / chosen
         slowness += of_routed / num_bytes * (max(1.0, rows / ROWS_AT_RATE) - slowness)
     return CoresUse(round(num_bytes), len(dense) + bool(routed), slowness)
 

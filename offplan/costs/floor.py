@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from offplan.backends import BACKENDS, Backend
 from offplan.costs.timeline import to_seconds
+from offplan.drafts.mix import ONE_BY_ONE, Mix
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Workload
@@ -38,6 +39,7 @@ def find_floor(
     resident_ps: tuple[int, int],
     elsewhere_ps: tuple[int, int] = (0, 0),
     beside: Iterable[Backend] = (),
+    mix: Mix = ONE_BY_ONE,
 ) -> Floor:
     """Find the floor of a budget.
 
@@ -47,21 +49,27 @@ def find_floor(
     embeddings, of which it reads rows, then routed experts. Of these it reads as many as uniform
     routing has, or as caches of the best sizes miss in a profile. ``resident_ps`` are the fastest
     prompt and decode step with everything resident; ``elsewhere_ps`` the same of a pipeline's other
-    stages, which come on top. Backends of ``beside`` read in decode as well as the link.
+    stages, which come on top. Backends of ``beside`` read in decode as well as the link. Passes of
+    a ``mix`` check drafts: the decode step is then their mean, and the floor's that of a token.
     """
     rate = max(backend.rate(machine).value for backend in BACKENDS.values() if backend.is_usual)
-    tokens = workload.batch * workload.prompt_tokens, workload.batch
-    prefill_bytes, decode_bytes = (
-        min(_least_read(stage, missing, each, reuse) for stage, missing in ways)
-        for each, reuse in zip(tokens, (None, ways[0][0].reuse(workload.batch)), strict=True)
-    )
+
+    def least_read(tokens: int, reuse: BatchReuse | None) -> int:
+        num_tokens = workload.batch * tokens
+        return min(_least_read(stage, missing, num_tokens, reuse) for stage, missing in ways)
+
+    stage, batch = ways[0][0], workload.batch
+    prefill_bytes = least_read(workload.prompt_tokens, None)
+    read = (share * least_read(n, stage.reuse(batch, n)) for n, share in mix.shares)
+    decode_bytes = round(sum(read))
     others_s = [to_seconds(each) for each in elsewhere_ps]
     prefill_s = max(to_seconds(resident_ps[0]), prefill_bytes / rate) + others_s[0]
     in_all = rate + sum(backend.rate(machine).value for backend in beside)
     decode_s = max(to_seconds(resident_ps[1]), decode_bytes / in_all) + others_s[1]
+    decode_s /= mix.tokens
     return Floor(
         missing_bytes=min(missing for _, missing in ways),
-        decode_link_bytes=decode_bytes,
+        decode_link_bytes=round(decode_bytes / mix.tokens),
         prefill_link_bytes=prefill_bytes,
         decode_s=decode_s,
         prefill_s=prefill_s,

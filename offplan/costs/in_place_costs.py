@@ -51,11 +51,18 @@ class AtUse:
     machine: MachineProfile
     batch: int
     """Sequences of a decode step."""
+    tokens: int = 1
+    """Tokens of each sequence that a decode step passes."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a decode step over all sequences."""
+        return self.batch * self.tokens
 
     @cached_property
     def reuse(self) -> BatchReuse | None:
         """How a decode step's tokens choose experts; None if they choose all alike."""
-        return self.stage.reuse(self.batch)
+        return self.stage.reuse(self.batch, self.tokens)
 
     def read_bytes(self, served: Served, priced: PassCompute) -> Counter[Backend]:
         """Bytes that a call of one layer reads in a pass, by backend, re-reads included.
@@ -86,7 +93,7 @@ class AtUse:
     def cores(self, served: Served) -> CoresUse:
         """Find what the host's cores do of one layer in a decode step."""
         units = [unit for unit, backend in served if backend.is_by_cores]
-        use = find_use(units, self.machine, self.stage.experts, self.batch, self.reuse)
+        use = find_use(units, self.machine, self.stage.experts, self.num_tokens, self.reuse)
         # where the cores multiply shared experts, too, they do so once the routed ones are done
         are_shared = any(role_of(each.parameters[0]) is Role.SHARED_EXPERTS for each in units)
         if are_shared or not any(each.is_expert for each in units):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from offplan.capabilities.drafts import Draft, most_drafted
 from offplan.costs.activations import activation_parts
 from offplan.costs.capabilities import GPU_BYTES
 from offplan.costs.engine_times import cache_bytes
@@ -19,12 +20,14 @@ Source: estimated.
 """
 
 
-def kv_cache_bytes(stage: Stage, workload: Workload, prefill_chunk: int) -> int:
+def kv_cache_bytes(
+    stage: Stage, workload: Workload, prefill_chunk: int, draft: Draft | None = None
+) -> int:
     """Bytes of the cache: ``Stage.cache_bytes``, or what the engine that loads the model needs."""
     engine = stage.pass_rules
     if engine is not None and engine.shares_blocks:
         return cache_bytes(stage, workload, prefill_chunk)
-    return stage.cache_bytes(workload)
+    return stage.cache_bytes(workload, draft)
 
 
 def overhead_bytes(machine: MachineProfile, budget: Budget) -> int:
@@ -43,6 +46,7 @@ def list_gpu_memory(
     workload: Workload,
     budget: Budget,
     prefill_chunk: int,
+    draft: Draft | None = None,
 ) -> Iterator[Term]:
     """List the terms of GPU memory, which a plan promises to stay within, and then their sum."""
     saved = sum(each.as_stored.nbytes - each.nbytes for each in stage.parameters)
@@ -59,7 +63,7 @@ def list_gpu_memory(
     of_ring = "slots x largest span"
     are_whole = (n not in placement.pieces for n, of in enumerate(stage.layers) if of.expert_bytes)
     in_pieces = bool(placement.pieces) and not any(are_whole)
-    activations = activation_parts(stage, workload, prefill_chunk, in_pieces=in_pieces)
+    activations = activation_parts(stage, workload, prefill_chunk, draft, in_pieces=in_pieces)
     for name_bytes in GPU_BYTES:
         activations |= name_bytes(placement, stage, workload, prefill_chunk)
     if placement.pieces:
@@ -68,9 +72,9 @@ def list_gpu_memory(
             Input("slots for parts", placement.num_piece_slots, "count"),
             Input("largest part", placement.piece_bytes, "bytes"),
         )
-    cache = _cache_parts(stage, workload)
-    cached = kv_cache_bytes(stage, workload, prefill_chunk)
-    cache["the engine's blocks"] = cached - stage.cache_bytes(workload)
+    cache = _cache_parts(stage, workload, draft)
+    cached = kv_cache_bytes(stage, workload, prefill_chunk, draft)
+    cache["the engine's blocks"] = cached - stage.cache_bytes(workload, draft)
     figure = list_figures(machine, "gpu_overhead")
     kept = (*figure, Input(margin, _margin_bytes(budget), "bytes"))
     taken = overhead_bytes(machine, budget)
@@ -86,20 +90,21 @@ def list_gpu_memory(
     yield Term("gpu_memory.total", total, "bytes", "the sum of these")
 
 
-def _cache_parts(stage: Stage, workload: Workload) -> dict[str, int]:
+def _cache_parts(stage: Stage, workload: Workload, draft: Draft | None) -> dict[str, int]:
     """Name the parts of ``Stage.cache_bytes``."""
-    batch, row = workload.batch, stage.row_cache(workload.context)
+    batch, row = workload.batch, stage.row_cache(workload.context, most_drafted(draft))
     if stage.is_own:
         tokens, rings, checkpoints = row.whole_bytes, row.window_bytes, row.checkpoint_bytes
     else:
         tokens = workload.context * sum(layer.kv_cache.bytes_per_token for layer in stage.layers)
         rings = checkpoints = 0
+    beside = " and drafts" if draft is not None else ""
     found = {
         "batch x context x bytes a token": batch * tokens,
-        "batch x window x bytes a token": batch * rings,
+        f"batch x window{beside} x bytes a token": batch * rings,
         "batch x row checkpoint of windows and states": batch * checkpoints,
     }
-    of_states = stage.cache_bytes(workload) - sum(found.values())
+    of_states = stage.cache_bytes(workload, draft) - sum(found.values())
     return found | {"batch x state of linear attention": of_states}
 
 

@@ -62,4 +62,4 @@ def layer_bytes(work: LayerWork, shape: PassShape) -> float:
 
 def head_bytes(head: Parameter, shape: PassShape) -> int:
     """Bytes that a pass takes as long to read of a packed head whose values it does not make."""
-    return round(packed_slowdown(shape.batch) * head.as_stored.nbytes)
+    return round(packed_slowdown(shape.head_rows) * head.as_stored.nbytes)

@@ -22,7 +22,8 @@ def pass_times(
     """Find what each operation of a pass takes."""
     shapes, phase = priced.shapes, priced.shapes[0].phase
     is_step, copies = phase is Phase.DECODE, bool(placement.spans(Phase.DECODE))
-    at_use, calls = AtUse(stage, machine, shapes[0].batch), count_calls(stage, phase)
+    calls, tokens = count_calls(stage, phase), shapes[0].tokens if is_step else 1
+    at_use = AtUse(stage, machine, shapes[0].batch, tokens)
     read: list[Counter[Backend]] = [Counter() for _ in calls]
     keeping, waiting, missing = ([0] * len(calls) for _ in range(3))
     later_bytes = 0

@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+from offplan.capabilities.drafts import list_pass_sizes
 from offplan.costs.calls import list_calls
 from offplan.costs.compute import ModelCompute
+from offplan.costs.drafts import DraftedPass, DraftedTimes, list_drafted
 from offplan.costs.engine_times import add_up_engine, engine_pass_times
 from offplan.costs.memory import list_gpu_memory, list_stores
 from offplan.costs.pass_compute import PassCompute
@@ -24,6 +26,7 @@ from offplan.costs.timeline import (
     to_seconds,
 )
 from offplan.costs.work import decode_shape, prefill_shapes
+from offplan.drafts.mix import ONE_BY_ONE
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement, place
@@ -38,10 +41,18 @@ class RequestTimes:
 
     prefill: PhaseTimes
     decode: PhaseTimes
+    """Times of a step, without drafts."""
+    drafted: DraftedTimes | None = None
+    """Times of all passes of decode; None if no pass checks drafts."""
+
+    @property
+    def token_ps(self) -> Fraction:
+        """Picoseconds of a token behind the first."""
+        return self.decode.step_ps if self.drafted is None else self.drafted.token_ps
 
     def objective_ps(self, workload: Workload) -> Fraction:
-        """Picoseconds of a request: the prompt, which gives the first token, and decode steps."""
-        return self.prefill.step_ps + workload.num_steps * self.decode.step_ps
+        """Picoseconds of a request: the prompt, which gives the first token, and all others."""
+        return self.prefill.step_ps + workload.num_steps * self.token_ps
 
 
 def price_request(
@@ -52,25 +63,40 @@ def price_request(
     decode: PassCompute,
 ) -> RequestTimes:
     """Price one request among many like it, by what runs the model: a batch of one plan."""
+    return price_requests(placement, stage, machine, prefill, [decode])[0]
+
+
+def price_requests(
+    placement: Placement,
+    stage: Stage,
+    machine: MachineProfile,
+    prefill: PassCompute,
+    steps: Sequence[PassCompute],
+) -> list[RequestTimes]:
+    """Price requests of one prompt, each with decode steps of its own size."""
     engine, num_passes = stage.pass_rules, len(prefill.shapes)
     asked = placement, stage, machine
     if engine is not None:
+        (decode,) = steps
         times = [engine_pass_times(engine, *asked, each) for each in (prefill, decode)]
         took = price_plan(engine, placement, times[0], times[1], num_passes)
         phases = zip(Phase, times, took, (num_passes, 1), strict=True)
-        return RequestTimes(*(add_up_engine(engine, placement, *phase) for phase in phases))
-    prompt, step = (pass_times(*asked, each) for each in (prefill, decode))
+        first, later = (add_up_engine(engine, placement, *phase) for phase in phases)
+        return [RequestTimes(first, later)]
+    prompt, *passes = (pass_times(*asked, each) for each in (prefill, *steps))
     calls = list_calls(stage, num_passes)
     request = build_steady_request(placement, len(stage.layers), calls, num_passes)
     if calls is not None:
-        return RequestTimes(
-            price_prefill(request.prefill, prompt), price_decode(request.decode, step)
-        )
-    took = price_plan(None, placement, prompt, step, num_passes)
-    return RequestTimes(
-        add_up_prompt(request.prefill, prompt, took[0]),
-        add_up(request.decode, step, took[1], WAITING),
-    )
+        return [
+            RequestTimes(price_prefill(request.prefill, prompt), price_decode(request.decode, step))
+            for step in passes
+        ]
+    found: list[RequestTimes] = []
+    for step in passes:
+        took = price_plan(None, placement, prompt, step, num_passes)
+        first = found[0].prefill if found else add_up_prompt(request.prefill, prompt, took[0])
+        found.append(RequestTimes(first, add_up(request.decode, step, took[1], WAITING)))
+    return found
 
 
 def price_stage(
@@ -85,8 +111,18 @@ def price_stage(
     require_runnable(stage, placement, offload, batch=workload.batch, on_gpu=on_gpu)
     compute = ModelCompute(stage, machine)
     prompt = compute.price(*prefill_shapes(workload, offload.prefill_chunk))
-    step = compute.price(decode_shape(workload))
-    return placement, prompt, step, price_request(placement, stage, machine, prompt, step)
+    sizes = (1, *list_pass_sizes(offload.draft))
+    steps = [compute.price(decode_shape(workload, tokens)) for tokens in sizes]
+    priced = price_requests(placement, stage, machine, prompt, steps)
+    if offload.draft is None:
+        return placement, prompt, steps[0], priced[0]
+    passes = (
+        DraftedPass(tokens, 0.0, step, times.decode)
+        for tokens, step, times in zip(sizes, steps, priced, strict=True)
+    )
+    of_steps = DraftedTimes(ONE_BY_ONE, tuple(passes))
+    drafted = of_steps.with_mix(stage.mix(offload.draft, workload))
+    return placement, prompt, steps[0], replace(priced[0], drafted=drafted)
 
 
 @dataclass(frozen=True)
@@ -149,14 +185,19 @@ def derive_stage(
     request_s = to_seconds(times.objective_ps(workload))
     steps = Input("steps after it", workload.num_steps, "count")
     formula = "prefill.step + steps after it x decode.step"
+    decode = list_phase(stage, machine, step, times.decode, placement)
+    priced = [prompt, step]
+    if times.drafted is not None:
+        decode = list_drafted(stage, times.drafted)
+        priced += [each.compute for each in times.drafted.passes]
     terms = (
-        *list_gpu_memory(placement, stage, machine, workload, budget, chunk),
+        *list_gpu_memory(placement, stage, machine, workload, budget, chunk, offload.draft),
         *list_stores(placement, offload, stage.num_gpus),
         *list_phase(stage, machine, prompt, times.prefill, placement),
-        *list_phase(stage, machine, step, times.decode, placement),
+        *decode,
         Term("objective", request_s, "s", formula, (steps,)),
     )
-    return Derivation(terms, prompt.measured and step.measured)
+    return Derivation(terms, all(each.measured for each in priced))
 
 
 def _join(stages: Sequence[Derivation]) -> Derivation:

@@ -47,10 +47,19 @@ class PassShape:
         """New tokens over all sequences."""
         return self.batch * self.tokens
 
+    @property
+    def head_rows(self) -> int:
+        """Tokens that the head gives logits of: all of a step, the last ones of a prompt."""
+        return self.num_tokens if self.phase is Phase.DECODE else self.batch
 
-def decode_shape(workload: Workload) -> PassShape:
-    """The shape of an average decode step, whose attention reads what is filled of the cache."""
-    return PassShape(Phase.DECODE, workload.batch, 1, workload.decode_context)
+
+def decode_shape(workload: Workload, tokens: int = 1) -> PassShape:
+    """The shape of an average decode step, whose attention reads what is filled of the cache.
+
+    A pass that checks drafts has several ``tokens`` of each sequence.
+    """
+    context = workload.decode_context + tokens - 1
+    return PassShape(Phase.DECODE, workload.batch, tokens, context)
 
 
 def prefill_shapes(workload: Workload, prefill_chunk: int) -> tuple[PassShape, ...]:
@@ -317,8 +326,8 @@ def expands(parameter: Parameter, shape: PassShape, element_bytes: int) -> bool:
 
 
 def head_expands(head: Parameter, shape: PassShape, element_bytes: int) -> bool:
-    """Return True if a pass has the head made of its codes: it meets last tokens alone."""
-    return not head.form.is_raw and makes_values(shape.batch, element_bytes)
+    """Return True if a pass has the head made of its codes: it meets ``head_rows`` alone."""
+    return not head.form.is_raw and makes_values(shape.head_rows, element_bytes)
 
 
 def makes_values(num_rows: int, element_bytes: int) -> bool:

@@ -15,6 +15,10 @@ class DraftCounts:
     """Drafts of all passes, whether their turn came or not."""
     num_passes: int = 0
     """Passes that checked drafts."""
+    compared: int = 0
+    """Steps without drafts that compared one, or found none to compare."""
+    right: int = 0
+    """Those of ``compared`` whose draft would have been taken."""
     num_behind: int = 0
     """Drafts that were taken behind the token that ended their text."""
 
@@ -44,6 +48,14 @@ class DraftCounts:
             self.offered[position] += 1
             self.taken[position] += position < taken
 
+    def note_step(self, *, is_right: bool) -> None:
+        """Count a step without drafts, which compared one: whether that would have been taken.
+
+        A step that found none counts as not right.
+        """
+        self.compared += 1
+        self.right += is_right
+
     def add(self, other: "DraftCounts") -> None:
         """Count what another has counted, too."""
         for own, more in ((self.offered, other.offered), (self.taken, other.taken)):
@@ -52,6 +64,8 @@ class DraftCounts:
                 own[position] += number
         self.drafted += other.drafted
         self.num_passes += other.num_passes
+        self.compared += other.compared
+        self.right += other.right
         self.num_behind += other.num_behind
 
     def describe(self) -> str:

@@ -36,14 +36,21 @@ class Drafting:
             self._guess_next()
         return drafts
 
-    def take_step(self, token: int) -> None:
-        """Take the token that a step without drafts has made."""
-        if self._length.compares and self._guess:
-            self._length.note(1, int(self._guess[0] == token))
+    def take_step(self, token: int) -> bool | None:
+        """Take the token that a step without drafts has made.
+
+        Returns whether a draft would have been right; None if the step compares none.
+        """
+        is_right = self._guess[:1] == [token] if self._length.compares else None
+        if is_right is not None:
+            self.counts.note_step(is_right=is_right)
+        if self._guess:
+            self._length.note(1, int(is_right or False))
         elif not self.wants_pass:
             self._length.note(0, 0)
         self._drafter.extend([token])
         self._guess_next()
+        return is_right
 
     def take_pass(self, num_drafts: int, made: Sequence[int]) -> None:
         """Take the tokens of a pass: of its drafts all but the last of ``made`` were right."""

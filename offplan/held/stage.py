@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from offplan.capabilities.drafts import Draft, most_drafted
 from offplan.capabilities.table import Recoding
 from offplan.capabilities.way import OWN, Way
 from offplan.checkpoint.architecture import Architecture
@@ -15,6 +16,8 @@ from offplan.checkpoint.model import Experts, Layer, Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tables import Table
 from offplan.checkpoint.tensors import DTYPE_BITS
+from offplan.drafts.acceptance import AcceptanceProfile
+from offplan.drafts.mix import Mix, find_mix
 from offplan.held.counted import CountedPasses
 from offplan.held.layout import AS_STORED, Layout, PassRules
 from offplan.held.unit import Unit, group_units
@@ -60,6 +63,8 @@ class Stage:
     routing: RoutingProfile | None = field(default=None, compare=False)
     """How soon experts are chosen again; None assumes that tokens choose all
     equally often."""
+    acceptance: AcceptanceProfile | None = field(default=None, compare=False)
+    """How often drafts are taken; None assumes that none is."""
     passes: CountedPasses | None = field(default=None, compare=False)
     """What other passes than offplan's own take, where they run and that was asked for."""
 
@@ -84,10 +89,12 @@ class Stage:
         laid_out.memo.update(self.memo)
         return laid_out
 
-    def reuse(self, batch: int) -> BatchReuse | None:
-        """Return how decode steps of a batch choose experts; None where that is not known."""
-        recorded = () if self.routing is None else self.routing.batches
-        return next((each for each in recorded if each.batch == batch), None)
+    def reuse(self, batch: int, tokens: int = 1) -> BatchReuse | None:
+        """Return how decode steps of a batch choose experts; None where that is not known.
+
+        Passes that check drafts have several ``tokens`` of each sequence.
+        """
+        return None if self.routing is None else self.routing.find(batch, tokens)
 
     @property
     def dtype(self) -> str:
@@ -136,7 +143,11 @@ class Stage:
         in_layers_bytes = sum(parameter.loaded_bytes for parameter in self._in_layers)
         return in_layers_bytes + self.outside_bytes + self.derived_bytes
 
-    def cache_bytes(self, workload: Workload) -> int:
+    def mix(self, draft: Draft | None, workload: Workload) -> Mix:
+        """Return the passes of a text whose passes check drafts, by the acceptance profile."""
+        return find_mix(draft, self.acceptance, workload.num_steps)
+
+    def cache_bytes(self, workload: Workload, draft: Draft | None = None) -> int:
         """Bytes of the static cache of a batch: a ``RowCache`` for each sequence.
 
         What caches of other passes keep was counted. An engine is priced as if layers with a
@@ -146,7 +157,7 @@ class Stage:
             caches = (layer.kv_cache for layer in self.layers)
             return sum(cache.nbytes(workload.batch, workload.context) for cache in caches)
         if self.is_own:
-            return workload.batch * self.row_cache(workload.context).nbytes
+            return workload.batch * self.row_cache(workload.context, most_drafted(draft)).nbytes
         return workload.batch * sum(
             workload.context * layer.kv_cache.bytes_per_token + layer.kv_cache.state_bytes
             for layer in self.layers

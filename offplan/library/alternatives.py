@@ -120,6 +120,8 @@ def _requantise(question: Question, bits: int) -> Question | None:
         stages = lower(model, goal)
     else:  # its own differ little, and take long to count
         stages = (hold_counted(model, goal.way, replace(passes, pinned=())),)
+    acceptance = question.stage.acceptance  # of drafts, which rounded weights take alike
+    stages = tuple(replace(each, acceptance=acceptance) for each in stages)
     return replace(question, stages=stages, goal=goal)
 
 

@@ -22,6 +22,7 @@ from offplan.library.cache_advice import (
     advise_context,
     find_longest_coded,
 )
+from offplan.library.draft_advice import DraftAdvice, advise_drafts
 from offplan.library.machines import why_unmeasured
 from offplan.library.runnable import suit, why_not_run
 from offplan.library.shares import StageShare, list_shares
@@ -52,6 +53,8 @@ class Analysis:
     """The plan that a KV cache in FP8 would give here; None if it is no better."""
     context_advice: ContextAdvice | None = None
     """The plan that a shorter context would give here; None if it is no better."""
+    draft_advice: DraftAdvice | None = None
+    """The speed that drafts would give; None if nothing is gained, or they are known of."""
     infeasible: InfeasibleError | None = None
     """Why no plan fits; None where one does."""
     longest_context_fp8: int | None = None
@@ -131,6 +134,7 @@ def analyze_result(question: Question, result: PlanResult) -> Analysis:
         find_alternatives(question, plan),
         advise_cache(question, plan),
         advise_context(question, plan),
+        advise_drafts(question, plan),
     )
 
 

@@ -4,8 +4,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from offplan.capabilities.drafts import Draft
 from offplan.capabilities.goal import Asked
 from offplan.checkpoint.model import Model
+from offplan.drafts.acceptance import (
+    AcceptanceProfile,
+    check_acceptance,
+    check_kind,
+    load_acceptance,
+)
 from offplan.engines.runner import find_runner, lower
 from offplan.errors import ExportError, InputError
 from offplan.files import StrPath
@@ -30,6 +37,7 @@ def ask(
     host_memory: int | None = None,
     store: StoreName = "host",
     routing: str | None = None,
+    acceptance: str | None = None,
     **goal: Any,
 ) -> Question:
     """Ask which plan is the best one; ``make_plan`` and ``find_frontier`` answer.
@@ -39,7 +47,8 @@ def ask(
     included; left out, it is what is free. ``host_memory`` is what weights may take of the store;
     left out, it is what the store has. No more than the machine has is planned with. ``store`` is
     ``host``, or ``peer`` for the memory of a second GPU. ``routing`` is the file of a routing
-    profile, which says how soon experts are chosen again. ``goal`` are the fields of ``Goal``: its
+    profile, which says how soon experts are chosen again, ``acceptance`` that of a profile which
+    says how often drafts are taken. ``goal`` are the fields of ``Goal``: its
     objective, its targets (``max_ttft_s``), its ``engine``, and what each capability has there.
     Those left out or None are as ``Goal`` has them, or what suits the model best.
 
@@ -52,10 +61,10 @@ def ask(
     free = machine.free_gpu_bytes if gpu_memory is None else gpu_memory
     budget = Budget.from_arguments(gpu_memory=free, host_memory=host_memory)
     wanted = suit(Goal.from_arguments(**goal), model, workload.context)
-    about = Asked(model, workload.batch, store, machine.no_cores)
+    about = Asked(model, workload.batch, store, machine.no_cores, not machine.profile.is_cpu)
     wanted = wanted.model_copy(update=wanted.choose(about, by_others=not wanted.is_own))
     asked = workload, budget, wanted, store, machine.profile_name
-    posed = pose(model, machine.profile, *asked, routing_file=routing)
+    posed = pose(model, machine.profile, *asked, routing_file=routing, acceptance_file=acceptance)
     return replace(posed, no_cores=machine.no_cores)
 
 
@@ -66,6 +75,7 @@ def ask_again(
     machine: Machine | None = None,
     accept_drift: bool = False,
     routing: str | None = None,
+    acceptance: str | None = None,
     on_progress: Progress | None = None,
     **goal: Any,
 ) -> Question:
@@ -77,7 +87,8 @@ def ask_again(
     that the plan names. If its cores cannot multiply, the question leaves them out, unless
     ``host_cores`` asks for them. With ``accept_drift`` the question is about the model as it is by
     now, though it is not the plan's. ``goal`` are fields of ``Goal`` that take the place of the
-    plan's, but those that are None. ``routing`` takes the place of its routing profile's file.
+    plan's, but those that are None. ``routing`` takes the place of its routing profile's file, and
+    ``acceptance`` of its acceptance profile's.
     ``on_progress`` hears (shards read, shards in all).
 
     Raises CheckpointError, HubError and DriftError as ``open_planned_model`` does. Raises
@@ -109,10 +120,15 @@ def ask_again(
     file = routing
     if file is None and plan.routing is not None:
         file = plan.locate(plan.routing.file)
-    posed = pose(named, profile, *asked, name, routing_file=file)
+    taken = acceptance
+    if taken is None and plan.acceptance is not None:
+        taken = plan.locate(plan.acceptance.file)
+    posed = pose(named, profile, *asked, name, routing_file=file, acceptance_file=taken)
     question = replace(posed, no_cores=no_cores)
     if routing is None and plan.routing is not None:
-        return replace(question, routing_file=plan.routing.file)
+        question = replace(question, routing_file=plan.routing.file)
+    if acceptance is None and plan.acceptance is not None:
+        question = replace(question, acceptance_file=plan.acceptance.file)
     return question
 
 
@@ -136,13 +152,14 @@ def pose(
     profile: str | None = None,
     *,
     routing_file: str | None = None,
+    acceptance_file: str | None = None,
 ) -> Question:
     """Pose a question about a model that is lowered to what the goal's GPUs hold.
 
     The budget is cut to what the machine has. Raises InputError for a goal that names an engine
     offplan does not export to, or GPUs that it cannot divide the model among. Raises InputError
-    for a context that the engine does not serve, and for a routing profile that is not of the
-    model. Raises what Question raises.
+    for a context that the engine does not serve, and for a routing or acceptance profile that is
+    not of the model. Raises what Question raises.
     """
     goal = suit(goal or Goal(), model, workload.context)
     try:
@@ -154,13 +171,28 @@ def pose(
     if routing_file is not None:
         routing = read_routing(routing_file, model, goal.engine)
         stages = tuple(replace(each, routing=routing) for each in stages)
-    asked = Question(stages, runner, machine, workload, budget, goal, store, profile, routing_file)
+    if acceptance_file is not None:
+        acceptance = read_acceptance(acceptance_file, goal.asked_draft)
+        check_acceptance(acceptance, model, acceptance_file)
+        stages = tuple(replace(each, acceptance=acceptance) for each in stages)
+    asked = Question(
+        *(stages, runner, machine, workload, budget, goal, store, profile, routing_file),
+        acceptance_file=acceptance_file,
+    )
     planned, host = asked.planned_machine, budget.host_memory
     if planned.host_memory is not None:
         most = planned.host_memory.value
         host = most if host is None else min(host, most)
     gpu = min(budget.gpu_memory, planned.gpu_memory.value)
     return replace(asked, budget=Budget(gpu_memory=gpu, host_memory=host))
+
+
+def read_acceptance(file: str, draft: Draft | None = None) -> AcceptanceProfile:
+    """Read an acceptance profile; raises InputError for another kind than the asked draft's."""
+    profile = load_acceptance(Path(file))
+    if draft is not None:
+        check_kind(profile, draft, file)
+    return profile
 
 
 def read_routing(file: str, model: Model, engine: str | None = None) -> RoutingProfile:

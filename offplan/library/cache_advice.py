@@ -131,7 +131,10 @@ def ask_coded(question: Question) -> Question | None:
         return None
     if goal.is_own and not question.machine.is_cpu and any(list_coded_refusals(stages[0])):
         return None
-    stages = tuple(replace(each, routing=question.stage.routing) for each in stages)
+    held = question.stage
+    stages = tuple(
+        replace(each, routing=held.routing, acceptance=held.acceptance) for each in stages
+    )
     return replace(coded, stages=stages)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.weights import require_checkpoint
+from offplan.drafts.acceptance import AcceptanceProfile, load_acceptance
 from offplan.errors import CheckpointError, DriftError, HubError, InputError
 from offplan.files import StrPath
 from offplan.machine.name import parse_name
@@ -151,6 +152,17 @@ def find_planned_routing(plan: Plan) -> RoutingProfile | None:
     except InputError:
         return None
     return profile if profile.fingerprint == plan.routing.fingerprint else None
+
+
+def find_planned_acceptance(plan: Plan) -> AcceptanceProfile | None:
+    """Return a plan's acceptance profile as ``find_planned_routing`` does its routing profile."""
+    if plan.acceptance is None:
+        return None
+    try:
+        profile = load_acceptance(Path(plan.locate(plan.acceptance.file)))
+    except InputError:
+        return None
+    return profile if profile.fingerprint == plan.acceptance.fingerprint else None
 
 
 def _locate(plan: Plan) -> str:

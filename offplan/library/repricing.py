@@ -10,7 +10,11 @@ from offplan.costs.predict import predict
 from offplan.engines.runner import lower
 from offplan.errors import PlanError, ProfileError
 from offplan.held.stage import Stage
-from offplan.library.planned import find_planned_routing, open_planned_machine
+from offplan.library.planned import (
+    find_planned_acceptance,
+    find_planned_routing,
+    open_planned_machine,
+)
 from offplan.machine.profile import MachineProfile, load_profile
 from offplan.placement import place
 from offplan.plan import Plan, Prediction, Workload
@@ -96,7 +100,8 @@ def compare_counts(
         return {}
     stage, *_ = hold_planned(plan, model)
     machine = find_planned_machine(plan) or load_profile(STAND_IN)
-    asked = place(stage, plan.offload), stage, plan.workload.batch, machine
+    sizes = stage.mix(plan.offload.draft, plan.workload).shares
+    asked = place(stage, plan.offload), stage, plan.workload.batch, machine, sizes
     return {name: ComparedCounts(COUNTS[name].predict(*asked), counted[name]) for name in names}
 
 
@@ -124,13 +129,14 @@ def price_on(plan: Plan, model: Model, machine: MachineProfile) -> Plan:
 def hold_planned(plan: Plan, model: Model) -> tuple[Stage, ...]:
     """Lower a plan's model to what the GPUs hold that the plan is for, packed as it says.
 
-    It has the plan's routing profile, if that is there still.
+    It has the plan's profiles of routing and acceptance, if they are there still.
 
     Raises ExportError for GPUs that its engine cannot divide the model among, and PlanError for
     packing that does not fit it.
     """
-    stages, routing = lower(model, plan.goal, plan.offload.recoding), find_planned_routing(plan)
-    return tuple(replace(each, routing=routing) for each in stages)
+    stages = lower(model, plan.goal, plan.offload.recoding)
+    routing, acceptance = find_planned_routing(plan), find_planned_acceptance(plan)
+    return tuple(replace(each, routing=routing, acceptance=acceptance) for each in stages)
 
 
 def list_changes(before: Plan, after: Plan) -> list[str]:
@@ -142,9 +148,11 @@ def list_changes(before: Plan, after: Plan) -> list[str]:
 def find_planned_machine(plan: Plan) -> MachineProfile | None:
     """Return the profile that a plan was made from; None if it is gone, or another by now.
 
-    None as well where that holds of the plan's routing profile.
+    None as well where that holds of the plan's routing profile, or of its acceptance profile.
     """
     if plan.routing is not None and find_planned_routing(plan) is None:
+        return None
+    if plan.acceptance is not None and find_planned_acceptance(plan) is None:
         return None
     try:
         machine = open_planned_machine(plan)
@@ -159,6 +167,8 @@ def _refuse_changes(plan: Plan, prediction: Prediction) -> None:
     terms = [*_MACHINE_FREE]
     for phase in ("prefill", "decode"):
         # how often a kernel reads what it reads in place is the machine's affair
+        if phase == "decode" and plan.offload.draft is not None:
+            continue  # how much text a pass gives is the acceptance profile's
         if all(getattr(rule, phase).streams for rule in plan.offload.rules):
             terms.append(f"{phase}.link_bytes")
     changes = _changes(plan.prediction, prediction)
@@ -173,11 +183,11 @@ def _refuse_changes(plan: Plan, prediction: Prediction) -> None:
 
 def _changes(before: Prediction, after: Prediction) -> dict[str, str]:
     """Describe each term that two predictions print differently, by its path in the file."""
-    new = _terms(after)
+    old, new = _terms(before), _terms(after)
     return {
-        term: f"{term} {old} -> {new[term]}"
-        for term, old in _terms(before).items()
-        if old != new[term]
+        term: f"{term} {old.get(term, 'none')} -> {new.get(term, 'none')}"
+        for term in {**old, **new}
+        if old.get(term) != new.get(term)
     }
 
 

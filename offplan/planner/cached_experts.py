@@ -80,16 +80,18 @@ class RoutedExperts:
         return [count_inner(self.space.stage, units) for units in self.units]
 
     @cached_property
-    def chosen(self) -> list[tuple[int, CoresUse]]:
+    def chosen(self) -> list[tuple[int, list[CoresUse]]]:
         """Picoseconds that a step reads each kind of layer with no slots, all that it chooses.
 
-        With what the host's cores would do with them.
+        With what the host's cores would do with them, in each pass of decode.
         """
-        at_use, found = self.space.at_use, []
-        for units in self.units:
-            read_ps = at_use.read_ps([(unit, Backend.UVA) for unit in units], self.space.decode)
-            found.append((read_ps, at_use.cores((unit, Backend.HOST) for unit in units)))
-        return found
+        return [
+            (
+                self.space.step_read_ps((unit, Backend.UVA) for unit in units),
+                [p.at_use.cores((unit, Backend.HOST) for unit in units) for p in self.space.steps],
+            )
+            for units in self.units
+        ]
 
 
 @dataclass(frozen=True)
@@ -153,11 +155,13 @@ class KeepsExperts(Option):
 
     def step_ps(self, space: Space, kind: int, num_slots: int) -> tuple[int, int]:
         """Picoseconds of a step's reading with so many slots, and of what it waits beyond that."""
-        slots = self._slots(kind, num_slots)
-        missed = Missed.predict(slots, space.at_use, self.experts.chosen[kind][1])
-        layer_ps = space.decode.layer_ps[space.first_of[kind]]
-        waiting = missed.waiting_ps(space.machine, layer_ps)
-        return space.reading_ps(brought_bytes(slots, missed.found)), waiting
+        slots, reading, waiting = self._slots(kind, num_slots), 0.0, 0.0
+        for each, chosen in zip(space.steps, self.experts.chosen[kind][1], strict=True):
+            missed = Missed.predict(slots, each.at_use, chosen)
+            layer_ps = each.compute.layer_ps[space.first_of[kind]]
+            waiting += each.share * missed.waiting_ps(space.machine, layer_ps)
+            reading += each.share * space.reading_ps(brought_bytes(slots, missed.found))
+        return round(reading), round(waiting)
 
     def with_later(self, space: Space) -> "KeepsExperts":
         """Return it with what the link may bring for later of what the cores multiply.
@@ -221,6 +225,7 @@ def settle_later(question: Question, offload: Offload) -> Offload:
 def _count_parts(question: Question, offload: Offload) -> int:
     """Count the LATER_PARTS of an expert of each layer that the link has time for in a step."""
     machine, found = question.planned_machine, []
+    offload = offload.model_copy(update={"draft": None})  # the link is idle least in a step
     for stage in question.hold(offload):
         placement, _, _, times = price_stage(stage, machine, question.workload, offload)
         slots = placement.caches_of(ExpertSlots).values()

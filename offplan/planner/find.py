@@ -102,7 +102,7 @@ def find_floor_of(searcher: Searcher, budget: Budget) -> Floor:
     others = (0, 0) if searcher.stages is None else searcher.stages.fastest_ps
     asked = space.question
     beside = asked.goal.more_backends
-    return find_floor(ways, space.machine, asked.workload, fastest, others, beside)
+    return find_floor(ways, space.machine, asked.workload, fastest, others, beside, space.mix)
 
 
 def _fastest_ps(ways: Sequence[PassCompute]) -> int:

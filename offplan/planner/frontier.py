@@ -75,7 +75,7 @@ def find_frontier(question: Question, on_progress: Progress | None = None) -> tu
     No budget exceeds the question's, whose host memory holds for all. ``on_progress`` hears (points
     found, points in all). Raises InfeasibleError when not even the question's budget fits.
     """
-    searcher = Searcher(Space(question))
+    searcher = Searcher(Space(question, draft=question.goal.asked_draft))
     space = searcher.space
 
     def plan_for(gpu_memory: int) -> PlanResult:

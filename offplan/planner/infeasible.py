@@ -7,7 +7,7 @@ from offplan.costs.term import least_that
 from offplan.errors import ExportError, InfeasibleError
 from offplan.machine.name import find_enough_ram
 from offplan.plan import Backend, Offload, Rule
-from offplan.planner.aims import Fastest, limits_ps
+from offplan.planner.aims import Fastest
 from offplan.planner.question import Question
 from offplan.planner.search import Candidate, Search, Searcher
 from offplan.planner.space import find_room
@@ -59,7 +59,7 @@ def _explain_engine(
 ) -> InfeasibleError:
     """Say how much more of either memory the engine's plans need, or why it runs none."""
     space, given, lacks, offloads = searcher.space, question.budget, {}, False
-    any_plan = Fastest((0, 0), limits_ps(question.goal))
+    any_plan = Fastest((0, 0), space.limits_ps)
     most = {
         "gpu_memory": space.machine.gpu_memory.value,
         # page-locking rounds up to a power of two

@@ -108,7 +108,7 @@ class _Contexts:
     def _try(self, context: int) -> int | None:
         """Search a context, and return the longest that may fit by what the nearest plan lacks."""
         question = self.question.with_workload(context=context)
-        searcher = Searcher(Space(question))
+        searcher = Searcher(Space(question, draft=question.goal.asked_draft))
         search = find_any(searcher, question.budget)
         if search.best is not None:
             return context
@@ -120,7 +120,7 @@ class _Contexts:
 
         def count_bytes(tokens: int) -> int:
             workload = question.workload.model_copy(update={"context": tokens})
-            asked = space.stage, workload, chunk
+            asked = space.stage, workload, chunk, space.draft
             return kv_cache_bytes(*asked) + activation_bytes(*asked)
 
         least = count_bytes(context) - lack

@@ -3,7 +3,8 @@
 from offplan.costs.term import least_that
 from offplan.errors import InfeasibleError
 from offplan.plan import Offload
-from offplan.planner.aims import Nearest, limits_ps
+from offplan.planner.aims import Nearest
+from offplan.planner.drafts import choose_drafts, find_only_with
 from offplan.planner.find import PlanResult, find_plan, plan_throughput
 from offplan.planner.infeasible import RESOLUTION, explain_infeasible
 from offplan.planner.longest import find_longest_context
@@ -46,18 +47,19 @@ def try_plan(question: Question) -> PlanResult:
 
 def _make_latency_plan(question: Question) -> PlanResult:
     """Find the plan of the least time for a request at the workload's batch."""
-    searcher = Searcher(Space(question))
+    searcher = Searcher(Space(question, draft=question.goal.asked_draft))
     if question.goal.targets:
         # first, so that a request's time is never looked for among plans that are too slow
-        aim = Nearest(limits_ps(question.goal))
-        nearest = find_best(searcher, question.budget, aim)
+        nearest = find_best(searcher, question.budget, Nearest(searcher.space.limits_ps))
         if nearest.best is None:
             raise explain_infeasible(searcher, question, nearest)
         if nearest.best.value > 1:
+            if (drafted := find_only_with(question)) is not None:
+                return drafted
             raise _unreachable(searcher, question, nearest.best.offload)
     found = find_plan(searcher, question)
     assert found is not None, "a plan that keeps the targets fits"
-    return found
+    return choose_drafts(question, found)
 
 
 def _unreachable(searcher: Searcher, question: Question, offload: Offload) -> InfeasibleError:

@@ -10,7 +10,7 @@ import numpy as np
 from offplan.capabilities.packing import Packing
 from offplan.held.packing import packable
 from offplan.plan import Budget, Offload
-from offplan.planner.aims import NEVER, WITHIN, Aim, Nearest, limits_ps
+from offplan.planner.aims import NEVER, WITHIN, Aim, Nearest
 from offplan.planner.classes import list_patterns
 from offplan.planner.search import MAX_RULES, Candidate, Search, Searcher
 from offplan.planner.space import Space, find_room
@@ -57,7 +57,7 @@ def find_best(
 
 def find_any(searcher: Searcher, budget: Budget) -> Search:
     """Find a plan that fits a budget and keeps the question's targets, or what is lacking."""
-    aim = Nearest(limits_ps(searcher.space.question.goal))
+    aim = Nearest(searcher.space.limits_ps)
     # what misses a target is not wanted at all, so that hardly any plan is priced
     return find_best(searcher, budget, aim, WITHIN)
 
@@ -123,6 +123,7 @@ def _find_fewest(plain: Space, packed: Space, budget: Budget, aim: Aim) -> Candi
         embeddings=setting.embeddings,
         store=plain.machine.store,
         packing=packing,
+        draft=plain.draft,
     )
     times_ps = float(prompt_ps[number, pattern]), float(step_ps[number, pattern])
     return Candidate(float(values[number, pattern]), (0, 0, 0, 1, 0), times_ps, lambda: offload)

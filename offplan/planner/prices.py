@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offplan.costs.steady import PassTable, price_passes
-from offplan.costs.timeline import to_ps
 from offplan.held.unit import Unit
 from offplan.placement import Phase, build_slab, off_gpu_bytes
 from offplan.planner.aims import Floats
@@ -115,8 +114,8 @@ class Prices:
         in_decode = [(u, way.decode) for u, way in reads]
         never = [(u, way.decode) for u, way in reads if not way.fills_ring]
         prompt_reads = [at_use.read_ps(in_prefill, each.prefill) for each in space.settings]
-        step_read_ps = at_use.read_ps(in_decode, space.decode)
-        by_cores, kept_by_cores = at_use.cores(in_decode), at_use.cores(never)
+        step_read_ps = space.step_read_ps(in_decode)
+        step_cores_ps, beside_cores_ps = space.step_cores_ps(in_decode)
         if engine is not None and engine.copies_in_place and not any(spans):
             # it copies what it is told to read in place, for each chunk
             step_read_ps = space.copying_ps(slab.nbytes)
@@ -132,10 +131,10 @@ class Prices:
             prompt_copy_ps=copies[0],
             step_copy_ps=copies[1],
             step_read_ps=step_read_ps,
-            kept_read_ps=at_use.read_ps(never, space.decode),
-            step_cores_ps=to_ps(by_cores.seconds(space.machine, beside=False)),
-            beside_cores_ps=to_ps(by_cores.seconds(space.machine, beside=True)),
-            kept_cores_ps=to_ps(kept_by_cores.seconds(space.machine, beside=False)),
+            kept_read_ps=space.step_read_ps(never),
+            step_cores_ps=step_cores_ps,
+            beside_cores_ps=beside_cores_ps,
+            kept_cores_ps=space.step_cores_ps(never)[0],
             prompt_read_ps=prompt_reads,
         )
 

@@ -1,10 +1,13 @@
 """One question to the planner: everything that decides a plan."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from offplan.backends import Backend
+from offplan.capabilities.drafts import PASS_TOKENS, Draft, pass_tokens
 from offplan.capabilities.goal import Asked
 from offplan.capabilities.table import Recoding
 from offplan.checkpoint.model import Model
@@ -15,6 +18,7 @@ from offplan.held.runner import Demand, Runner
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.plan import (
+    AcceptanceRef,
     Budget,
     Goal,
     MachineRef,
@@ -57,6 +61,8 @@ class Question:
     """The file of the routing profile; None if tokens choose all experts alike."""
     no_cores: str | None = None
     """Why the machine's own cores cannot multiply; None if they can."""
+    acceptance_file: str | None = None
+    """The file of the acceptance profile; None if nothing is known of drafts."""
 
     def __post_init__(self) -> None:
         engine = self.goal.engine
@@ -71,9 +77,32 @@ class Question:
             routing.of_batch(self.workload.batch)
         # a plan for throughput chooses its batch
         batch = self.workload.batch if self.goal.objective == "latency" else 1
-        for why in self.goal.list_refusals(self.asked._replace(batch=batch)):
+        asked = self.asked._replace(batch=batch)
+        for why in chain(self.goal.list_refusals(asked), self._list_unusable(asked)):
             raise InputError(why)
         _ = self.planned_machine  # which refuses a link that is not known
+
+    def _list_unusable(self, asked: Asked) -> Iterator[str]:
+        """Yield why the profiles that are given cannot serve plans that check drafts."""
+        profile, draft, routing = self.stage.acceptance, self.goal.asked_draft, self.stage.routing
+        if profile is not None and draft is None and self.goal.draft != "off":
+            least = Draft(kind=profile.kind, tokens=1)
+            for why in self.goal.list_draft_refusals(least, asked):
+                yield f"`acceptance={self.acceptance_file}`: {why}"
+            if self.goal.objective != "latency":
+                yield (
+                    f"`acceptance={self.acceptance_file}` with `objective={self.goal.objective}`, "
+                    "which chooses the batch: a pass checks the drafts of one sequence: leave one "
+                    "of them out"
+                )
+        if routing is None or (profile is None and draft is None) or self.goal.draft == "off":
+            return
+        tokens = PASS_TOKENS[0] if draft is None else pass_tokens(draft.tokens)
+        if self.stage.reuse(1, tokens) is None:
+            yield (
+                f"`routing={self.routing_file}` has no experts of passes of {tokens} tokens, which "
+                "check drafts: record it again with `record_routing`, or leave one of them out"
+            )
 
     @property
     def key(self) -> dict[str, Any]:
@@ -82,7 +111,7 @@ class Question:
         The names of files are left out, whose content is there.
         """
         stages = [[each.number, each.outside_key] for each in self.stages]
-        routing = self.stage.routing
+        routing, profile = self.stage.routing, self.stage.acceptance
         return {
             "model": self.model.key,
             "runner": [self.runner.name, self.stage.way.name],
@@ -93,6 +122,7 @@ class Question:
             "budget": self.budget.model_dump(mode="json"),
             "goal": self.goal.model_dump(mode="json"),
             "store": self.store,
+            **({} if profile is None else {"acceptance": profile.fingerprint}),
             **({} if self.no_cores is None else {"no_cores": self.no_cores}),
         }
 
@@ -104,7 +134,8 @@ class Question:
     @property
     def asked(self) -> Asked:
         """The question's subject."""
-        return Asked(self.model, self.workload.batch, self.store, self.no_cores)
+        on_gpu = not self.machine.is_cpu
+        return Asked(self.model, self.workload.batch, self.store, self.no_cores, on_gpu)
 
     @cached_property
     def stage(self) -> Stage:
@@ -163,6 +194,7 @@ class Question:
     def answer(self, offload: Offload) -> Plan:
         """Write the plan that answers the question by a decision, with all that was asked."""
         machine, routing = self.planned_machine, self.stage.routing
+        profile = self.stage.acceptance
         return Plan(
             model=ModelRef.model_validate(self.model, from_attributes=True),
             workload=self.workload,
@@ -180,6 +212,9 @@ class Question:
             routing=None
             if routing is None or self.routing_file is None
             else RoutingRef(file=self.routing_file, fingerprint=routing.fingerprint),
+            acceptance=None
+            if profile is None or self.acceptance_file is None
+            else AcceptanceRef(file=self.acceptance_file, fingerprint=profile.fingerprint),
             offload=offload,
             prediction=self.predict(offload),
         )

@@ -10,7 +10,7 @@ add plans or make them faster, so the best plan found is not slower.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offplan.plan import Budget, Offload
-from offplan.planner.aims import NEVER, Aim, Fastest, Floats, limits_ps
+from offplan.planner.aims import NEVER, Aim, Fastest, Floats
 from offplan.planner.candidates import NO_RULE, Candidates, Ints, choose, count_on
 from offplan.planner.estimates import Rules, estimate, list_rules, most_rounded_ps
 from offplan.planner.in_place import InPlaceRules
@@ -84,6 +84,8 @@ class Searcher:
     space: Space
     trades: bool = True
     """False leaves out options whose rules may make the request longer: ``Rule.trades_request``."""
+    recodes: bool = True
+    """False leaves out plans of recoded weights."""
     _plans: tuple[Budget, SingleRulePlans] | None = None
 
     def __post_init__(self) -> None:
@@ -92,14 +94,15 @@ class Searcher:
     @cached_property
     def recoded(self) -> "Searcher | None":
         """Searches the same question with all recoded that may be; None if nothing may be."""
-        question = self.space.question
-        recoding = question.recoding
-        return None if recoding is None else Searcher(Space(question, recoding), self.trades)
+        recoding = self.space.question.recoding if self.recodes else None
+        if recoding is None:
+            return None
+        return Searcher(replace(self.space, recoding=recoding), self.trades, self.recodes)
 
     @cached_property
     def untraded(self) -> "Searcher":
         """Searches the same space without options whose rules may make the request longer."""
-        return Searcher(self.space, trades=False)
+        return Searcher(self.space, trades=False, recodes=self.recodes)
 
     @property
     def spaces(self) -> list[Space]:
@@ -109,7 +112,7 @@ class Searcher:
     @property
     def fastest(self) -> Fastest:
         """The aim of the question: the least time of a request that keeps the targets."""
-        return Fastest(self.space.weights, limits_ps(self.space.question.goal))
+        return Fastest(self.space.weights, self.space.limits_ps)
 
     @cached_property
     def prices(self) -> Prices:

@@ -16,7 +16,8 @@ Of a pipeline it is the space of the largest stage; ``planner.stages`` prices th
 A space has one recoding for all its plans; ``planner.packed`` goes over those.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Literal, NamedTuple
@@ -25,24 +26,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offplan.backends import Backend
+from offplan.capabilities.drafts import Draft
 from offplan.capabilities.table import Recoding
 from offplan.checkpoint.model import Layer
 from offplan.checkpoint.tables import Table
 from offplan.costs.activations import activation_bytes
 from offplan.costs.calls import count_calls
 from offplan.costs.compute import ModelCompute
-from offplan.costs.in_place_costs import AtUse, read_ps
+from offplan.costs.in_place_costs import AtUse, Served, read_ps
 from offplan.costs.link import rows_bytes, uva_slowdown
 from offplan.costs.memory import kv_cache_bytes, overhead_bytes
 from offplan.costs.pass_compute import PassCompute
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import decode_shape, prefill_shapes
+from offplan.drafts.mix import Mix
 from offplan.held.held import recode_stages
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit, group_units
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase
 from offplan.plan import Budget
+from offplan.planner.aims import limits_ps
 from offplan.planner.classes import SegmentClass
 from offplan.planner.question import Question
 from offplan.refusals import has_kernels
@@ -99,12 +103,32 @@ class SettingTable(NamedTuple):
 
 
 @dataclass(frozen=True)
+class StepPass:
+    """The passes of one size of decode: all of them are steps, unless some check drafts."""
+
+    share: float
+    """Share of all passes."""
+    compute: PassCompute
+    at_use: AtUse
+    """Prices what layers take at use."""
+
+
+@dataclass(frozen=True)
 class Space:
-    """All that the plans of a question have in common, whatever its budget and targets."""
+    """All that the plans of a question have in common, whatever its budget and targets.
+
+    Where passes check drafts, a decode step is the mean of all passes, of each layer by itself. It
+    takes no longer than passes do on average, since only compute and link that wait for each other
+    tell them apart.
+    """
 
     question: Question
     recoding: Recoding | None = None
     """The weights that all its plans hold in another form than the checkpoint's."""
+    draft: Draft | None = None
+    """The drafts that passes of all its plans check."""
+    classes: frozenset[SegmentClass] | None = None
+    """The segment classes that rules may take; None for all."""
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -127,7 +151,18 @@ class Space:
 
         Where a request has no step, the shorter step decides between equal prompts.
         """
-        return 1, self.question.workload.num_steps or TIE_WEIGHT
+        return 1, self.question.workload.num_steps / self.mix.tokens or TIE_WEIGHT
+
+    @cached_property
+    def limits_ps(self) -> tuple[float, float]:
+        """The most picoseconds of a prompt, and of a decode step, that the goal allows."""
+        first, token = limits_ps(self.question.goal)
+        return first, token * self.mix.tokens
+
+    @cached_property
+    def mix(self) -> Mix:
+        """The passes of decode."""
+        return self.stage.mix(self.draft, self.question.workload)
 
     @cached_property
     def slowdown(self) -> float:
@@ -145,9 +180,50 @@ class Space:
         return ModelCompute(self.stage, self.machine)
 
     @cached_property
+    def steps(self) -> tuple[StepPass, ...]:
+        """The passes of decode by their size, the largest last."""
+        workload, asked = self.question.workload, (self.stage, self.machine)
+        return tuple(
+            StepPass(
+                share,
+                self.compute.price(decode_shape(workload, tokens)),
+                AtUse(*asked, workload.batch, tokens),
+            )
+            for tokens, share in self.mix.shares
+        )
+
+    def mean(self, values: Iterable[float]) -> int:
+        """Return the mean over the passes of decode, of a value of each."""
+        pairs = zip(self.steps, values, strict=True)
+        return round(sum(each.share * value for each, value in pairs))
+
+    @cached_property
     def decode(self) -> PassCompute:
-        """The decode step and its compute."""
-        return self.compute.price(decode_shape(self.question.workload))
+        """The decode step and its compute; of passes that check drafts the shape is the largest."""
+        passes = [each.compute for each in self.steps]
+        if len(passes) == 1:
+            return passes[0]
+        return replace(
+            passes[-1],
+            layer_ps=tuple(map(self.mean, zip(*(p.layer_ps for p in passes), strict=True))),
+            outside_ps=self.mean(p.outside_ps for p in passes),
+            routed_ps=tuple(map(self.mean, zip(*(p.routed_ps for p in passes), strict=True))),
+        )
+
+    def step_read_ps(self, served: Served) -> int:
+        """Picoseconds that a decode step reads what a layer has served."""
+        served = list(served)
+        return self.mean(each.at_use.read_ps(served, each.compute) for each in self.steps)
+
+    def step_cores_ps(self, served: Served) -> tuple[int, int]:
+        """Picoseconds that a decode step waits for the cores, alone and beside copies."""
+        served = list(served)
+        uses = [each.at_use.cores(served) for each in self.steps]
+        alone, beside = (
+            self.mean(to_ps(use.seconds(self.machine, beside=of)) for use in uses)
+            for of in (False, True)
+        )
+        return alone, beside
 
     @cached_property
     def units(self) -> tuple[tuple[Unit, ...], ...]:
@@ -195,10 +271,10 @@ class Space:
         """Bytes of the layers beside their routed experts."""
         return sum(layer.nbytes - layer.expert_bytes for layer in self.stage.layers)
 
-    @cached_property
+    @property
     def at_use(self) -> AtUse:
-        """Prices what layers take at use."""
-        return AtUse(self.stage, self.machine, self.question.workload.batch)
+        """Prices what layers take at use, in the largest passes of decode."""
+        return self.steps[-1].at_use
 
     @cached_property
     def settings(self) -> tuple[Setting, ...]:
@@ -239,16 +315,17 @@ class Space:
         """Return what a chunk, whose prompt takes this, and the embeddings' place come to."""
         stage, workload = self.stage, self.question.workload
         host_bytes = sum(table.nbytes for table in host_tables)
-        rows = [rows_bytes(host_tables, each.shapes) for each in (prompt, self.decode)]
+        of_steps = (rows_bytes(host_tables, each.compute.shapes) for each in self.steps)
+        rows = rows_bytes(host_tables, prompt.shapes), self.mean(of_steps)
         return Setting(
             prefill_chunk=prefill_chunk,
             embeddings="host" if host_tables else "device",
             device_bytes=stage.loaded_bytes
             - host_bytes
-            + kv_cache_bytes(stage, workload, prefill_chunk)
-            + activation_bytes(stage, workload, prefill_chunk),
+            + kv_cache_bytes(stage, workload, prefill_chunk, self.draft)
+            + activation_bytes(stage, workload, prefill_chunk, self.draft),
             host_bytes=host_bytes,
-            row_bytes=(rows[0], rows[1]),
+            row_bytes=rows,
             prefill=prompt,
         )
 

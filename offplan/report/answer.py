@@ -108,6 +108,19 @@ def describe_cache(analysis: Analysis) -> list[str]:
     ]
 
 
+def describe_drafts(analysis: Analysis) -> list[str]:
+    """Describe what drafts would give, in a line; nothing where they gain little."""
+    found = analysis.draft_advice
+    if found is None:
+        return []
+    (few, many), (less, more) = found.chances, map(format_frequency, found.tokens_per_s)
+    return [
+        f"--draft {found.draft} would give some {less} tokens a second if {few:.0%} of drafts are "
+        f"taken, {more} if {many:.0%}, with the same answers: texts that repeat themselves take "
+        "many. `run PLAN --record-drafts FILE` records how many; --acceptance FILE plans by it."
+    ]
+
+
 def describe_longer(analysis: Analysis) -> list[str]:
     """Name the longest context of a KV cache in FP8, in a line; nothing if advice names a plan."""
     longest = analysis.longest_context_fp8
@@ -145,6 +158,7 @@ def describe_advice(analysis: Analysis, plan: Plan) -> list[str]:
         *describe_context(analysis),
         *describe_left(analysis, plan),
         *describe_cache(analysis),
+        *describe_drafts(analysis),
         *describe_type(analysis),
     ]
     if reads_experts(plan, analysis.stage) and plan.routing is None:
@@ -444,6 +458,8 @@ def describe_plainly(plan: Plan, stages: Sequence[Stage]) -> str:
     recoded = []
     if offload.recoding is not None:
         recoded.append(_describe_recoding_plainly(offload.recoding, stages))
+    if offload.draft is not None:
+        recoded.append(f"offplan checks {offload.draft.describe()}")
     if not offload.rules and offload.embeddings == "device":
         return _join(["everything stays on the GPU", *recoded])
     where = STORES[offload.store].where

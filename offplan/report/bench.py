@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -78,19 +78,24 @@ def _render_phase(plan: Plan, result: "BenchResult", phase: str) -> Table:
     found = measured_phase(plan, result, phase)
     table = make_table(PHASES[phase], "what", "predicted", "measured", "ratio", "min", "max")
     add = partial(add_comparison, table)
-    step = found.step
+    step, is_step = found.step, phase == "decode"
+    drafted = plan.prediction.draft if is_step else None
+    of_step: list[Any] = [predicted.bound_s, predicted.stall_s, predicted.link_bytes]
+    over = format_ratio(predicted.step_s, predicted.bound_s)
+    if drafted is not None:  # those of a token are the means of all passes
+        of_step, over = [None, None, None], "-"
     measured = format_seconds, step.min_s, step.max_s
-    if phase == "decode" and result.plan.drafts is not None:
+    if is_step and result.plan.drafts is not None:
+        step_s = None if drafted is None else drafted.step_s
         add("a token, with drafts", predicted.step_s, result.plan.drafted_s, format_seconds)
-        add("a step without drafts", None, step.median_s, *measured)
+        add("a step without drafts", step_s, step.median_s, *measured)
     else:
         add("time", predicted.step_s, step.median_s, *measured)
-    add("bound", predicted.bound_s, found.bound_s, format_seconds)
-    add("waiting for the link", predicted.stall_s, found.stall_s, format_seconds)
-    add("over the link", predicted.link_bytes, found.link_bytes, format_bytes)
-    if phase == "decode":
+    add("bound", of_step[0], found.bound_s, format_seconds)
+    add("waiting for the link", of_step[1], found.stall_s, format_seconds)
+    add("over the link", of_step[2], found.link_bytes, format_bytes)
+    if is_step:
         add_counts(table, result.counts)
-    over = format_ratio(predicted.step_s, predicted.bound_s)
     table.add_row("time / bound", over, format_ratio(step.median_s, found.bound_s))
     return table
 
@@ -156,7 +161,8 @@ def _render_others(result: "BenchResult") -> Table:
 def _notes(plan: Plan, result: "BenchResult") -> list[str]:
     """Say how the figures were obtained, and what keeps them from being comparable."""
     measured = not isinstance(result.others.get("resident", ""), str)
-    predicted_s = plan.prediction.decode.step_s
+    drafted = plan.prediction.draft
+    predicted_s = plan.prediction.decode.step_s if drafted is None else drafted.step_s
     compute = "measured with everything resident" if measured else "as predicted"
     return [
         f"{result.device}, batch {result.batch}, {result.prompt_tokens} prompt tokens: medians of "

@@ -39,10 +39,11 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
     """Return what ``analyze --json`` prints; ``plan`` is null if nothing fits or was measured.
 
     ``model`` and ``layers`` are whole, ``ranks`` what each of several GPUs holds. A sample
-    adds what it shows of the weights.
+    adds what it shows of the weights, and ``draft_advice`` is there where drafts would gain.
     """
     machine, result, infeasible = analysis.machine, analysis.result, analysis.infeasible
     advice, shorter = analysis.cache_advice, analysis.context_advice
+    drafts = analysis.draft_advice
     plan = None if result is None else result.plan
     return {
         **model_payload(analysis.model),
@@ -53,8 +54,9 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
         **analysis.sample._asdict(),
         "alternatives": [vars(each) for each in analysis.alternatives],
         "cache_advice": None if advice is None else vars(advice),
-        # only where there is some: the key is newer than the others
+        # only where there is some: the keys are newer than the others
         **({} if shorter is None else {"context_advice": vars(shorter)}),
+        **({} if drafts is None else {"draft_advice": vars(drafts)}),
         "why": None if result is None else why_payload(result),
         "infeasible": None if infeasible is None else _infeasible_payload(infeasible, analysis),
         "unmeasured": analysis.unmeasured and name_options(analysis.unmeasured),

@@ -1,12 +1,13 @@
 """The plan: what stays on the host and what that is predicted to cost."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from offplan.capabilities.drafts import PASS_TOKENS
 from offplan.costs.floor import Floor
 from offplan.plan import Plan, Rule
 from offplan.planner.find import PlanResult
@@ -58,6 +59,7 @@ def describe_question(plan: Plan) -> list[str]:
         f"{STORES[plan.offload.store].title} memory {limit}",
         *goal.describe(),
         *([f"experts are chosen again as {plan.routing.file} has it"] if plan.routing else []),
+        *([f"drafts are taken as {plan.acceptance.file} has it"] if plan.acceptance else []),
         what[goal.objective]
         + (f" with {goal.targets}" if goal.targets else "")
         + (f", as {goal.engine} can run it" if goal.engine else "")
@@ -100,6 +102,8 @@ def describe_offload(plan: Plan) -> list[str]:
         lines.append(offload.recoding.describe())
     if any(any(rule.streams) for rule in offload.rules):
         lines.append(f"slots in the ring (prefetch_step): {offload.prefetch_step}")
+    if offload.draft is not None:
+        lines.append(offload.draft.describe())
     return [*lines, f"prompts are read in chunks of {offload.prefill_chunk} tokens"]
 
 
@@ -142,4 +146,19 @@ def _render_prediction(plan: Plan, floor: Floor | None = None) -> Table:
         table.add_row("floor", format_seconds(floor.prefill_s), format_seconds(floor.decode_s))
     crossing = map(format_bytes, (prefill.link_bytes, decode.link_bytes))
     table.add_row("over the link", *crossing)
+    for name, value in describe_passes(plan):
+        table.add_row(name, "", value)
     return table
+
+
+def describe_passes(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield what passes that check drafts take, and how many tokens they give; nothing without."""
+    drafts = plan.prediction.draft
+    if drafts is None:
+        return
+    yield "tokens a pass", f"{drafts.tokens:.2f}"
+    yield "a step without drafts", format_seconds(drafts.step_s)
+    for size in PASS_TOKENS:
+        seconds = getattr(drafts, f"pass_{size}_s")
+        if seconds is not None:
+            yield f"a pass of {size} tokens", format_seconds(seconds)

@@ -3,23 +3,25 @@
 import hashlib
 import json
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, reduce
 from itertools import accumulate
 from operator import add
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from offplan.capabilities.drafts import PASS_TOKENS
 from offplan.capabilities.way import OWN, Way
 from offplan.checkpoint.model import Model
 from offplan.errors import InputError
 from offplan.files import StrPath
 from offplan.plan import ModelRef
 from offplan.records import Record, read_text
-from offplan.routing.use_order import AGES, Reuse, Steps, measure_reuse, num_bands
+from offplan.routing.use_order import AGES, Reuse, Steps, join_steps, measure_reuse, num_bands
 
-ROUTING_VERSION: Literal[1] = 1
+ROUTING_VERSION: Literal[2] = 2
+"""Version of the format that is written; the one before, which is read too, has no passes."""
 MOST_FILE_BYTES = 64 * 2**20
 MOST_COUNTED = 2**53
 """No count is larger: JSON's readers keep whole numbers exact up to here."""
@@ -68,10 +70,12 @@ class LayerReuse(Record):
 
 
 class BatchReuse(Record):
-    """The reuse in batches of one size."""
+    """The reuse in batches of one size, or in passes of several tokens of one text."""
 
     batch: Annotated[int, Field(gt=0)]
     """Sequences of a batch."""
+    tokens: Annotated[int, Field(gt=0)] = 1
+    """Consecutive tokens of each sequence that a step passes."""
     steps: Annotated[int, Field(gt=0)]
     """Steps that were recorded, over all groups of so many sequences."""
     layers: tuple[LayerReuse, ...]
@@ -89,6 +93,11 @@ class BatchReuse(Record):
         if any(chosen > there for row in self.again for chosen, there in row):
             raise ValueError("again: more experts were chosen than lay there")
         return self
+
+    @property
+    def name(self) -> str:
+        """Its steps, in words."""
+        return f"passes of {self.tokens} tokens" if self.tokens > 1 else f"batch {self.batch}"
 
     @property
     def touched(self) -> float:
@@ -140,7 +149,7 @@ class BatchReuse(Record):
 class RoutingProfile(Record):
     """The experts that a model's tokens chose, summed up; it holds nothing of the texts."""
 
-    offplan_routing: Literal[1] = ROUTING_VERSION
+    offplan_routing: Literal[1, 2] = ROUTING_VERSION
     """Version of the format."""
     model: ModelRef
     """The model that chose."""
@@ -151,21 +160,32 @@ class RoutingProfile(Record):
     """Tokens whose choices were recorded."""
     batches: Annotated[tuple[BatchReuse, ...], Field(min_length=1)]
     """The reuse by size of batch, the smallest first."""
+    passes: tuple[BatchReuse, ...] = ()
+    """The reuse of one text in passes of several tokens, the fewest first; in format 1 none. Each
+    pass begins behind the one before, as where all drafts are taken: where some are rejected,
+    passes overlap, and find more of their experts."""
 
     @model_validator(mode="after")
     def _is_whole(self) -> "RoutingProfile":
         sizes = [each.batch for each in self.batches]
         if sizes != sorted(set(sizes)):
             raise ValueError(f"batches {sizes} are not in ascending order")
+        passes = [(each.batch, each.tokens) for each in self.passes]
+        if passes != sorted(set(passes)) or any(of[0] != 1 or of[1] < 2 for of in passes):
+            raise ValueError("passes: expected batch 1 and 2 tokens or more, in ascending order")
+        if any(each.tokens != 1 for each in self.batches):
+            raise ValueError("batches: found tokens, which passes alone have")
+        if passes and self.offplan_routing == 1:
+            raise ValueError("passes: a profile of version 1 has none")
         layers = [layer.layer for layer in self.batches[0].layers]
         if not layers or layers != sorted(set(layers)):
             raise ValueError(f"layers {layers} are not in ascending order")
-        for each in self.batches:
+        for each in self.every:
             if [layer.layer for layer in each.layers] != layers:
-                raise ValueError(f"batch {each.batch} has other layers than batch {sizes[0]}")
+                raise ValueError(f"{each.name} has other layers than batch {sizes[0]}")
             if each.again is not None and len(each.again) != num_bands(self.num_experts):
                 raise ValueError(
-                    f"batch {each.batch} has {len(each.again)} bands of places; expected "
+                    f"{each.name} has {len(each.again)} bands of places; expected "
                     f"{num_bands(self.num_experts)}, one for each doubling of {self.num_experts}"
                 )
             for layer in each.layers:
@@ -182,18 +202,28 @@ class RoutingProfile(Record):
         chosen = self.num_experts_per_token
         if chosen > self.num_experts:
             raise ValueError(f"a token chooses {chosen} of {self.num_experts} experts")
-        for each in self.batches:
-            where = f"batch {each.batch}"
-            if each.batch * each.steps > self.tokens:
+        for each in self.every:
+            of_step = each.batch * each.tokens
+            if of_step * each.steps > self.tokens:
                 raise ValueError(
-                    f"{where} has {each.steps} steps of {each.batch} tokens, and {self.tokens} "
+                    f"{each.name} has {each.steps} steps of {of_step} tokens, and {self.tokens} "
                     "tokens were recorded in all"
                 )
-            most = min(self.num_experts, each.batch * chosen)
+            most = min(self.num_experts, of_step * chosen)
             for layer in each.layers:
                 if (why := layer.why_impossible(each.steps, most)) is not None:
-                    raise ValueError(f"layer {layer.layer} of {where} {why}: record it again")
+                    raise ValueError(f"layer {layer.layer} of {each.name} {why}: record it again")
         return self
+
+    @property
+    def every(self) -> tuple[BatchReuse, ...]:
+        """The reuse of all batches and passes."""
+        return (*self.batches, *self.passes)
+
+    def find(self, batch: int, tokens: int) -> BatchReuse | None:
+        """Return the reuse in steps of so many sequences and tokens of each; None for others."""
+        wanted = batch, tokens
+        return next((each for each in self.every if (each.batch, each.tokens) == wanted), None)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -258,12 +288,12 @@ def check_routing(profile: RoutingProfile, model: Model, name: str) -> None:
         )
     if model.architecture.routing.has_idle:
         return  # tokens may choose experts that there are not
-    for each in profile.batches:
+    for each in profile.every:
         for layer in each.layers:
             if layer.choices < each.steps * sizes[1]:
                 raise InputError(
                     f"{name} has {layer.choices} choices of layer {layer.layer} in {each.steps} "
-                    f"steps of batch {each.batch}; a token chooses {sizes[1]} experts, so at least "
+                    f"steps of {each.name}; a token chooses {sizes[1]} experts, so at least "
                     f"{each.steps * sizes[1]} are expected: {again}"
                 )
 
@@ -273,6 +303,7 @@ def make_routing(
 ) -> RoutingProfile:
     """Sum up recorded choices for batches of 1, 2, 4 ... sequences, up to the largest recorded.
 
+    Passes of PASS_TOKENS tokens of one text are summed up, too, where a run has as many steps.
     ``layers`` are the indices of the layers, ``runs`` steps of equal batches each. Raises
     InputError where no step was recorded.
     """
@@ -283,20 +314,28 @@ def make_routing(
     batches = []
     for batch in sizes:
         each = [measure_reuse(run, num_experts, batch) for run in runs if run.shape[2] >= batch]
-        batches.append(_of_batch(batch, layers, reduce(add, each)))
+        batches.append(_of_batch(batch, 1, layers, reduce(add, each)))
+    passes = []
+    for tokens in PASS_TOKENS:
+        in_passes = [join_steps(run, tokens) for run in runs if len(run) >= tokens]
+        if in_passes:
+            reuse = reduce(add, (measure_reuse(run, num_experts, 1) for run in in_passes))
+            passes.append(_of_batch(1, tokens, layers, reuse))
     return RoutingProfile(
         model=model,
         num_experts=num_experts,
         num_experts_per_token=runs[0].shape[3],
         tokens=sum(run.shape[0] * run.shape[2] for run in runs),
         batches=tuple(batches),
+        passes=tuple(passes),
     )
 
 
-def _of_batch(batch: int, layers: Sequence[int], reuse: Reuse) -> BatchReuse:
+def _of_batch(batch: int, tokens: int, layers: Sequence[int], reuse: Reuse) -> BatchReuse:
     num_places = num_bands(reuse.distances.shape[1])
     return BatchReuse(
         batch=batch,
+        tokens=tokens,
         steps=reuse.num_steps,
         again=tuple(tuple(map(tuple, row)) for row in reuse.again[:num_places].tolist()),
         layers=tuple(
@@ -311,14 +350,20 @@ def _of_batch(batch: int, layers: Sequence[int], reuse: Reuse) -> BatchReuse:
 def dump_routing(profile: RoutingProfile) -> str:
     """Write a profile as JSON, a layer a line: ``load_routing`` reads it back."""
     data = profile.model_dump(mode="json")
-    batches = data.pop("batches")
-    lines = [json.dumps(data)[:-1] + ', "batches": [']
-    for number, batch in enumerate(batches):
-        layers = ",\n".join(json.dumps(layer, separators=(",", ":")) for layer in batch["layers"])
-        head = f'{{"batch": {batch["batch"]}, "steps": {batch["steps"]}, "layers": ['
-        again = "" if batch["again"] is None else f', "again": {json.dumps(batch["again"])}'
-        lines += [head, layers, f"]{again}}}" + "," * (number + 1 < len(batches))]
+    batches, passes = data.pop("batches"), data.pop("passes")
+    lines = [json.dumps(data)[:-1] + ', "batches": [', *_dump_steps(batches)]
+    if passes:
+        lines += ['], "passes": [', *_dump_steps(passes)]
     return "\n".join([*lines, "]}"]) + "\n"
+
+
+def _dump_steps(batches: Sequence[dict[str, Any]]) -> Iterator[str]:
+    for number, batch in enumerate(batches):
+        tokens = f' "tokens": {batch["tokens"]},' if batch["tokens"] > 1 else ""
+        yield f'{{"batch": {batch["batch"]},{tokens} "steps": {batch["steps"]}, "layers": ['
+        yield ",\n".join(json.dumps(layer, separators=(",", ":")) for layer in batch["layers"])
+        again = "" if batch["again"] is None else f', "again": {json.dumps(batch["again"])}'
+        yield f"]{again}}}" + "," * (number + 1 < len(batches))
 
 
 def load_routing(path: StrPath) -> RoutingProfile:
@@ -329,9 +374,9 @@ def load_routing(path: StrPath) -> RoutingProfile:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is no routing profile, which is JSON: {error}") from None
     version = data.get("offplan_routing") if isinstance(data, dict) else None
-    if version is not None and version != ROUTING_VERSION:
+    if version is not None and version not in (1, ROUTING_VERSION):
         raise InputError(
-            f"{path} is a routing profile of version {reprlib.repr(version)}: offplan_routing is "
-            f"{ROUTING_VERSION} in those that this offplan reads; record it again"
+            f"{path} is a routing profile of version {reprlib.repr(version)}: offplan_routing is 1 "
+            f"or {ROUTING_VERSION} in those that this offplan reads; record it again"
         )
     return RoutingProfile.check(data, str(path), "the routing profile", InputError)

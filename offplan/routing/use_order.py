@@ -124,6 +124,14 @@ class UseOrder:
         self.ages = np.take_along_axis(next_ages(self.ages, in_order), places, axis=1)
 
 
+def join_steps(steps: Steps, tokens: int) -> Steps:
+    """Return steps that pass so many consecutive tokens of each sequence; a rest is left out."""
+    num_steps, num_layers, num_sequences, _ = steps.shape
+    passes = num_steps // tokens
+    grouped = steps[: passes * tokens].reshape(passes, tokens, num_layers, num_sequences, -1)
+    return grouped.transpose(0, 2, 3, 1, 4).reshape(passes, num_layers, num_sequences, -1)
+
+
 def measure_reuse(steps: Steps, num_experts: int, batch: int) -> Reuse:
     """Measure the reuse of steps for batches of ``batch`` of their sequences.
 

@@ -33,8 +33,12 @@ class Measured:
 
     @property
     def step_link_bytes(self) -> int | None:
-        """Bytes that crossed the link in a decode step, on average; None if there was none."""
-        return self.decode_link_bytes // self.num_decodes if self.num_decodes else None
+        """Bytes that crossed the link in a decode step, on average; None if there was none.
+
+        Where passes have checked drafts, they are those of a token.
+        """
+        number = len(self.step_s) if self.drafts.num_passes else self.num_decodes
+        return self.decode_link_bytes // number if number else None
 
     @property
     def median_step_s(self) -> float | None:

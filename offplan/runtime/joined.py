@@ -421,7 +421,9 @@ class JoinedTexts:
         for row, each in chosen.texts.items():
             if each in self._joined:  # else it ended, or left, when this token was queued already
                 if each._drafting is not None:
-                    each._drafting.take_step(made[row])
+                    is_right = each._drafting.take_step(made[row])
+                    if is_right is not None and self._measured is not None:
+                        self._measured.drafts.note_step(is_right=is_right)
                 scores: list[Scored] = []
                 if each in chosen.scores:
                     (scores,) = _read_scores(chosen.scores[each])

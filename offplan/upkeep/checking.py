@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from offplan.checkpoint.model import Model
+from offplan.drafts.acceptance import check_acceptance, load_acceptance
 from offplan.engines.export import export_plan
 from offplan.errors import (
     ExportError,
@@ -26,7 +27,7 @@ from offplan.library.planned import (
 )
 from offplan.library.repricing import list_changes, price_decision, price_on
 from offplan.machine.profile import MachineProfile
-from offplan.plan import Plan, RoutingRef, take_plan
+from offplan.plan import AcceptanceRef, Plan, RoutingRef, take_plan
 from offplan.progress import Stages, silent
 from offplan.routing.profile import check_routing, load_routing
 from offplan.stores import STORES
@@ -75,6 +76,8 @@ def check_plan(
     figures = [_check_figures(plan), finding]
     if plan.routing is not None:
         figures.append(_check_routing(plan, plan.routing, found))
+    if plan.acceptance is not None:
+        figures.append(_check_acceptance(plan, plan.acceptance, found))
     if found is None:
         absent = f"{plan.model.source} is neither on this disk nor in the Hub's cache: not compared"
         findings = [
@@ -158,18 +161,35 @@ def _check_routing(plan: Plan, routing: RoutingRef, model: Model | None) -> Find
 
     Without a model, whether the file is one of the model is not compared.
     """
-    again = "offplan replan makes the plan of it"
     try:
         profile = load_routing(Path(plan.locate(routing.file)))
         if model is not None:
             check_routing(profile, model, routing.file)
     except InputError as error:
         return Finding("routing", "unknown", f"it cannot be compared: {error}")
-    if profile.fingerprint == routing.fingerprint:
-        return Finding("routing", "holds", f"the reuse in {routing.file} is unchanged")
-    was, now = routing.fingerprint[:12], profile.fingerprint[:12]
-    text = f"the plan was made from {routing.file} as {was}, which is {now} by now: {again}"
-    return Finding("routing", "drift", text)
+    return _compare(routing, profile.fingerprint, "routing", "reuse")
+
+
+def _check_acceptance(plan: Plan, acceptance: AcceptanceRef, model: Model | None) -> Finding:
+    """Say whether the plan was made from its acceptance profile as it is by now."""
+    try:
+        profile = load_acceptance(Path(plan.locate(acceptance.file)))
+        if model is not None:
+            check_acceptance(profile, model, acceptance.file)
+    except InputError as error:
+        return Finding("acceptance", "unknown", f"it cannot be compared: {error}")
+    return _compare(acceptance, profile.fingerprint, "acceptance", "acceptance")
+
+
+def _compare(
+    planned: RoutingRef | AcceptanceRef, fingerprint: str, name: str, what: str
+) -> Finding:
+    if fingerprint == planned.fingerprint:
+        return Finding(name, "holds", f"the {what} in {planned.file} is unchanged")
+    was, now = planned.fingerprint[:12], fingerprint[:12]
+    again = "offplan replan makes the plan of it"
+    text = f"the plan was made from {planned.file} as {was}, which is {now} by now: {again}"
+    return Finding(name, "drift", text)
 
 
 def _check_figures(plan: Plan) -> Finding:

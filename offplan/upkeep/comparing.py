@@ -14,7 +14,8 @@ from offplan.library.repricing import list_changes, price_decision
 from offplan.placement import Placement, place
 from offplan.plan import Offload, Plan, take_plan
 
-_ASKED = ("model", "workload", "budget", "goal", "machine", "routing")
+_PROFILES = ("routing", "acceptance")
+_ASKED = ("model", "workload", "budget", "goal", "machine", *_PROFILES)
 """Sections of a plan that say what was asked."""
 
 
@@ -96,8 +97,11 @@ def compare_plans(
             if (excess := priced.describe_excess()) is not None:
                 stale.append(f'"{name}" exceeds its budget: {excess}.')
     old, new = before.dump_with_units(), after.dump_with_units()
-    for each in (old, new):  # a section that may be left out
-        each["routing"] = each["routing"] or {"file": None, "fingerprint": None}
+    for each in (old, new):  # what may be left out
+        for key in _PROFILES:
+            each[key] = each.get(key) or {"file": None, "fingerprint": None}
+        each["goal"].setdefault("draft", "auto")
+        each["offload"].setdefault("draft")
     asked = (_changes(old[key], new[key], f"{key}.") for key in _ASKED)
     return Difference(
         before,

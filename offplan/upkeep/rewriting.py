@@ -47,12 +47,13 @@ def _edits(node: yaml.Node, text: str, before: Any, after: Any) -> Iterator[_Edi
         return
     if isinstance(node, yaml.MappingNode) and isinstance(after, dict):
         values = {key.value: value for key, value in node.value}
-        changed = {key: value for key, value in after.items() if before[key] != value}
+        keys = {**before, **after}  # some are left out where they are usual
+        changed = {key: after.get(key) for key in keys if before.get(key) != after.get(key)}
         added = {key: value for key, value in changed.items() if key not in values}
         if not node.flow_style or not (added or None in changed.values()):
             yield from _added(node, text, added)
             for key in changed.keys() - added.keys():
-                yield from _edits(values[key], text, before[key], after[key])
+                yield from _edits(values[key], text, before.get(key), changed[key])
             return
     are_lists = isinstance(before, list) and isinstance(after, list)
     if isinstance(node, yaml.SequenceNode) and are_lists and len(before) == len(after):

@@ -83,7 +83,7 @@ def test_a_plan_names_its_profile_and_every_command_knows_it(
     assert code != 0
     assert "(cached_experts), which vLLM does not do: plan again with --for" in err
 
-    other = profile.read_text("utf-8").replace('"tokens": ', '"tokens": 1')
+    other = profile.read_text("utf-8").replace('"tokens": ', '"tokens": 1', 1)
     (tmp_path / "routing.json").write_text(other, "utf-8")
     code, out, _ = cli("check", path, "--file-only")
     assert (code, "DRIFT  routing" in out) == (4, True)
@@ -125,12 +125,12 @@ def _other_model(data: dict[str, Any]) -> None:
 
 
 def _more_layers(data: dict[str, Any]) -> None:
-    for batch in data["batches"]:
+    for batch in (*data["batches"], *data["passes"]):
         batch["layers"].append({**batch["layers"][-1], "layer": 99})
 
 
 def _other_version(data: dict[str, Any]) -> None:
-    data["offplan_routing"] = 2
+    data["offplan_routing"] = 3
 
 
 def _damaged(data: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ def _damaged(data: dict[str, Any]) -> None:
     [
         (_other_model, "was recorded with"),
         (_more_layers, "has layer 99"),
-        (_other_version, "is a routing profile of version 2"),
+        (_other_version, "is a routing profile of version 3"),
         (_damaged, "distances: it is missing"),
     ],
 )

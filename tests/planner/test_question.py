@@ -138,7 +138,7 @@ CHANGED: dict[str, Any] = {
     "no_cores": "an Arm",
 }
 """Another value of each field of a question that its answers depend on, beside the model."""
-NAMES = {"profile", "routing_file"}
+NAMES = {"profile", "routing_file", "acceptance_file"}
 """Fields that name files, whose content is in other fields."""
 
 

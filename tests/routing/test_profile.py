@@ -45,7 +45,7 @@ def test_ages_are_optional_and_of_the_profile_s_bands(
         path.write_text(json.dumps({**data, "batches": [{**data["batches"][0], "again": wrong}]}))
         with pytest.raises(InputError, match=why):
             load_routing(path)
-    for batch in data["batches"]:
+    for batch in (*data["batches"], *data["passes"]):
         del batch["again"]
     path.write_text(json.dumps(data))
     before = load_routing(path)
@@ -86,7 +86,15 @@ def test_no_step_is_no_profile() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda d: d.update(offplan_routing=2), "offplan_routing"),
+        (lambda d: d.update(offplan_routing=3), "offplan_routing"),
+        (lambda d: d.update(offplan_routing=1), "a profile of version 1 has none"),
+        (lambda d: d["passes"].reverse(), "in ascending order"),
+        (lambda d: d["batches"][0].update(tokens=2), "found tokens, which passes alone have"),
+        (lambda d: d["passes"][0].update(tokens=1), "2 tokens or more"),
+        (
+            lambda d: d["passes"][2]["layers"][0].update(distances=[14] * 8),
+            "layer 1 of passes of 8 tokens",
+        ),
         (lambda d: d["batches"].reverse(), "not in ascending order"),
         (lambda d: d["batches"][1]["layers"].pop(), "batch 2 has other layers"),
         (lambda d: d["batches"][0]["layers"][0]["distances"].pop(), "has 7 distances; expected 8"),
@@ -146,6 +154,35 @@ def test_no_caches_miss_less_than_the_best_sizes(profile: RoutingProfile) -> Non
 
 def test_a_profile_of_another_version_is_refused(profile: RoutingProfile, tmp_path: Path) -> None:
     path = tmp_path / "routing.json"
-    path.write_text(dump_routing(profile).replace('"offplan_routing": 1', '"offplan_routing": 7'))
+    path.write_text(dump_routing(profile).replace('"offplan_routing": 2', '"offplan_routing": 7'))
     with pytest.raises(InputError, match=r"of version 7: offplan_routing is 1 .* record it again"):
         load_routing(path)
+
+
+def test_a_profile_of_before_has_no_passes_and_keeps_its_fingerprint(
+    profile: RoutingProfile, tmp_path: Path
+) -> None:
+    data = json.loads(dump_routing(profile))
+    data["offplan_routing"] = 1
+    del data["passes"]
+    path = tmp_path / "routing.json"
+    path.write_text(json.dumps(data))
+    before = load_routing(path)
+    assert before.batches == profile.batches
+    assert before.find(1, 4) is None
+    assert "passes" not in dump_routing(before)
+    assert dump_routing(before).startswith('{"offplan_routing": 1, ')
+
+
+def test_passes_are_of_consecutive_tokens_of_one_text() -> None:
+    """Two texts of one layer: every token chooses experts 0 and 1, or all in turn."""
+    same, turns = np.tile([0, 1], (16, 1)), np.arange(32).reshape(16, 2) % 8
+    run = np.stack([same, turns], axis=1)[:, None].astype(np.int16)
+    made = make_routing(MODEL, [0], [run], 8)
+    assert [(each.batch, each.tokens) for each in made.passes] == [(1, 2), (1, 4), (1, 8)]
+    assert [each.steps for each in made.passes] == [2 * 8, 2 * 4, 2 * 2]
+    # 2 distinct experts of the one text, and of the other twice as many a token
+    assert [each.touched for each in made.passes] == [(2 + 4) / 2, (2 + 8) / 2, (2 + 8) / 2]
+    assert made.find(1, 2) is made.passes[0]
+    short = make_routing(MODEL, [0], [run[:3]], 8)
+    assert [each.tokens for each in short.passes] == [2]

@@ -9,6 +9,7 @@ from offplan.hostmem.busy import Watch
 from offplan.machine.profile import ASSUMED_CORES, ASSUMED_TRIP
 from offplan.runtime.cached_experts.executor import describe_division, list_shares
 from offplan.runtime.cached_experts.rates import (
+    MOST_TRIES,
     RATES,
     STREAM_TRIP_S,
     Timed,
@@ -59,6 +60,7 @@ def test_rates_that_others_disturb_are_measured_again(
     """Also where samples of one expert alone waver, by which a hand-over is told."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
     monkeypatch.setattr(Watch, "_count", lambda watch: vars(watch).update(num_busy=num_busy))
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
     asked = []
 
     def time_experts(number: int, num_experts: int) -> Timed:
@@ -67,10 +69,32 @@ def test_rates_that_others_disturb_are_measured_again(
 
     found = [find({"gpu": 1}, time_experts, 4) for _ in range(2)]
     is_kept = not num_busy and not wavering
-    assert len(asked) == (21 if is_kept else 42)
+    assert len(asked) == (21 if is_kept else 2 * MOST_TRIES * 21)
     assert found[0] == found[1]
     assert (found[0].why_doubtful is None) == is_kept
     assert found[0].rates.link_s == 2e-4
+
+
+def test_what_disturbs_the_first_measurement_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a session that has just loaded: its rates would give the cores nothing to multiply."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
+    monkeypatch.setattr(Watch, "_count", lambda watch: vars(watch).update(num_busy=0.0))
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    asked = []
+
+    def time_experts(number: int, num_experts: int) -> Timed:
+        asked.append(number)
+        late = 3e-3 * (len(asked) < 8)
+        return Timed(2e-4 * num_experts + late, 3e-4)
+
+    found = find({"gpu": 1}, time_experts, 4)
+    assert found.why_doubtful is None
+    assert found.rates == pytest.approx((STREAM_TRIP_S, 2e-4, 3e-4))
+    assert len(asked) == 42
+    assert find({"gpu": 1}, time_experts, 4) == found
+    assert len(asked) == 42
 
 
 def test_a_batch_takes_the_cores_longer() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ STREAM_TRIP_S = 5e-6
 Source: estimated; of 8.0 us on an H200's host a coordinator that the host rings for takes 3.
 """
 NUM_SAMPLES = 10
+MOST_TRIES, BETWEEN_TRIES_S = 4, 0.3
+"""Measurements that a session makes at most, and the seconds between them. Source: chosen."""
 _MOST_BYTES = 1 << 10
 
 
@@ -61,16 +64,24 @@ def find(
 ) -> Found:
     """Find the rates that a question names, or measure them as ``measure`` does.
 
-    Rates that other processes disturb are used, and not kept: the next session measures again.
+    Where something disturbs them they are measured again, for a session may have just loaded.
+    Source: an H200's host, where exchanges took 3 ms for half a second behind loading, and 0.2 ms
+    afterwards. Rates that stay disturbed are used, and not kept: the next session measures again.
     """
     if (kept := RATES.find(question)) is not None:
         return Found(kept, None)
-    with Watch() as watch:
-        rates, spread = measure(time_experts, most)
-        watch.note(spread)
-    if watch.why is None:
-        RATES.keep(question, rates)
-    return Found(rates, watch.why)
+    tried: list[Found] = []
+    while len(tried) < MOST_TRIES:
+        if tried:
+            time.sleep(BETWEEN_TRIES_S)
+        with Watch() as watch:
+            rates, spread = measure(time_experts, most)
+            watch.note(spread)
+        if watch.why is None:
+            RATES.keep(question, rates)
+            return Found(rates, None)
+        tried.append(Found(rates, watch.why))
+    return min(tried, key=lambda found: sum(found.rates))
 
 
 def measure(time_experts: Callable[[int, int], Timed], most: int) -> tuple[MissRates, float]:

@@ -1,0 +1,75 @@
+"""Drafts by n-gram lookup, reported with what they would give where nothing is known of them."""
+
+from dataclasses import dataclass
+
+from offplan.capabilities.drafts import Draft
+from offplan.costs.timeline import to_seconds
+from offplan.drafts.acceptance import AcceptanceProfile
+from offplan.drafts.mix import find_mix
+from offplan.errors import PlanError
+from offplan.plan import ModelRef, Plan
+from offplan.planner.drafts import LENGTHS, knows_passes, price_drafts
+from offplan.planner.question import Question
+
+CHANCES = (0.6, 0.8)
+"""Acceptances of which the answer tells. Source: chosen: text that repeats some, and much."""
+WORTH_TELLING = 1.1
+"""Times by which tokens come faster at the larger of CHANCES, so that drafts are reported. Source:
+chosen."""
+
+
+@dataclass(frozen=True)
+class DraftAdvice:
+    """The speed of a plan's decision with drafts, if each were taken by the same chance."""
+
+    draft: str
+    """The drafts as ``--draft`` takes them: those that give most at the larger chance."""
+    chances: tuple[float, ...]
+    tokens_per_s: tuple[float, ...]
+    """Tokens a second by each chance."""
+
+
+def advise_drafts(question: Question, plan: Plan) -> DraftAdvice | None:
+    """Find what drafts would give a plan, where nothing is known of how often they are taken.
+
+    None where they gain less than WORTH_TELLING, where no session checks them, on the CPU, and
+    where they were asked for. The plan's decision is priced as it is, which takes no search: what
+    drafts take of memory beyond the budget crosses the link in each pass.
+    """
+    goal, profile = question.goal, question.stage.acceptance
+    is_usual = goal.draft == "auto" and profile is None and not goal.targets
+    if not is_usual or goal.objective != "latency" or not plan.workload.num_steps:
+        return None
+    if question.machine.is_cpu:
+        return None
+    drafts = tuple(Draft(kind="ngram", tokens=length) for length in LENGTHS)
+    if any(goal.list_draft_refusals(drafts[0], question.asked)):
+        return None
+    drafts = tuple(each for each in drafts if knows_passes(question, each))
+    try:
+        priced = dict(price_drafts(question, plan.offload, drafts))
+    except PlanError:  # passes of several tokens run no such rules
+        return None
+    if not priced:
+        return None
+    known = [_assume(question, drafts[-1], chance) for chance in CHANCES]
+
+    def token_s(draft: Draft, profile: AcceptanceProfile, lacking_s: float = 0.0) -> float:
+        mix = find_mix(draft, profile, plan.workload.num_steps)
+        drafted = priced[draft].drafted
+        assert drafted is not None, "drafts are priced"
+        return to_seconds(drafted.with_mix(mix).token_ps) + lacking_s / mix.tokens
+
+    best = min(priced, key=lambda draft: token_s(draft, known[-1]))
+    taken = question.predict(plan.offload.model_copy(update={"draft": best})).gpu_memory
+    lacking = max(0, taken.total_bytes - plan.budget.gpu_memory)
+    lacking_s = lacking / question.planned_machine.h2d.value
+    speeds = tuple(1 / token_s(best, profile, lacking_s) for profile in known)
+    if speeds[-1] * plan.prediction.decode.step_s < WORTH_TELLING:
+        return None
+    return DraftAdvice(str(best), CHANCES, speeds)
+
+
+def _assume(question: Question, most: Draft, chance: float) -> AcceptanceProfile:
+    model = ModelRef.model_validate(question.model, from_attributes=True)
+    return AcceptanceProfile.of_chance(most, model, chance)

@@ -1,0 +1,155 @@
+"""The drafts of a plan: those whose passes make a request shortest, or none.
+
+The outer loop of the search is over few numbers of drafted tokens, of the kind that an acceptance
+profile is of. Each is priced for the decision without drafts first. Those that gain are searched in
+spaces of their own, the best first, until one of them keeps its promise. Such a search keeps the
+segment classes of the decision without drafts, and chooses all else anew: planning takes hardly
+longer, and drafts change little in which weights are worth their memory.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from offplan.capabilities.drafts import PASS_TOKENS, Draft, pass_tokens
+from offplan.costs.predict import RequestTimes, price_stage
+from offplan.costs.timeline import to_seconds
+from offplan.errors import InfeasibleError, PlanError
+from offplan.plan import Offload, Plan
+from offplan.planner.aims import NEVER
+from offplan.planner.classes import SegmentClass
+from offplan.planner.find import ALIKE, PlanResult, find_plan
+from offplan.planner.question import Question
+from offplan.planner.search import Searcher
+from offplan.planner.space import Space
+
+LENGTHS = tuple(size - 1 for size in PASS_TOKENS)
+"""Numbers of drafted tokens that are tried: those that fill a captured pass."""
+
+
+CLOSE = 1.1
+"""Times a request's seconds within which fewer drafts are priced again for the plan found. Source:
+chosen: what the plan without drafts has of them differs by less."""
+
+
+def list_drafts(question: Question) -> tuple[Draft, ...]:
+    """List the drafts that plans of a question may have, beside none."""
+    goal, profile = question.goal, question.stage.acceptance
+    if goal.draft != "auto" or profile is None:
+        return ()
+    lengths = sorted({min(length, profile.tokens) for length in LENGTHS})
+    drafts = (Draft(kind=profile.kind, tokens=length) for length in lengths)
+    return tuple(each for each in drafts if knows_passes(question, each))
+
+
+def knows_passes(question: Question, draft: Draft) -> bool:
+    """Return True if the routing profile has the passes of a draft, or there is none."""
+    stage, tokens = question.stage, pass_tokens(draft.tokens)
+    return stage.routing is None or stage.reuse(1, tokens) is not None
+
+
+def price_drafts(
+    question: Question, offload: Offload, drafts: Sequence[Draft]
+) -> Iterator[tuple[Draft, RequestTimes]]:
+    """Price a decision with each of some drafts, whether or not the budget is kept.
+
+    The drafts are ascending: passes of all sizes are priced once.
+    """
+    if not drafts:
+        return
+    (stage,) = question.hold(offload)
+    machine, workload = question.planned_machine, question.workload
+    most = offload.model_copy(update={"draft": drafts[-1]})
+    *_, times = price_stage(stage, machine, workload, most)
+    assert times.drafted is not None, "the decision has drafts"
+    for draft in drafts:
+        drafted = times.drafted.with_mix(stage.mix(draft, workload))
+        yield draft, replace(times, drafted=drafted)
+
+
+def choose_drafts(question: Question, plain: PlanResult) -> PlanResult:
+    """Return the best plan with drafts where that gains more than plans are alike, else ``plain``.
+
+    ``plain`` is the best plan without drafts.
+    """
+    offload, most_s = plain.plan.offload, plain.plan.prediction.objective_s / ALIKE
+    ranked = _rank(question, offload, list_drafts(question))
+    for request_s, draft in ranked:
+        if request_s >= most_s:
+            break
+        if not offload.rules:
+            decision = offload.model_copy(update={"draft": draft})
+            taken = question.predict(decision).gpu_memory.total_bytes
+            if taken <= question.budget.gpu_memory:
+                plan = question.answer(decision)
+                return replace(plain, plan=plan, best_s=plan.prediction.objective_s)
+        found = _search(question, plain.plan, draft, most_s)
+        if found is not None:
+            is_close = any(s < CLOSE * request_s for s, of in ranked if of.tokens < draft.tokens)
+            return _shorten(question, found) if is_close else found
+    return plain
+
+
+def _rank(
+    question: Question, offload: Offload, drafts: Sequence[Draft]
+) -> list[tuple[float, Draft]]:
+    """Rank drafts of a decision by the seconds of a request, the shortest first."""
+    try:
+        priced = [
+            (to_seconds(times.objective_ps(question.workload)), draft)
+            for draft, times in price_drafts(question, offload, drafts)
+        ]
+    except PlanError:  # passes of several tokens run no such rules
+        return []
+    return sorted(priced, key=lambda pair: pair[0])
+
+
+def _shorten(question: Question, found: PlanResult) -> PlanResult:
+    """Return a plan with fewer drafts, which take less memory, if its decision gains by them."""
+    offload = found.plan.offload
+    assert offload.draft is not None, "it was found with drafts"
+    most = pass_tokens(offload.draft.tokens)
+    drafts = [each for each in list_drafts(question) if pass_tokens(each.tokens) <= most]
+    _, best = _rank(question, offload, drafts)[0]
+    if best == offload.draft:
+        return found
+    plan = question.answer(offload.model_copy(update={"draft": best}))
+    return replace(found, plan=plan, best_s=plan.prediction.objective_s)
+
+
+def find_only_with(question: Question) -> PlanResult | None:
+    """Find a plan with drafts where those without miss a target; None if drafts miss it, too."""
+    searchers = [Searcher(Space(question, draft=each)) for each in list_drafts(question)]
+    found = []
+    for searcher in searchers:
+        with suppress(InfeasibleError):
+            found.append(_find(searcher, question))
+    return min(
+        (each for each in found if each is not None),
+        key=lambda each: each.plan.prediction.objective_s,
+        default=None,
+    )
+
+
+def _search(question: Question, plain: Plan, draft: Draft, below_s: float) -> PlanResult | None:
+    """Search the plans that check a draft, near the one without, whose requests are shorter."""
+    offload = plain.offload
+    classes = frozenset(SegmentClass(rule.cpu_offload_params) for rule in offload.rules)
+    space = Space(question, draft=draft)
+    near = replace(space, recoding=offload.recoding, classes=classes)
+    for searcher in ([Searcher(near, recodes=False)] if classes else []) + [Searcher(space)]:
+        with suppress(InfeasibleError):  # more classes may fit
+            return _find(searcher, question, below_s)
+    return None
+
+
+def _find(searcher: Searcher, question: Question, below_s: float = NEVER) -> PlanResult | None:
+    """Find a plan as ``find_plan`` does; None if it takes longer, or no session runs it."""
+    try:
+        found = find_plan(searcher, question, below_s)
+    except PlanError:
+        return None
+    if found is None or found.plan.prediction.objective_s >= below_s:
+        return None
+    # the search's own value is that of mean passes
+    return replace(found, best_s=found.plan.prediction.objective_s)

@@ -1,0 +1,206 @@
+"""The planner chooses drafts, how many, or none, by an acceptance profile."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offplan.capabilities.drafts import Draft
+from offplan.checkpoint.model import Model
+from offplan.drafts.acceptance import AcceptanceProfile, dump_acceptance
+from offplan.errors import InfeasibleError, InputError
+from offplan.library.asking import pose
+from offplan.library.draft_advice import advise_drafts
+from offplan.machine.profile import MachineProfile
+from offplan.plan import Goal, ModelRef, Workload
+from offplan.planner.drafts import list_drafts
+from offplan.planner.find import find_plan
+from offplan.planner.make import make_plan
+from offplan.planner.neighbours import find_neighbours
+from offplan.planner.question import Question
+from offplan.planner.search import Searcher
+from offplan.planner.space import Space
+from offplan.routing.profile import dump_routing, make_routing
+from tests.costs.builders import NUM_EXPERTS, dense_model, make_machine, moe_model
+from tests.planner.cases import budget_for
+
+WORKLOAD = Workload(prompt_tokens=64, output_tokens=101, context=256)
+SLOW = make_machine(h2d=1e8, uva=0.9e8)
+"""A link that is the limit: a pass of several tokens takes hardly longer than a step."""
+SLOW_GPU = make_machine().model_copy(
+    update={"matmul": make_machine().matmul.model_copy(update={"value": 1e8})}
+)
+"""A GPU whose operations are the limit: a pass takes as many steps as it has tokens."""
+PLAIN = Goal(packing=False)
+
+
+@pytest.fixture(autouse=True)
+def _small_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave graphs out, which take more than all weights of models so small."""
+    monkeypatch.setattr("offplan.costs.drafts.GRAPH_BYTES", 0)
+
+
+def ask(
+    model: Model,
+    machine: MachineProfile = SLOW,
+    chance: float | None = None,
+    share: float = 0.5,
+    goal: Goal = PLAIN,
+    tokens: int = 7,
+    **others: Any,
+) -> Question:
+    budget = budget_for(model, machine, share, WORKLOAD)
+    question = pose(model, machine, WORKLOAD, budget, goal, **others)
+    if chance is None:
+        return question
+    ref = ModelRef.model_validate(model, from_attributes=True)
+    known = AcceptanceProfile.of_chance(Draft(kind="ngram", tokens=tokens), ref, chance)
+    stages = tuple(replace(each, acceptance=known) for each in question.stages)
+    return replace(question, stages=stages, acceptance_file="acceptance.yaml")
+
+
+def test_nothing_is_drafted_where_nothing_is_known() -> None:
+    plan = make_plan(ask(dense_model(6))).plan
+    assert (plan.offload.draft, plan.prediction.draft, plan.acceptance) == (None, None, None)
+
+
+def test_drafts_are_chosen_where_the_link_is_the_limit() -> None:
+    plain = make_plan(ask(dense_model(6))).plan
+    question = ask(dense_model(6), chance=0.8)
+    plan = make_plan(question).plan
+    assert plan.offload.draft == Draft(kind="ngram", tokens=7)
+    assert plan.prediction.objective_s < 0.6 * plain.prediction.objective_s
+    assert plan.prediction.gpu_memory.total_bytes <= plan.budget.gpu_memory
+    assert plan.acceptance is not None
+    assert question.stage.acceptance is not None
+    assert plan.acceptance.fingerprint == question.stage.acceptance.fingerprint
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.3])
+def test_none_are_chosen_where_they_lose(chance: float) -> None:
+    for model, machine in ((dense_model(6), SLOW_GPU), (moe_model(5), SLOW_GPU)):
+        plan = make_plan(ask(model, machine, chance)).plan
+        assert plan.offload.draft is None
+        assert plan == make_plan(ask(model, machine)).plan.model_copy(
+            update={"acceptance": plan.acceptance}
+        )
+
+
+def test_what_is_taken_seldom_is_drafted_by_fewer() -> None:
+    """Routed experts are a union: each token more brings more of them."""
+    tokens = []
+    for chance in (0.1, 0.7, 0.95):
+        draft = make_plan(ask(moe_model(5), chance=chance, share=0.4)).plan.offload.draft
+        tokens.append(0 if draft is None else draft.tokens)
+    assert tokens == sorted(tokens)
+    assert tokens[0] < tokens[-1]
+
+
+def test_no_more_are_tried_than_were_recorded() -> None:
+    lengths = {n: [1, n] if n > 1 else [1] for n in (1, 2, 3)} | {5: [1, 3, 5], 7: [1, 3, 7]}
+    for recorded, expected in lengths.items():
+        question = ask(dense_model(2), chance=0.9, tokens=recorded)
+        assert [each.tokens for each in list_drafts(question)] == expected
+    off = ask(dense_model(2), chance=0.9, goal=Goal(packing=False, draft="off"))
+    assert list_drafts(off) == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.2, 0.6, 1.2])
+@pytest.mark.parametrize("chance", [0.4, 0.8])
+def test_it_is_hardly_worse_than_the_best_of_whole_searches(chance: float, share: float) -> None:
+    for model in (dense_model(6), moe_model(5)):
+        question = ask(model, chance=chance, share=share)
+        found = make_plan(question).plan.prediction.objective_s
+        searched = [
+            find_plan(Searcher(Space(question, draft=draft)), question)
+            for draft in (None, *list_drafts(question))
+        ]
+        least = min(each.plan.prediction.objective_s for each in searched if each is not None)
+        assert found <= 1.08 * least  # six layers are coarse
+
+
+def test_asked_drafts_are_in_every_plan() -> None:
+    goal = Goal(packing=False, draft=Draft(kind="ngram", tokens=3))
+    question = ask(dense_model(6), goal=goal)
+    plan = make_plan(question).plan
+    assert plan.offload.draft == goal.draft
+    assert plan.prediction.gpu_memory.total_bytes <= plan.budget.gpu_memory
+    changes = {each.change for each in find_neighbours(question, plan)}
+    assert {"without draft", "draft tokens 3 -> 1", "draft tokens 3 -> 7"} <= changes
+
+
+def test_a_target_may_be_kept_by_drafts_alone() -> None:
+    model = dense_model(6)
+    step_s = make_plan(ask(model)).plan.prediction.decode.step_s
+    goal = Goal(packing=False, max_tpot=0.6 * step_s)
+    with pytest.raises(InfeasibleError, match="no plan reaches"):
+        make_plan(ask(model, goal=goal))
+    plan = make_plan(ask(model, chance=0.8, goal=goal)).plan
+    assert plan.offload.draft is not None
+    assert plan.prediction.decode.step_s <= 0.6 * step_s
+
+
+def test_what_no_session_runs_is_refused_by_name(tmp_path: Path) -> None:
+    model = dense_model(2)
+    ref = ModelRef.model_validate(model, from_attributes=True)
+    path = tmp_path / "acceptance.yaml"
+    known = AcceptanceProfile.of_chance(Draft(kind="ngram", tokens=3), ref, 0.5)
+    path.write_text(dump_acceptance(known))
+    draft = Draft(kind="ngram", tokens=3)
+    batched = WORKLOAD.model_copy(update={"batch": 2})
+    budget = budget_for(model, SLOW, 0.5, WORKLOAD)
+    for said, workload, given, why in (
+        ({"draft": draft}, batched, None, "`draft=ngram:3` with `batch=2`"),
+        ({}, batched, str(path), "acceptance.yaml`: `draft=ngram:1` with `batch=2`"),
+        ({"engine": "vllm"}, WORKLOAD, str(path), "`draft=ngram:1` with `engine=vllm`"),
+        ({"objective": "throughput"}, WORKLOAD, str(path), "with `objective=throughput`"),
+        ({"draft": Draft(kind="mtp", tokens=1)}, WORKLOAD, None, "no family's prediction layers"),
+        ({"draft": Draft(kind="mtp", tokens=1)}, WORKLOAD, str(path), "is of ngram drafts"),
+    ):
+        goal = Goal.model_validate({"packing": False, **said})
+        with pytest.raises(InputError, match=why):
+            pose(model, SLOW, workload, budget, goal, acceptance_file=given)
+    # what is off is known of in vain
+    off = Goal(packing=False, draft="off")
+    pose(model, SLOW, batched, budget, off, acceptance_file=str(path))
+
+
+def test_a_routing_profile_without_passes_is_refused(tmp_path: Path) -> None:
+    model = moe_model(3)
+    ref = ModelRef.model_validate(model, from_attributes=True)
+    layers = [layer.index for layer in model.layers if layer.expert_bytes]
+    random = np.random.default_rng(0)
+    steps = random.permuted(np.tile(np.arange(NUM_EXPERTS), (40, len(layers), 1, 1)), axis=-1)
+    made = make_routing(ref, layers, [steps[..., :2].astype(np.int16)], NUM_EXPERTS)
+    before = made.model_copy(update={"offplan_routing": 1, "passes": ()})
+    for name, profile in (("new", made), ("old", before)):
+        (tmp_path / name).write_text(dump_routing(profile))
+    budget = budget_for(model, SLOW, 0.5, WORKLOAD)
+    goal = Goal(packing=False, draft=Draft(kind="ngram", tokens=3))
+    pose(model, SLOW, WORKLOAD, budget, goal, routing_file=str(tmp_path / "new"))
+    with pytest.raises(InputError, match="has no experts of passes of 4 tokens"):
+        pose(model, SLOW, WORKLOAD, budget, goal, routing_file=str(tmp_path / "old"))
+    # without drafts it serves as before
+    pose(model, SLOW, WORKLOAD, budget, PLAIN, routing_file=str(tmp_path / "old"))
+
+
+def test_the_answer_tells_of_drafts_only_where_they_gain() -> None:
+    question = ask(dense_model(6))
+    plan = make_plan(question).plan
+    advice = advise_drafts(question, plan)
+    assert advice is not None
+    assert advice.draft == "ngram:7"
+    step_s = plan.prediction.decode.step_s
+    assert 1 / step_s < advice.tokens_per_s[0] < advice.tokens_per_s[1]
+    # what is promised is what a plan with a profile of that chance gives, or a little less
+    known = make_plan(ask(dense_model(6), chance=0.8)).plan.prediction.decode.step_s
+    assert advice.tokens_per_s[1] * known <= 1.1
+    for other in (
+        ask(dense_model(6), SLOW_GPU),
+        ask(dense_model(6), chance=0.8),
+        ask(dense_model(6), goal=Goal(packing=False, draft="off")),
+    ):
+        assert advise_drafts(other, make_plan(other).plan) is None
