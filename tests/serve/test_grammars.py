@@ -17,7 +17,7 @@ from offplan.serve.answers import CallParser, TokenNames
 from offplan.serve.errors import ApiError
 from offplan.serve.formats import FORMATS, Format, list_hidden
 from offplan.serve.grammars import Grammars
-from offplan.serve.requests import ChatRequest, parse_request
+from offplan.serve.requests import ChatRequest, CompletionRequest, parse_request
 from offplan.serve.schemas import name_types, spell_out_patterns
 from tests.serve import END
 from tests.serve.conftest import Tiny
@@ -170,6 +170,7 @@ def test_harmony_thinks_then_answers_or_calls(tiny: Tiny, tokens: dict[bytes, in
             "parameters.properties.a: pattern",
         ),
         ({"properties": {}, "minProperties": 1}, "parameters: minProperties"),
+        ({"properties": {"a": {"items": {"$ref": "#"}, "type": "array"}}}, "properties.a: a .ref"),
         ({"properties": {"a": {"type": "objekt"}}}, "tools.0.function.parameters: Invalid type"),
     ],
 )
@@ -231,8 +232,37 @@ def test_multiples_of_what_is_large_are_refused(
     request = parse_request(
         ChatRequest, {"messages": [{"role": "user", "content": "a"}], "json_schema": schema}
     )
-    if is_right:
-        assert make(tiny, None).list_matchers(request, "x", 1)
-    else:
-        with pytest.raises(ApiError, match="multipleOf"):
-            make(tiny, None).list_matchers(request, "x", 1)
+    embedded = request.model_copy(
+        update={"json_schema": None, "grammar": f"start: %json {json.dumps(schema)}"}
+    )
+    for each in (request, embedded):
+        if is_right:
+            assert make(tiny, None).list_matchers(each, "x", 1)
+        else:
+            with pytest.raises(ApiError, match="multipleOf"):
+                make(tiny, None).list_matchers(each, "x", 1)
+
+
+def test_choices_may_be_many_and_of_any_characters(tiny: Tiny) -> None:
+    choices = ['\x7f\n\u2028"', *map(str, range(5000))]
+    request = parse_request(CompletionRequest, {"prompt": "a", "guided_choice": choices})
+    for matcher, choice in zip(
+        make(tiny, None).list_matchers(request, "x", 5001), choices, strict=True
+    ):
+        assert all(map(matcher.consume_token, tiny.tokenizer(choice).input_ids))
+        assert matcher.is_accepting()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("leaf", [{"anyOf": []}, {"type": "string"}, {"$ref": "#/$defs/0"}])
+def test_references_are_followed_once(leaf: Any) -> None:
+    """A walk of each path through these would have 2**2000 ends."""
+    named = {
+        str(number): {"anyOf": [{"$ref": f"#/$defs/{number + 1}"}] * 2} for number in range(2000)
+    }
+    parameters = {
+        "properties": {"a": {"$ref": "#/$defs/0"}, "b": {"type": ["null", "integer"]}},
+        "$defs": {**named, "2000": leaf},
+    }
+    types = name_types(parameters)["properties"]
+    assert types["a"]["type"] == (["string"] if leaf.get("type") else [])
+    assert types["b"]["type"] == ["null", "integer"]
