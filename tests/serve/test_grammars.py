@@ -4,7 +4,7 @@
 
 import json
 import random
-from copy import copy
+from copy import deepcopy
 from typing import Any
 
 import jsonschema
@@ -130,7 +130,7 @@ def test_what_follows_a_grammar_are_calls(tiny: Tiny, tokens: dict[bytes, int], 
 
 
 def test_marks_are_tokens_where_the_tokenizer_has_them(tiny: Tiny) -> None:
-    tokenizer = copy(tiny.tokenizer)
+    tokenizer = deepcopy(tiny.tokenizer)
     marks = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
     tokenizer.add_tokens([AddedToken(each, special=False, normalized=False) for each in marks])
     grammars = Grammars(tokenizer, {END}, END + 9, BY_NAME["hermes"], True)
@@ -184,7 +184,7 @@ def test_what_a_format_cannot_keep_is_refused(tiny: Tiny, parameters: Any, why: 
 
 
 def test_other_special_tokens_are_hidden(tiny: Tiny) -> None:
-    tokenizer = copy(tiny.tokenizer)
+    tokenizer = deepcopy(tiny.tokenizer)
     added = ["<|im_end|>", "<|fim|>", "<tool_call>", "<arg_key>", "</arg_value>", "<|channel|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": added})
     hidden = {
@@ -266,3 +266,18 @@ def test_references_are_followed_once(leaf: Any) -> None:
     types = name_types(parameters)["properties"]
     assert types["a"]["type"] == (["string"] if leaf.get("type") else [])
     assert types["b"]["type"] == ["null", "integer"]
+
+
+@pytest.mark.parametrize("size", [1, 10**6])
+def test_calls_before_one_that_is_cut_off_are_calls(size: int) -> None:
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    text = f"<think>Hm.</think>{call}\n{call}\n{call[:30]}"
+    parser = CallParser(BY_NAME["hermes"].template, "x", TOOLS)
+    made: dict[str, Any] = {}
+    for begin in range(0, len(text), size):
+        end = begin + size
+        for key, value in parser.feed(text[begin:end], is_last=end >= len(text)).items():
+            made[key] = made[key] + value if key in made else value
+    assert [each["function"]["name"] for each in made["tool_calls"]] == ["now", "now"]
+    assert made["reasoning_content"] == "Hm."
+    assert made["content"].strip().removeprefix("<tool_call>").strip() == call[12:30]
