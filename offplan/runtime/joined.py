@@ -437,9 +437,10 @@ class JoinedTexts:
         if token == NO_TOKEN or any(math.isnan(first.logprob) for first, *_ in of_prompt):
             self.leave(each)
             return self.explain_nan(each, "its layer is not known")
-        if mask is not None and token not in text.rules.end_tokens:
-            mask.follow(len(each.made), token)
-            if mask.error is not None:
+        if mask is not None:
+            if token not in text.rules.end_tokens:
+                mask.follow(len(each.made), token)
+            if mask.error is not None:  # an end token may have been all that was left
                 self.leave(each)
                 return mask.error
         each.made.append(token)

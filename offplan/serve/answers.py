@@ -64,6 +64,10 @@ _MOST_FED = 2**12
 """Characters that are parsed at a time: a search takes the square of what it may look through."""
 
 
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
+"""Errors of a call that may hold anything, and that the transform looks into."""
+
+
 class CallParser:
     """Takes a chat's answer apart as it comes: into what is said, thought and called.
 
@@ -91,6 +95,7 @@ class CallParser:
         self._parser: Any = ResponseParser(template, prefix=prefix, tools=tools)
         self._has_short_ids = has_short_ids
         calls = template.fields.get("tool_calls")
+        self._opens = calls and calls.open_re
         is_json = calls is None or calls.content == "json"
         self._closes = None if is_json else calls.close_re
         """Pattern that ends a call whose arguments do not tell whether they are whole."""
@@ -118,12 +123,14 @@ class CallParser:
             return {"content": piece} if piece else {}
         try:
             events = self._parser.feed(piece)
-            if is_last:
-                events += self._finish(piece)
-        # a call may hold anything, and the transform looks into it
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except _UNREADABLE:
             self._parser = None
             return {"content": self._body + piece}
+        is_readable = True
+        try:
+            events += self._finish(piece) if is_last else []
+        except _UNREADABLE:
+            is_readable = False
         self._tail = (self._tail + piece)[-_MOST_TAIL:]
         for event in events:
             field, kind = event["field"], event["type"]
@@ -135,7 +142,15 @@ class CallParser:
                 self._body += event["text"]
             elif field == "tool_calls" and kind == "region_close":
                 self._close(event["value"], delta)
+        if not is_readable:  # the last call is cut off, those before it are whole
+            delta["content"] = delta.get("content", "") + self._find_opening(piece) + self._body
         return delta
+
+    def _find_opening(self, piece: str) -> str:
+        """Return the mark before the call that is being made, where a piece has all of it."""
+        end = len(piece) - len(self._body)
+        found = self._opens.finditer(piece) if self._opens and self._body else ()
+        return next((each[0] for each in found if each.end() == end), "")
 
     def _finish(self, piece: str) -> list[dict[str, Any]]:
         """Return the parser's last events; a call that is cut off becomes text."""

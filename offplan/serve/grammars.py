@@ -13,8 +13,10 @@ from offplan.serve.errors import ApiError
 from offplan.serve.formats import Format, Writing
 from offplan.serve.requests import ChatRequest, NamedTool, Request, Tool
 from offplan.serve.schemas import (
+    check_embedded,
     check_multiples,
     is_any_text,
+    is_bound_to_root,
     list_options,
     may_be_text,
     spell_out,
@@ -131,10 +133,7 @@ class _Rules:
         """Return what matches a text, its marks as tokens."""
         parts = [part for part in self._mark.split(text) if part]
         return " ".join(
-            f"<[{self.marks[part]}]>"
-            if part in self.marks
-            else json.dumps(part, ensure_ascii=False)
-            for part in parts
+            f"<[{self.marks[part]}]>" if part in self.marks else _quote(part) for part in parts
         )
 
     def until(self, end: str) -> str:
@@ -158,6 +157,11 @@ class _Rules:
         """Return the whole grammar, in llguidance's JSON."""
         lark = "\n".join([f"start: {start}", *self.rules])
         return json.dumps({"grammars": [{"lark_grammar": lark}, *self.grammars]})
+
+
+def _quote(text: str) -> str:
+    """Return a text in quotes, with nothing in them that Lark takes for no text."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def _escape(text: str) -> str:
@@ -202,9 +206,10 @@ class Grammars:
             assert shape is not None, "completions have no calls"
             start = self._write_shape(rules, shape)
         matcher = llguidance.LLMatcher(tokenizer, rules.write(start), log_level=0)
+        matcher.compute_bitmask()  # which finds grammars that no text follows, and too large ones
         if matcher.is_error():
             raise _refuse(place, matcher.get_error())
-        return [matcher, *(matcher.deep_copy() for _ in range(request.n - 1))]
+        return [matcher, *(matcher.deep_copy() for _ in range(num_texts - 1))]
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -279,7 +284,9 @@ class Grammars:
         if kind == "json":
             return self._write_json(rules, value, place)
         if kind == "choice":
-            return f"({' | '.join(json.dumps(each, ensure_ascii=False) for each in value)})"
+            # a terminal, since a rule may be one of 2,000 at most
+            rules.rules.append(f"CHOICE: {' | '.join(map(_quote, value))}")
+            return "CHOICE"
         if kind == "regex":
             return self._check(
                 rules, llguidance.LLMatcher.grammar_from_regex(spell_out(value)), place
@@ -290,6 +297,10 @@ class Grammars:
             except ValueError as error:
                 raise _refuse(place, str(error)) from None
             return self._check(rules, value, place)
+        try:
+            check_embedded(value)
+        except (ValueError, RecursionError) as error:
+            raise _refuse(place, str(error)) from None
         return self._check(rules, llguidance.LLMatcher.grammar_from_lark(value), place)
 
     def _write_json(self, rules: _Rules, schema: Any, place: str) -> str:
@@ -408,6 +419,8 @@ class Grammars:
             if texts:
                 each = {"enum": [value for value in values if not isinstance(value, str)]}
             if not texts or each["enum"]:
+                if isinstance(each, dict) and is_bound_to_root(each | defined):
+                    raise _refuse_keyword(place, "a $ref to other than $defs")
                 matched = self._write_json(rules, {**defined, **each}, place)
                 written.append((False, f"{matched} {rules.literal(end)}"))
         return written
@@ -447,6 +460,8 @@ def _read_escape(found: "re.Match[str]") -> str:
 
 
 def _refuse(place: str, why: str) -> ApiError:
+    if why.startswith("NoExtension"):
+        why = "no text follows it"
     lines = [line.strip() for line in why.partition("\n<state>")[0].splitlines()]
     told = shorten(" ".join(line for line in lines if line), _MOST_TOLD)
     return ApiError(400, f"{place}: {told}", param=place.partition(".")[0])

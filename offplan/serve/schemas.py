@@ -14,6 +14,8 @@ _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(
 _ASCII = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _MULTIPLE = re.compile(r'"multipleOf": (\d[\d.]{0,15}(?:e[+-]\d\d?)?)(?=[,}])')
+_EMBEDDED = re.compile(r"%json\s*")
+_OF_ROOT = re.compile(r'"\$ref": "#(?!/(?:\$defs|definitions)/)')
 _MOST_REMAINDERS = 10_000
 _DATA = frozenset({"enum", "const", "default", "examples"})
 """Keywords whose values are no schemas."""
@@ -31,6 +33,21 @@ def check_multiples(schema: Any) -> None:
         raise ValueError(
             f"multipleOf leaves more than {_MOST_REMAINDERS} remainders: take a smaller number"
         )
+
+
+def check_embedded(grammar: str) -> None:
+    """Raise ValueError for a Lark grammar with a schema that ``check_multiples`` refuses."""
+    for found in _EMBEDDED.finditer(grammar):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
+        except ValueError:  # llguidance says what is wrong with it
+            continue
+        check_multiples(schema)
+
+
+def is_bound_to_root(schema: Any) -> bool:
+    """Return True if a schema refers to what is at another place once it stands alone."""
+    return bool(_OF_ROOT.search(json.dumps(schema)))
 
 
 def spell_out(pattern: str) -> str:
@@ -57,29 +74,38 @@ def spell_out_patterns(schema: Any) -> Any:
     return found
 
 
-def list_options(schema: Any, root: Mapping[str, Any], num_named: int = 0) -> list[Any]:
+def list_options(schema: Any, root: Mapping[str, Any]) -> list[Any]:
     """Return the schemas that a value may be of, one of them or several.
 
-    ``root`` has what references are to, of which ``num_named`` were followed.
+    ``root`` has what references are to. A reference is followed once: paths through several could
+    be more than can be walked.
     """
-    if not isinstance(schema, dict):
-        return [schema]
-    reference, all_of = schema.get("$ref"), schema.get("allOf")
-    if isinstance(reference, str) and reference.startswith("#/") and num_named < _MOST_OPTIONS:
-        found: Any = root
-        for name in reference[2:].split("/"):
-            found = found.get(name) if isinstance(found, dict) else None
-        return [schema] if found is None else list_options(found, root, num_named + 1)
-    if isinstance(all_of, list) and len(all_of) == 1:
-        return list_options(all_of[0], root, num_named + 1)
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list) and num_named < _MOST_OPTIONS:
-            return [
-                option for each in schema[key] for option in list_options(each, root, num_named + 1)
-            ][:_MOST_OPTIONS]
-    if isinstance(kinds := schema.get("type"), list) and not _list_values(schema):
-        return [{**schema, "type": kind} for kind in kinds]
-    return [schema]
+    waiting, seen, options = [schema], set[str](), list[Any]()
+    while waiting and len(options) < _MOST_OPTIONS:
+        each = waiting.pop()
+        if not isinstance(each, dict):
+            options.append(each)
+            continue
+        reference, all_of = each.get("$ref"), each.get("allOf")
+        any_of = each["anyOf"] if isinstance(each.get("anyOf"), list) else each.get("oneOf")
+        if isinstance(reference, str) and reference.startswith("#/"):
+            found: Any = root
+            for name in reference[2:].split("/"):
+                found = found.get(name) if isinstance(found, dict) else None
+            if found is None:
+                options.append(each)
+            elif reference not in seen:
+                waiting.append(found)
+            seen.add(reference)
+        elif isinstance(all_of, list) and len(all_of) == 1:
+            waiting += all_of
+        elif isinstance(any_of, list):
+            waiting += reversed(any_of)
+        elif isinstance(kinds := each.get("type"), list) and not _list_values(each):
+            options += [{**each, "type": kind} for kind in kinds]
+        else:
+            options.append(each)
+    return options or [schema]
 
 
 def may_be_text(schema: Mapping[str, Any]) -> bool:

@@ -105,6 +105,10 @@ def test_rows_follow_their_own_grammars(tmp_path: Path) -> None:
         whole = make(1, matcher=Counts(10))
         continue_(whole)
         assert (whole.made, whole.text.finish) == ([10], "stop")
+        # the only way on is an end token, since the grammar was left
+        hopeless = make(matcher=Counts(14, fails_at=0))
+        hopeless.text.rules = TokenRules(frozenset([10]))
+        assert isinstance(continue_(hopeless)[0], InputError)
         broken, other = make(matcher=Counts(14, fails_at=2)), make(8)
         (error, _) = continue_(broken, other)
         assert isinstance(error, InputError)

@@ -145,6 +145,18 @@ def test_patterns_choices_and_grammars(served: Served, value: dict[str, Any], pa
 
 
 @pytest.mark.slow
+def test_all_prompts_of_a_request_follow_its_form(served: Served) -> None:
+    asked: dict[str, Any] = {"prompt": ["Weights", "a"], "n": 2, "guided_regex": "[ab]{3}"}
+    choices = ask(served, "/v1/completions", **asked)
+    assert len(choices) == 4
+    assert all(re.fullmatch("[ab]{3}", each["text"]) for each in choices)
+
+
+def test_a_grammar_of_no_text_is_refused(served: Served) -> None:
+    assert "no text follows it" in refuse(served, guided_json={"$ref": "#"})
+
+
+@pytest.mark.slow
 def test_other_rows_are_as_alone(served: Served) -> None:
     """Texts with and without a grammar run together, each as it is alone."""
     client = served.client()

@@ -4,7 +4,7 @@
 
 import json
 import random
-from copy import copy
+from copy import deepcopy
 from typing import Any
 
 import jsonschema
@@ -17,7 +17,7 @@ from offplan.serve.answers import CallParser, TokenNames
 from offplan.serve.errors import ApiError
 from offplan.serve.formats import FORMATS, Format, list_hidden
 from offplan.serve.grammars import Grammars
-from offplan.serve.requests import ChatRequest, parse_request
+from offplan.serve.requests import ChatRequest, CompletionRequest, parse_request
 from offplan.serve.schemas import name_types, spell_out_patterns
 from tests.serve import END
 from tests.serve.conftest import Tiny
@@ -130,7 +130,7 @@ def test_what_follows_a_grammar_are_calls(tiny: Tiny, tokens: dict[bytes, int], 
 
 
 def test_marks_are_tokens_where_the_tokenizer_has_them(tiny: Tiny) -> None:
-    tokenizer = copy(tiny.tokenizer)
+    tokenizer = deepcopy(tiny.tokenizer)
     marks = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
     tokenizer.add_tokens([AddedToken(each, special=False, normalized=False) for each in marks])
     grammars = Grammars(tokenizer, {END}, END + 9, BY_NAME["hermes"], True)
@@ -170,6 +170,7 @@ def test_harmony_thinks_then_answers_or_calls(tiny: Tiny, tokens: dict[bytes, in
             "parameters.properties.a: pattern",
         ),
         ({"properties": {}, "minProperties": 1}, "parameters: minProperties"),
+        ({"properties": {"a": {"items": {"$ref": "#"}, "type": "array"}}}, "properties.a: a .ref"),
         ({"properties": {"a": {"type": "objekt"}}}, "tools.0.function.parameters: Invalid type"),
     ],
 )
@@ -183,7 +184,7 @@ def test_what_a_format_cannot_keep_is_refused(tiny: Tiny, parameters: Any, why: 
 
 
 def test_other_special_tokens_are_hidden(tiny: Tiny) -> None:
-    tokenizer = copy(tiny.tokenizer)
+    tokenizer = deepcopy(tiny.tokenizer)
     added = ["<|im_end|>", "<|fim|>", "<tool_call>", "<arg_key>", "</arg_value>", "<|channel|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": added})
     hidden = {
@@ -231,8 +232,52 @@ def test_multiples_of_what_is_large_are_refused(
     request = parse_request(
         ChatRequest, {"messages": [{"role": "user", "content": "a"}], "json_schema": schema}
     )
-    if is_right:
-        assert make(tiny, None).list_matchers(request, "x", 1)
-    else:
-        with pytest.raises(ApiError, match="multipleOf"):
-            make(tiny, None).list_matchers(request, "x", 1)
+    embedded = request.model_copy(
+        update={"json_schema": None, "grammar": f"start: %json {json.dumps(schema)}"}
+    )
+    for each in (request, embedded):
+        if is_right:
+            assert make(tiny, None).list_matchers(each, "x", 1)
+        else:
+            with pytest.raises(ApiError, match="multipleOf"):
+                make(tiny, None).list_matchers(each, "x", 1)
+
+
+def test_choices_may_be_many_and_of_any_characters(tiny: Tiny) -> None:
+    choices = ['\x7f\n\u2028"', *map(str, range(5000))]
+    request = parse_request(CompletionRequest, {"prompt": "a", "guided_choice": choices})
+    for matcher, choice in zip(
+        make(tiny, None).list_matchers(request, "x", 5001), choices, strict=True
+    ):
+        assert all(map(matcher.consume_token, tiny.tokenizer(choice).input_ids))
+        assert matcher.is_accepting()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("leaf", [{"anyOf": []}, {"type": "string"}, {"$ref": "#/$defs/0"}])
+def test_references_are_followed_once(leaf: Any) -> None:
+    """A walk of each path through these would have 2**2000 ends."""
+    named = {
+        str(number): {"anyOf": [{"$ref": f"#/$defs/{number + 1}"}] * 2} for number in range(2000)
+    }
+    parameters = {
+        "properties": {"a": {"$ref": "#/$defs/0"}, "b": {"type": ["null", "integer"]}},
+        "$defs": {**named, "2000": leaf},
+    }
+    types = name_types(parameters)["properties"]
+    assert types["a"]["type"] == (["string"] if leaf.get("type") else [])
+    assert types["b"]["type"] == ["null", "integer"]
+
+
+@pytest.mark.parametrize("size", [1, 10**6])
+def test_calls_before_one_that_is_cut_off_are_calls(size: int) -> None:
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    text = f"<think>Hm.</think>{call}\n{call}\n{call[:30]}"
+    parser = CallParser(BY_NAME["hermes"].template, "x", TOOLS)
+    made: dict[str, Any] = {}
+    for begin in range(0, len(text), size):
+        end = begin + size
+        for key, value in parser.feed(text[begin:end], is_last=end >= len(text)).items():
+            made[key] = made[key] + value if key in made else value
+    assert [each["function"]["name"] for each in made["tool_calls"]] == ["now", "now"]
+    assert made["reasoning_content"] == "Hm."
+    assert made["content"].strip().removeprefix("<tool_call>").strip() == call[12:30]
