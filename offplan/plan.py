@@ -147,6 +147,19 @@ class RoutingRef(Record):
     """SHA-256 of the profile."""
 
 
+class Correction(Record):
+    """The correction of estimated layers by measured layers of other models."""
+
+    ratio: float = Field(gt=0)
+    """Measured times as a multiple of estimates, the median; estimates were multiplied by it."""
+    layers: Count
+    """Measured times that it is of."""
+    least: float = Field(gt=0)
+    """Compute as a multiple of what was predicted, at least."""
+    most: float = Field(gt=0)
+    """The same at most."""
+
+
 class PhasePrediction(Record):
     """The predicted cost of one phase (decode: one step; prefill: the whole prompt)."""
 
@@ -160,6 +173,9 @@ class PhasePrediction(Record):
     bound_s: Seconds = Field(alias="bound")
     """max(compute, this plan's bytes over the link)."""
     link_bytes: Bytes
+    # left out where there is none: what is printed of other plans stays as it is
+    correction: Correction | None = Field(default=None, exclude_if=lambda each: each is None)
+    """Left out where compute was measured, or no layers were by which to correct all."""
 
 
 class GPUMemoryPrediction(Record):

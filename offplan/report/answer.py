@@ -23,7 +23,7 @@ from offplan.library.analysis import Analysis
 from offplan.library.cache_advice import CacheAdvice
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase
-from offplan.plan import WORKLOADS, Plan, Rule, Workload
+from offplan.plan import WORKLOADS, Plan, Prediction, Rule, Workload
 from offplan.planner.question import Question
 from offplan.report.machine import render_machine
 from offplan.report.model import render_model
@@ -228,6 +228,7 @@ def describe_answer(analysis: Analysis, plan: Plan, question: Question) -> list[
         *describe_shares(plan, question.stages, question.machine),
         describe_speed(plan),
         describe_workload(plan.workload),
+        *describe_correction(plan.prediction),
         *describe_cores(plan, question),
         *describe_advice(analysis, plan),
         *_describe_running(analysis, plan),
@@ -324,6 +325,18 @@ def describe_workload(workload: Workload) -> str:
         f"This is for {who}{sequences} of {workload.prompt_tokens:,} prompt and "
         f"{workload.output_tokens:,} output tokens, with a context of {workload.context:,}."
     )
+
+
+def describe_correction(prediction: Prediction) -> list[str]:
+    """Say by what measured layers of other models corrected the estimate, in a line."""
+    phases = {"steps": prediction.decode, "prompts": prediction.prefill}
+    told = [
+        f"{what} x {known.ratio:.3g} by {known.layers} layers"
+        for what, phase in phases.items()
+        if (known := phase.correction) is not None
+    ]
+    of = "The estimate is corrected by layers of other models that were timed on that machine"
+    return [f"{of}: {', '.join(told)}."] if told else []
 
 
 def describe_cores(plan: Plan, question: Question) -> list[str]:
