@@ -152,8 +152,8 @@ class Correction(Record):
 
     ratio: float = Field(gt=0)
     """Measured times as a multiple of estimates, the median; estimates were multiplied by it."""
-    layers: Count
-    """Measured times that it is of."""
+    times: Count
+    """Number of measured times."""
     least: float = Field(gt=0)
     """Compute as a multiple of what was predicted, at least."""
     most: float = Field(gt=0)

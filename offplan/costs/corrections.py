@@ -77,7 +77,7 @@ def _summarise(ratios: tuple[float, ...], phase: Phase) -> Correction:
     most = min(widest.most, max(CORRECTED_ERRORS.most, ratios[-1] / ratio))
     if ratio != middle:
         least, most = widest
-    return Correction(ratio=ratio, layers=len(ratios), least=least, most=most)
+    return Correction(ratio=ratio, times=len(ratios), least=least, most=most)
 
 
 def join_corrections(
@@ -98,7 +98,7 @@ def join_corrections(
     estimated = sum(time / correction.ratio for correction, time in found)
     return Correction(
         ratio=sum(time for _, time in found) / estimated,
-        layers=sum(correction.layers for correction in each),
+        times=sum(correction.times for correction in each),
         least=min(correction.least for correction in each),
         most=max(correction.most for correction in each),
     )

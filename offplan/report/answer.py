@@ -227,8 +227,8 @@ def describe_answer(analysis: Analysis, plan: Plan, question: Question) -> list[
         *(f"{note[0].upper()}{note[1:]}." for note in notes),
         *describe_shares(plan, question.stages, question.machine),
         describe_speed(plan),
-        describe_workload(plan.workload),
         *describe_correction(plan.prediction),
+        describe_workload(plan.workload),
         *describe_cores(plan, question),
         *describe_advice(analysis, plan),
         *_describe_running(analysis, plan),
@@ -331,11 +331,11 @@ def describe_correction(prediction: Prediction) -> list[str]:
     """Say by what measured layers of other models corrected the estimate, in a line."""
     phases = {"steps": prediction.decode, "prompts": prediction.prefill}
     told = [
-        f"{what} x {known.ratio:.3g} by {known.layers} layers"
+        f"{what} x {known.ratio:.3g} ({known.times} timed)"
         for what, phase in phases.items()
         if (known := phase.correction) is not None
     ]
-    of = "The estimate is corrected by layers of other models that were timed on that machine"
+    of = "The estimate is corrected by other models' layers that were timed on that machine"
     return [f"{of}: {', '.join(told)}."] if told else []
 
 

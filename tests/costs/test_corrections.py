@@ -168,8 +168,8 @@ def test_the_range_narrows_and_the_answer_says_so() -> None:
     assert ends[1] / ends[0] < wide[1] / wide[0]
     assert step_range(found, offload, Phase.PREFILL) == step_range(plain, offload, Phase.PREFILL)
     assert describe_correction(found) == [
-        "The estimate is corrected by layers of other models that were timed on that machine: "
-        "steps x 1.25 by 3 layers."
+        "The estimate is corrected by other models' layers that were timed on that machine: "
+        "steps x 1.25 (3 timed)."
     ]
     assert describe_correction(plain) == []
     assert "correction" not in plain.model_dump()["decode"]
