@@ -161,6 +161,19 @@ class AcceptanceRef(Record):
     """SHA-256 of the profile."""
 
 
+class Correction(Record):
+    """The correction of estimated layers by measured layers of other models."""
+
+    ratio: float = Field(gt=0)
+    """Measured times as a multiple of estimates, the median; estimates were multiplied by it."""
+    times: Count
+    """Number of measured times."""
+    least: float = Field(gt=0)
+    """Compute as a multiple of what was predicted, at least."""
+    most: float = Field(gt=0)
+    """The same at most."""
+
+
 class PhasePrediction(Record):
     """The predicted cost of one phase: of the whole prompt, or in decode of one token.
 
@@ -177,6 +190,9 @@ class PhasePrediction(Record):
     bound_s: Seconds = Field(alias="bound")
     """max(compute, this plan's bytes over the link)."""
     link_bytes: Bytes
+    # left out where there is none: what is printed of other plans stays as it is
+    correction: Correction | None = Field(default=None, exclude_if=lambda each: each is None)
+    """Left out where compute was measured, or no layers were by which to correct all."""
 
 
 class GPUMemoryPrediction(Record):

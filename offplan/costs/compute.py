@@ -2,12 +2,19 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import log
 
 from offplan.costs.calls import count_calls
 from offplan.costs.capabilities import RECODED_HEAD_BYTES, RECODED_LAYER_BYTES
-from offplan.costs.kernels import head_seconds, launch_seconds, layer_seconds
+from offplan.costs.corrections import find_correction, join_corrections
+from offplan.costs.kernels import (
+    LAUNCH_S,
+    MOVED_EFFICIENCY,
+    estimate_layer,
+    head_seconds,
+    layer_seconds,
+)
 from offplan.costs.kv_cache import cached_bytes
 from offplan.costs.pass_compute import PassCompute
 from offplan.costs.timeline import to_ps
@@ -20,22 +27,7 @@ from offplan.costs.work import (
 )
 from offplan.held.stage import Stage
 from offplan.machine.profile import LayerTime, MachineProfile
-
-LAUNCH_S = 8.2e-6
-"""Seconds that the host takes for an operator of an uncaptured pass, Python included.
-
-Source: stock's decode step of DeepSeek-V2-Lite, of 4,876 operators as ``stock_passes`` counts them,
-took some 40 ms on an H200.
-"""
-
-
-MOVED_EFFICIENCY = 0.5
-"""Share of the profile's HBM rate at which uncaptured operators read and write their tensors.
-
-Source: prompts of 512 tokens by transformers' own passes on an H200. Nemotron-H's layers (3.2 GB)
-took 40 ms, where their bytes at the whole rate take 17. Granite's hybrid (5.4 GB) took 236 ms,
-where its bytes take 134.
-"""
+from offplan.plan import Correction
 
 
 @dataclass(frozen=True)
@@ -45,6 +37,8 @@ class ComputeTime:
     seconds: float
     measured: bool
     """True if it was measured at exactly this shape; otherwise it is estimated."""
+    correction: Correction | None = None
+    """What measured layers of other models changed about an estimate."""
 
 
 @dataclass(frozen=True)
@@ -91,38 +85,42 @@ class ModelCompute:
             measured=all(t.measured for chunk in chunks for t in chunk.values())
             and all(time.measured for time in outside),
             routed_ps=tuple(routed[key] for key in self.keys),
+            correction=join_corrections(
+                (chunks[0][key].correction, float(times[key])) for key in self.keys
+            ),
         )
 
 
 def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> ComputeTime:
     """Price one layer: the measured time of this shape, or an estimate.
 
-    The estimate is that of ``kernels.layer_seconds``, plus launches. A layer of transformers' own
-    passes takes its kernels, its launches, or what its operators read and write, whichever is most.
-    Times of two equal chunks give those between them, and chunks that
-    of a longer prompt. Times measured at other shapes of the same layer scale it, or, of the chunks
-    of a prompt, differ from it by as much. A smaller chunk takes its share of a larger one at
-    least. A recoded layer that was not measured itself takes what that costs beyond the layer as it
-    is stored: never less. A cache that is kept as codes adds ``cached_bytes``.
+    Measured layers of other models correct the estimate of a layer without times of its own. Times
+    of two equal chunks give those between them, and chunks that of a longer prompt. Times measured
+    at other shapes of the same layer scale it, or, of the chunks of a prompt, differ from it by as
+    much. A smaller chunk takes its share of a larger one at least. A recoded layer that was not
+    measured itself takes what that costs beyond the layer as it is stored: never less. A cache that
+    is kept as codes adds ``cached_bytes``.
     """
     if work.stored is not None and work.key not in machine.timed_layers:
-        seconds = layer_time(machine, work.stored, shape).seconds
+        stored = layer_time(machine, work.stored, shape)
+        seconds = stored.seconds
         if work.is_recoded:
             seconds += RECODED_LAYER_BYTES(work, shape) / machine.hbm.value
         if work.kv_cache.is_coded:
             more = cached_bytes(work, shape, in_place=not machine.is_cpu) / machine.hbm.value
             seconds = max(seconds + more, layer_seconds(machine, work, shape).total)
-        return ComputeTime(seconds, measured=False)
+        return ComputeTime(seconds, measured=False, correction=stored.correction)
 
-    def estimate(at: PassShape) -> float:
-        kernels = layer_seconds(machine, work, at).total
-        if work.operators is None or work.moved is None:
-            return kernels + launch_seconds(machine, work, at)
-        beside = work.moved(at) / MOVED_EFFICIENCY
-        moving = (work.weight_bytes(at) + beside) / machine.hbm.value
-        return max(kernels, LAUNCH_S * work.operators[at.phase], moving)
-
-    return _measured_or(machine, work.key, shape, estimate)
+    estimate = partial(estimate_layer, machine, work)
+    known = _from_times(machine, work.key, shape, estimate)
+    if known is not None:
+        return known
+    seconds = estimate(shape)
+    correction = find_correction(machine, work.likeness, shape.phase)
+    if correction is not None:  # never to less than its bytes take
+        least = min(seconds, work.device_bytes(shape) / machine.hbm.value)
+        seconds = max(least, correction.ratio * seconds)
+    return ComputeTime(seconds, measured=False, correction=correction)
 
 
 def routed_share(machine: MachineProfile, work: LayerWork, shape: PassShape) -> float:
@@ -157,12 +155,14 @@ def outside_time(machine: MachineProfile, stage: Stage, shape: PassShape) -> Com
         num_bytes = stored + rows + 2 * element_bytes * made
         return head_seconds(machine, num_bytes, head.num_weights, at.head_rows)
 
-    return _measured_or(machine, stage.time_key(stage.outside_key), shape, estimate)
+    known = _from_times(machine, stage.time_key(stage.outside_key), shape, estimate)
+    return known or ComputeTime(estimate(shape), measured=False)
 
 
-def _measured_or(
+def _from_times(
     machine: MachineProfile, key: str, shape: PassShape, estimate: Callable[[PassShape], float]
-) -> ComputeTime:
+) -> ComputeTime | None:
+    """Price by the times that were measured of a layer in this phase; None if none were."""
     wanted = key, shape.phase.value
     others = [time for time in machine.layer_times if (time.layer, time.phase) == wanted]
     for time in others:
@@ -171,7 +171,7 @@ def _measured_or(
     # chunks of a longer prompt launch more, and may not be captured where a whole one is
     others = [time for time in others if time.is_part == shape.is_part] or others
     if not others:
-        return ComputeTime(estimate(shape), measured=False)
+        return None
     alike = {
         time.context: time.seconds
         for time in others
@@ -180,8 +180,8 @@ def _measured_or(
     if alike and min(alike) < shape.context < max(alike):
         return ComputeTime(_interpolate(alike, shape.context), measured=False)
     if parts := _split(shape, others):
-        times = [_measured_or(machine, key, part, estimate) for part in parts]
-        return ComputeTime(sum(time.seconds for time in times), measured=False)
+        times = [_from_times(machine, key, part, estimate) for part in parts]
+        return ComputeTime(sum(time.seconds for time in times if time), measured=False)
     nearest = min(others, key=lambda time: (_distance(time, shape), time.tokens, time.context))
     known = PassShape(shape.phase, nearest.batch, nearest.tokens, nearest.context)
     wanted_s, known_s = estimate(shape), estimate(known)

@@ -59,6 +59,13 @@ CODE_INSTRUCTIONS = Codes(half=11.0, whole=5.0)
 Source: an H200. Experts of gpt-oss-20b by 16 pairs, each by itself, make 2.9e12 values a second,
 and 12,288 x 4,096 of W4A16 by one row 4.2e12. Codes of eight bits: as CODE_EFFICIENCY.
 """
+CPU_VALUE_BYTES = Codes(half=150.0, whole=100.0)
+"""Bytes that a CPU reads while it makes a value of a code of four bits, and of eight.
+
+Source: two busy cores of a server. ``runtime.forms.reference.expand`` of 4,096 x 4,096 took as long
+as a product of one row would read 105 to 139 bytes for FP8, 157 to 377 for MXFP4 and W4A16. Layers
+of a few million weights took 60 to 70 for FP8, and 80 to 130 for MXFP4.
+"""
 CODE_EFFICIENCY = Codes(half=0.15, whole=0.84)
 """Share of the matmul rate of products by values that the same kernel makes of codes.
 
@@ -86,6 +93,20 @@ Source: Qwen3-30B's experts in FP8, as above.
 TILE_ROWS = 128
 """Rows of a tile of products with values of experts: half a tile is empty of each, on average."""
 
+LAUNCH_S = 8.2e-6
+"""Seconds that the host takes for an operator of an uncaptured pass, Python included.
+
+Source: stock's decode step of DeepSeek-V2-Lite, of 4,876 operators as ``stock_passes`` counts them,
+took some 40 ms on an H200.
+"""
+MOVED_EFFICIENCY = 0.5
+"""Share of the profile's HBM rate at which uncaptured operators read and write their tensors.
+
+Source: prompts of 512 tokens by transformers' own passes on an H200. Nemotron-H's layers (3.2 GB)
+took 40 ms, where their bytes at the whole rate take 17. Granite's hybrid (5.4 GB) took 236 ms,
+where its bytes take 134.
+"""
+
 
 @dataclass(frozen=True)
 class LayerSeconds:
@@ -106,6 +127,20 @@ class LayerSeconds:
     def total(self) -> float:
         """Seconds of all of it, launches left out."""
         return self.making + self.dense + self.routed + self.attention + self.moving
+
+
+def estimate_layer(machine: MachineProfile, work: LayerWork, shape: PassShape) -> float:
+    """Estimate the seconds of a layer: ``layer_seconds``, plus launches.
+
+    A layer of transformers' own passes takes its kernels, its launches, or what its operators read
+    and write, whichever is most.
+    """
+    kernels = layer_seconds(machine, work, shape).total
+    if work.operators is None or work.moved is None:
+        return kernels + launch_seconds(machine, work, shape)
+    beside = work.moved(shape) / MOVED_EFFICIENCY
+    moving = (work.weight_bytes(shape) + beside) / machine.hbm.value
+    return max(kernels, LAUNCH_S * work.operators[shape.phase], moving)
 
 
 def layer_seconds(machine: MachineProfile, work: LayerWork, shape: PassShape) -> LayerSeconds:
@@ -147,9 +182,14 @@ def head_seconds(machine: MachineProfile, num_bytes: float, num_weights: int, ro
     return max(num_bytes / machine.hbm.value, multiplying)
 
 
+def _made_elements(machine: MachineProfile, work: LayerWork, shape: PassShape) -> int:
+    """Dense weights whose values a pass makes of their codes: on a CPU all, in every pass."""
+    return work.expanded_elements if machine.is_cpu else work.made_elements(shape)
+
+
 def _making(machine: MachineProfile, work: LayerWork, shape: PassShape) -> float:
     """Seconds of making dense values of codes: reading codes and writing values, or computing."""
-    values = work.made_elements(shape)
+    values = _made_elements(machine, work, shape)
     if not values:
         return 0.0
     share = values / work.expanded_elements
@@ -159,14 +199,14 @@ def _making(machine: MachineProfile, work: LayerWork, shape: PassShape) -> float
 
 def _dense(machine: MachineProfile, work: LayerWork, shape: PassShape) -> float:
     """Seconds of the products with dense weights; their values lie in memory, or their codes."""
-    rows, values = shape.num_tokens, work.made_elements(shape)
+    rows, values = shape.num_tokens, _made_elements(machine, work, shape)
     share = values / work.expanded_elements if values else 0.0
     num_bytes = work.dense_bytes - share * work.coded_bytes + work.element_bytes * values
     ramp = 0.0 if work.overhead_s is not None or machine.is_cpu else work.num_matrices * RAMP_S
     reading = ramp + num_bytes / machine.hbm.value
     dense_elements = work.token_elements - work.routed_elements
     of_values = 2 * dense_elements * rows / (machine.matmul.value * MATMUL_EFFICIENCY)
-    if makes_values(rows, work.element_bytes):
+    if machine.is_cpu or makes_values(rows, work.element_bytes):
         return max(reading, of_values)
     block = min(CODES_ROWS, tile_rows(rows))
     by_codes = _multiplying(machine, work.dense_codes, 1, block, rows)
@@ -189,15 +229,18 @@ def _routed(machine: MachineProfile, work: LayerWork, shape: PassShape) -> float
     else:  # tiles are cut off at an expert's last row
         rows = pairs_here + min(pairs_here, TILE_ROWS / 2 * touched)
     of_values = 2 * of_expert * rows / (machine.matmul.value * MATMUL_EFFICIENCY)
+    codes = work.expert_codes
+    if machine.is_cpu and any(codes):  # it makes the values of all experts in every pass
+        written = 2 * work.element_bytes * sum(codes) / machine.hbm.value
+        return written + _decoding(machine, codes) + max(reading, of_values)
     if work.groups_experts(shape):
         written = work.element_bytes * work.grouped_elements / machine.hbm.value
-        made = max(reading + written, share * _decoding(machine, work.expert_codes))
+        made = max(reading + written, share * _decoding(machine, codes))
         groups = sum(
             ceil(experts.num_experts / experts_at_once(experts.num_experts, num_values))
             for num_values in work.grouped_values
         )
         return made + max(share * written, of_values) + groups * GROUP_S
-    codes = work.expert_codes
     if not (codes.half or codes.whole):
         return max(reading, of_values)
     each = Codes(*(number / experts.num_experts for number in codes))
@@ -216,6 +259,9 @@ def tile_rows(rows: int) -> int:
 
 def _decoding(machine: MachineProfile, codes: Codes) -> float:
     """Seconds of making values of codes once."""
+    if machine.is_cpu:
+        num_bytes = sum(n * each for n, each in zip(codes, CPU_VALUE_BYTES, strict=True))
+        return num_bytes / machine.hbm.value
     instructions = sum(n * each for n, each in zip(codes, CODE_INSTRUCTIONS, strict=True))
     return instructions / machine.vector_rate
 

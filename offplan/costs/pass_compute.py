@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from offplan.costs.work import PassShape
+from offplan.plan import Correction
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class PassCompute:
     """True if all of it was measured."""
     routed_ps: tuple[int, ...]
     """Part of each layer's picoseconds that is its routed experts' products."""
+    correction: Correction | None = None
+    """What measured layers of other models changed about all layers, if about all."""
 
     @cached_property
     def chunks(self) -> Mapping[int, int]:

@@ -30,6 +30,8 @@ def list_phase(
     roofline: tuple[Input, ...] = ()
     if not priced.measured:
         source = "kernels, the longer of bytes and arithmetic each, or scaled from them"
+        if (correction := priced.correction) is not None:
+            source += f", x {correction.ratio:.3g} as timed layers of other models have it"
         if stage.recoding is not None:
             source += f"; what {stage.recoding.word} adds is as on an H200"
         known = ("vector",) if machine.vector is not None else ()

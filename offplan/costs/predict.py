@@ -1,7 +1,7 @@
 """Predicted costs of an offload decision: memory terms, both phases, the objective."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -30,7 +30,7 @@ from offplan.drafts.mix import ONE_BY_ONE
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement, place
-from offplan.plan import Budget, Offload, Plan, Prediction, Workload
+from offplan.plan import Budget, Correction, Offload, Plan, Prediction, Workload
 from offplan.refusals import require_runnable
 from offplan.schedule import build_steady_request
 
@@ -132,6 +132,8 @@ class Derivation:
     terms: tuple[Term, ...]
     measured: bool
     """True if all compute was measured; else it is estimated."""
+    corrections: Mapping[Phase, Correction | None] = field(default_factory=dict)
+    """What measured layers of other models changed about the compute of each phase."""
 
     def predict(self) -> Prediction:
         """Return the numbers as a plan records them."""
@@ -139,6 +141,8 @@ class Derivation:
         for term in self.terms:
             section, _, name = term.path.rpartition(".")
             (figures.setdefault(section, {}) if section else figures)[name] = term.value
+        for phase, correction in self.corrections.items():
+            figures[phase.value]["correction"] = correction
         return Prediction.model_validate(figures)
 
 
@@ -197,7 +201,8 @@ def derive_stage(
         *decode,
         Term("objective", request_s, "s", formula, (steps,)),
     )
-    return Derivation(terms, all(each.measured for each in priced))
+    corrections = {Phase.PREFILL: prompt.correction, Phase.DECODE: step.correction}
+    return Derivation(terms, all(each.measured for each in priced), corrections)
 
 
 def _join(stages: Sequence[Derivation]) -> Derivation:

@@ -28,7 +28,10 @@ gpt-oss-20b and Qwen3-8B in FP8 took 0.92 to 1.08 of what was predicted.
 def step_range(
     prediction: Prediction, offload: Offload, phase: Phase
 ) -> tuple[float, float] | None:
-    """Return the least and the most seconds of a pass; None if its layers were timed."""
+    """Return the least and the most seconds of a pass; None if its layers were timed.
+
+    Layers of other models that were timed narrow it.
+    """
     if prediction.basis == "measured":
         return None
     is_step = phase is Phase.DECODE
@@ -36,7 +39,9 @@ def step_range(
     used = {name for rule in offload.rules if is_step for name in rule.list_capabilities()}
     errors = [WAITING_ERRORS, *(WAIT_ERRORS[name] for name in used & WAIT_ERRORS.keys())]
     widest = min(each.least for each in errors), max(each.most for each in errors)
-    pairs = zip(COMPUTE_ERRORS[phase], widest, strict=True)
+    known = took.correction
+    computing = COMPUTE_ERRORS[phase] if known is None else Errors(known.least, known.most)
+    pairs = zip(computing, widest, strict=True)
     waiting_s = min(took.stall_s, took.step_s)
     low, high = ((took.step_s - waiting_s) * a + waiting_s * b for a, b in pairs)
     return low, high

@@ -1,5 +1,6 @@
 """The work of one decoder layer, whatever the machine: bytes to read, products to compute."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -109,6 +110,18 @@ def attention_dims(architecture: Architecture, phase: Phase) -> AttentionDims:
     return AttentionDims(heads.num_heads, query_dim, latents.value_dim)
 
 
+class Likeness(NamedTuple):
+    """The traits of layers whose estimates are off alike."""
+
+    passes: str
+    """Name of the passes that run the layer."""
+    mixer: str
+    dense: str
+    """Form of most dense weights; of plain values their type."""
+    experts: str | None
+    """Form of the routed experts, likewise; None without them."""
+
+
 @dataclass(frozen=True)
 class LayerWork:
     """Bytes and operations of one layer, summed once so that shapes are cheap to price."""
@@ -151,6 +164,7 @@ class LayerWork:
     mixer: Mixer
     attention: Mapping[Phase, AttentionDims]
     experts: Experts | None
+    likeness: Likeness
     operators: Mapping[Phase, float] | None = None
     """Operators that transformers' own pass launches, by phase; None if offplan's passes run."""
     moved: Callable[[PassShape], float] | None = None
@@ -280,6 +294,7 @@ def layer_work(stage: Stage, layer: Layer) -> LayerWork:
         mixer=stage.architecture.mixers[layer.index],
         attention={phase: attention_dims(stage.architecture, phase) for phase in Phase},
         experts=experts,
+        likeness=_likeness(stage, layer),
         operators=None
         if stage.passes is None
         else {
@@ -296,6 +311,25 @@ def layer_work(stage: Stage, layer: Layer) -> LayerWork:
         stored=layer_work(stage, layer.as_stored)
         if layer.is_recoded or layer.kv_cache.is_coded
         else None,
+    )
+
+
+def _likeness(stage: Stage, layer: Layer) -> Likeness:
+    def main_form(*, is_expert: bool) -> str:
+        sizes: Counter[str] = Counter()
+        for each in layer.parameters:
+            if each.is_expert is is_expert:
+                form = stage.dtype if each.form.is_raw else each.form.kind.value
+                sizes[form] += _matrix_elements(each)
+        return max(sizes, key=sizes.__getitem__, default=stage.dtype)
+
+    mixer = stage.architecture.mixers[layer.index]
+    attends = mixer in (Mixer.FULL, Mixer.SLIDING, Mixer.CHUNKED)
+    return Likeness(
+        passes=stage.way.name if stage.pass_rules is None else "engine",
+        mixer="attention" if attends else mixer.name.lower(),
+        dense=main_form(is_expert=False),
+        experts=main_form(is_expert=True) if layer.expert_bytes else None,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from offplan.capabilities.goal import Asked
 from offplan.checkpoint.model import Model
 from offplan.choices import DeviceName
+from offplan.costs.corrections import note_estimates
 from offplan.engines.runner import find_runner
 from offplan.errors import CheckpointError, OffplanError
 from offplan.files import StrPath
@@ -180,6 +181,7 @@ def _add_model(
     progress = on_stage("measuring the layers")
     if device == "cpu":  # which has other work, too: its times are not kept
         times = measure(held[0], workload, chunks, progress, device=device)
+        times = note_estimates(profile, held, times)
         return profile.model_copy(update={"layer_times": times})
     known: dict[str, list[LayerTime]] = {}
     for each in held:
@@ -191,7 +193,7 @@ def _add_model(
         # what is the same either way was measured first as it is stored
         for time in [time for time in found if time.layer not in known]:
             known.setdefault(time.layer, []).append(time)
-    times = tuple(chain(*known.values()))
+    times = note_estimates(profile, held, tuple(chain(*known.values())))
     if not is_own:
         return profile.model_copy(update={"layer_times": times})
     rate, progress = profile.uva.value, on_stage("measuring reads in place")

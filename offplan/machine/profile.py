@@ -101,6 +101,22 @@ class Figure(Record, Generic[Value]):
         return {"anyOf": [figure, {"type": "string", **value}]}
 
 
+class LayerEstimate(Record):
+    """The estimate of a layer's time, as it was when the layer was timed, and what it is like."""
+
+    model: int = Field(ge=1)
+    """Version of the formulas: ``costs.corrections.ESTIMATES``."""
+    seconds: Annotated[Seconds, Field(gt=0, le=1e5)]
+    passes: str
+    """Name of the passes that ran the layer: ``own``."""
+    mixer: str
+    """How its tokens see one another: ``attention``, or the name of another mixer."""
+    dense: str
+    """Form of most dense weights; of plain values their type."""
+    experts: str | None = None
+    """Form of the routed experts, likewise; absent without them."""
+
+
 class LayerTime(Record):
     """Measured compute of one layer, or of what lies outside the layers, with all resident."""
 
@@ -121,6 +137,8 @@ class LayerTime(Record):
     """Samples that the time is the median or the mean of."""
     spread: Annotated[float, Field(ge=0)] | None = None
     """(largest - smallest) / seconds of the samples."""
+    estimate: LayerEstimate | None = None
+    """Absent of what lies outside the layers, of recoded layers, and in older profiles."""
 
 
 class InPlaceRead(Record):
@@ -275,6 +293,16 @@ class MachineProfile(Record):
     def timed_layers(self) -> frozenset[str]:
         """Keys of the layers whose compute was measured."""
         return frozenset(time.layer for time in self.layer_times)
+
+    @cached_property
+    def estimated_times(self) -> dict[tuple[object, ...], tuple[float, ...]]:
+        """Measured times as multiples of their estimates, by phase and all that is beside both."""
+        found: dict[tuple[object, ...], list[float]] = {}
+        for time in self.layer_times:
+            if (said := time.estimate) is not None:
+                alike = said.model, time.phase, said.passes, said.mixer, said.dense, said.experts
+                found.setdefault(alike, []).append(time.seconds / said.seconds)
+        return {alike: tuple(sorted(ratios)) for alike, ratios in found.items()}
 
     @property
     def display_bytes(self) -> int:

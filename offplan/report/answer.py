@@ -24,7 +24,7 @@ from offplan.library.cache_advice import CacheAdvice, ContextAdvice
 from offplan.machine.name import parse_name
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase
-from offplan.plan import WORKLOADS, Plan, Rule, Workload
+from offplan.plan import WORKLOADS, Plan, Prediction, Rule, Workload
 from offplan.planner.question import Question
 from offplan.report.machine import render_machine
 from offplan.report.model import render_model
@@ -336,7 +336,7 @@ def describe_assumptions(plan: Plan, question: Question) -> list[str]:
             "The times are estimates from a profile's figures, none of them measured on your "
             f"machine. `offplan machines {base}` prints their sources."
         )
-    lines += describe_cores(plan, question)
+    lines += [*describe_correction(plan.prediction), *describe_cores(plan, question)]
     if reads_experts(plan, question.stages[0]) and plan.routing is None:
         lines.append("Tokens choose all experts equally often, which is the slowest case.")
     return lines
@@ -430,6 +430,18 @@ def describe_workload(workload: Workload) -> str:
         f"This is for {who}{sequences} of {workload.prompt_tokens:,} prompt and "
         f"{workload.output_tokens:,} output tokens, with a context of {workload.context:,}."
     )
+
+
+def describe_correction(prediction: Prediction) -> list[str]:
+    """Say by what measured layers of other models corrected the estimate, in a line."""
+    phases = {"steps": prediction.decode, "prompts": prediction.prefill}
+    told = [
+        f"{what} x {known.ratio:.3g} ({known.times} timed)"
+        for what, phase in phases.items()
+        if (known := phase.correction) is not None
+    ]
+    of = "The estimate is corrected by other models' layers that were timed on that machine"
+    return [f"{of}: {', '.join(told)}."] if told else []
 
 
 def describe_cores(plan: Plan, question: Question) -> list[str]:

@@ -94,6 +94,7 @@ def test_layers_are_timed_once(machine: Machine) -> None:
     assert (machine.num_layer_times, machine.num_packed_times) == (1, 1)
     packed = hold(model, pack_everything(model)).layers[0].key
     assert [time.layer for time in first.profile.layer_times] == ["x", model.layers[0].key, packed]
+    assert [time.estimate is not None for time in first.profile.layer_times] == [0, 1, 0]
     assert machine.with_others == [False, False]
 
 

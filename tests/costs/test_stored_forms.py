@@ -22,7 +22,12 @@ from offplan.costs.activations import (
     scratch_bytes,
 )
 from offplan.costs.compute import outside_time
-from offplan.costs.kernels import GROUP_S, MATMUL_EFFICIENCY, layer_seconds
+from offplan.costs.kernels import (
+    CPU_VALUE_BYTES,
+    GROUP_S,
+    MATMUL_EFFICIENCY,
+    layer_seconds,
+)
 from offplan.costs.link import UNALIGNED_ROWS, coded_reads
 from offplan.costs.work import PassShape, layer_work
 from offplan.forms.form import RAW, Component, Kind
@@ -211,6 +216,22 @@ def test_codes_take_the_cuda_cores(tmp_path: Path, raw: Stage, name: str, kind: 
             assert layer_seconds(slow, plain, shape) == layer_seconds(machine, plain, shape)
         assert taken[0].dense == pytest.approx(2 * taken[1].dense, rel=1e-3)
         assert taken[0].routed == pytest.approx(2 * taken[1].routed, rel=1e-3)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("fp8 blocks", 1), ("compressed-tensors int4", 0)])
+def test_a_cpu_makes_all_values_in_every_pass(
+    tmp_path: Path, raw: Stage, name: str, kind: int
+) -> None:
+    stage = open_stage(write_quantised(tmp_path, FORMATS[name]))
+    work, plain = (layer_work(each, each.layers[-1]) for each in (stage, raw))
+    cpu, each = load_profile("cpu"), CPU_VALUE_BYTES[kind] / load_profile("cpu").hbm.value
+    for num_tokens in (1, 500):
+        shape = PassShape(Phase.DECODE, num_tokens, 1, 9)
+        taken, of_values = (layer_seconds(cpu, of, shape) for of in (work, plain))
+        assert taken.making == pytest.approx(work.dense_codes[kind] * each)
+        assert taken.routed > work.expert_codes[kind] * each
+        assert taken.dense == pytest.approx(of_values.dense, rel=0.1)
+        assert of_values.making == 0
 
 
 @pytest.mark.parametrize("name", FORMATS)
