@@ -135,7 +135,7 @@ def load_acceptance(path: StrPath) -> AcceptanceProfile:
     if not isinstance(data, dict) or "offplan_acceptance" not in data:
         raise InputError(
             f"{path} is no acceptance profile: it must be a mapping with the key "
-            f"`offplan_acceptance: {ACCEPTANCE_VERSION}`, as `run --record-drafts` writes it"
+            f"`offplan_acceptance: {ACCEPTANCE_VERSION}`, as `record_drafts` writes it"
         )
     if (version := data["offplan_acceptance"]) != ACCEPTANCE_VERSION:
         raise InputError(
@@ -151,7 +151,7 @@ def check_kind(profile: AcceptanceProfile, draft: Draft, name: str) -> None:
     if profile.kind != draft.kind:
         raise InputError(
             f"{name} is of {profile.kind} drafts, and {draft.key} of {draft.kind}: record those "
-            "with `run --record-drafts`, or leave one of them out"
+            "with `record_drafts`, or leave one of them out"
         )
 
 
@@ -162,6 +162,6 @@ def check_acceptance(profile: AcceptanceProfile, model: Model, name: str) -> Non
         raise InputError(
             f"{name} was recorded with {recorded.source} (headers "
             f"{recorded.headers_sha256[:12]}); {model.source} has headers "
-            f"{model.headers_sha256[:12]}: record a run of this model with `run --record-drafts`, "
+            f"{model.headers_sha256[:12]}: record a run of this model with `record_drafts`, "
             "or leave `acceptance` out"
         )

@@ -12,6 +12,7 @@ from offplan.costs.cached_experts import predict_found
 from offplan.costs.compute import ModelCompute
 from offplan.costs.drafts import GRAPH_BYTES
 from offplan.costs.in_place_costs import AtUse
+from offplan.costs.kernels import ATTENTION_EFFICIENCY, MATMUL_EFFICIENCY
 from offplan.costs.predict import derive_prediction, price_stage
 from offplan.costs.timeline import to_ps, to_seconds
 from offplan.costs.work import decode_shape
@@ -38,6 +39,8 @@ from tests.costs.builders import (
 from tests.held import predict
 from tests.planner.cases import UNLIMITED
 from tests.routing import count_hits
+
+pytestmark = pytest.mark.usefixtures("gpus_check_drafts")
 
 WORKLOAD = Workload(prompt_tokens=64, output_tokens=101, context=256)
 MACHINE = make_machine()
@@ -70,24 +73,26 @@ def test_streamed_weights_cross_once_a_pass() -> None:
 
 def test_compute_reads_weights_once_and_multiplies_each_row() -> None:
     """By hand: a layer of dense matrices, and the head, of which every token wants logits."""
-    stage, machine = hold(dense_model(1)), make_machine(gpu=0.01)  # operations are the limit
-    compute = ModelCompute(stage, machine)
-    weights = sum(p.num_weights for p in stage.layers[0].parameters if len(p.shape) > 1)
-    rate = machine.matmul.value * 0.75
+    stage, machine = hold(dense_model(1)), make_machine()
+    slow = machine.matmul.model_copy(update={"value": machine.hbm.value / 4})  # which is the limit
+    machine = machine.model_copy(update={"matmul": slow})
+    compute, head = ModelCompute(stage, machine), stage.head
+    assert head is not None
+    rate = machine.matmul.value
+    layers = {}
     for tokens in (1, 2, 4, 8):
         priced = compute.price(decode_shape(WORKLOAD, tokens))
-        context = WORKLOAD.decode_context
-        pairs = sum(context + n for n in range(tokens))
-        flops = 2 * weights * tokens + 2 * 4 * (16 + 16) * pairs
-        cache = stage.layers[0].kv_cache.nbytes(1, context + tokens - 1)
-        reading = (stage.layers[0].nbytes + cache) / machine.hbm.value
-        seconds = max(reading, flops / rate) + machine.layer_overhead.value
-        assert priced.layer_ps[0] == to_ps(seconds)
-        head = stage.head
-        assert head is not None
-        rows = 2 * tokens * min(head.shape) * 2
-        of_head = (head.nbytes + rows) / machine.hbm.value
-        assert priced.outside_ps == to_ps(max(of_head, 2 * head.num_weights * tokens / rate))
+        layers[tokens] = priced.layer_ps[0]
+        of_head = head.nbytes + 2 * tokens * min(head.shape) * 2
+        multiplying = 2 * head.num_weights * tokens / (rate * MATMUL_EFFICIENCY)
+        seconds = max(of_head / machine.hbm.value, multiplying)
+        assert priced.outside_ps == pytest.approx(to_ps(seconds), abs=1)
+    weights = sum(p.num_weights for p in stage.layers[0].parameters if len(p.shape) > 1)
+    pairs = 2 * 4 * (16 + 16) * WORKLOAD.decode_context
+    of_token = 2 * weights / (rate * MATMUL_EFFICIENCY) + pairs / (rate * ATTENTION_EFFICIENCY)
+    for more, less in ((2, 1), (4, 2), (8, 4)):  # what a pass reads, and launches, cancels out
+        added = (layers[more] - layers[less]) / (more - less)
+        assert added == pytest.approx(to_ps(of_token), rel=0.02)
 
 
 def test_a_token_is_the_mean_of_passes_over_what_they_give() -> None:
