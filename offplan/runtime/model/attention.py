@@ -192,9 +192,7 @@ def _register(way: Way) -> None:
         if way is Way.CHUNK:
             out = _attend_chunk(module, query, key, value, attention_mask, scaling, s_aux)
         elif way is Way.BLOCKS:
-            out = flex_attention(
-                query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True
-            )
+            out = _attend_up_to_last(query, key, value, attention_mask, scaling)
         elif keeps_latents(module):
             assert scaling is not None
             return attend_latent(module, query, key, value, attention_mask, scaling, way), None
@@ -354,6 +352,25 @@ def _attend_in_two(
     share = torch.sigmoid(past_sums - own_sums).unsqueeze(-1)
     sums = torch.logaddexp(past_sums, own_sums)
     return torch.lerp(own, past, share.to(own.dtype)), sums
+
+
+def _attend_up_to_last(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    filled: BlockMask,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attend from a step's new tokens by blocks: each head's tokens are heads of one token.
+
+    Source: torch 2.11 and 2.13, ``create_flex_decoding_kernel``. It reads a query's strides before
+    the compiler decides them. Rotary embeddings leave other ones, which for one token are as good.
+    """
+    batch, heads, num_new, dim = query.shape
+    rows = query if num_new == 1 else query.reshape(batch, heads * num_new, 1, dim)
+    out = flex_attention(rows, key, value, block_mask=filled, scale=scaling, enable_gqa=True)
+    made: torch.Tensor = out
+    return made if num_new == 1 else made.view(batch, heads, num_new, value.shape[-1])
 
 
 def _attend_few(

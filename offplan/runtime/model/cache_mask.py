@@ -63,6 +63,7 @@ def filled_mask(position: torch.Tensor, context: int) -> Filled:
 def filled_blocks(position: torch.Tensor, context: int) -> Filled:
     """Make a block mask of the tokens up to each ``position``: attention reads none beyond.
 
+    Several new tokens of a sequence are told apart by their heads, a head's tokens side by side.
     Built of device operations alone, so that a captured step follows the positions.
     """
     num_blocks, (batch, num_new) = -(-context // BLOCK_TOKENS), position.shape
@@ -78,13 +79,13 @@ def filled_blocks(position: torch.Tensor, context: int) -> Filled:
     def sees_up_to_own(
         row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> torch.Tensor:
-        return key <= first[row] + query
+        return key <= first[row] + head % num_new
 
     mask = BlockMask.from_kv_blocks(
         used,
         order.expand(batch, 1, 1, num_blocks).contiguous(),
         BLOCK_SIZE=(BLOCK_TOKENS, BLOCK_TOKENS),
         mask_mod=sees if num_new == 1 else sees_up_to_own,
-        seq_lengths=(num_new, context),
+        seq_lengths=(1, context),
     )
     return Filled(Way.BLOCKS, mask)
