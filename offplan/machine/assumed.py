@@ -54,9 +54,10 @@ _DESKTOP_DDR4_SHARE = 3 / 4, "three quarters"
 
 Source: Guru3D reads 46 of 51.2 GB/s of DDR4-3200 on a desktop
 (https://guru3d.com/review/g-skill-tridentz-royal-ddr4-3200-mhz-review/page-10, undated), and 43 by
-AIDA64 on an Intel Z170 (https://guru3d.com/review/gigabyte-z170x-gaming-g1-review/page-17, undated).
+AIDA64 on Intel's Z170 (https://guru3d.com/review/gigabyte-z170x-gaming-g1-review/page-17, undated).
 Source: a Ryzen 5900X decodes Mixtral Q8_0 at 3.58 tokens a second from two channels of DDR4-3600
-(https://github.com/ggml-org/llama.cpp/issues/4716, 2023-12-31): 13.7 GB each, 0.85 of 57.6 GB/s.
+(https://github.com/ggml-org/llama.cpp/issues/4716, 2023-12-31). By our count that is 13.7 GB
+a token, and 0.85 of 57.6 GB/s.
 Source: decoding takes 0.84 to 0.91 of what a pure read does, on a Raspberry Pi 5
 (https://github.com/ggml-org/llama.cpp/issues/26484, 2026-08-08): 0.71 to 0.82 of these peaks.
 """
