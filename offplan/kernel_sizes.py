@@ -82,7 +82,8 @@ Source: two Zen 4 cores, FP8 and MXFP4. Products of 2 / 4 / 8 / 16 rows reach 0.
 ASSUMED_CORES_BYTES_PER_S = 60e9
 """Bytes of weights that the host's cores read where nobody has measured them.
 
-Source: two channels of DDR5-5600 have 90 GB/s, of which cores read two thirds.
+Source: two channels of DDR5-5600 have 90 GB/s, of which cores read two thirds: a Ryzen 9700X 62.9
+(https://github.com/memtest86plus/memtest86plus/issues/557, 2025-10-29).
 """
 ASSUMED_TRIP_S = 15e-6
 """Seconds of a hand-over to the cores where nobody has measured them. Source: estimated."""

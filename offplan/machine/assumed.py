@@ -34,8 +34,34 @@ _MOST_CHANNELS = 32
 """Source: two sockets of 16."""
 _TRANSFER_BYTES = 8
 """Bytes of a transfer of one channel, of 64 bits. Source: JEDEC."""
-CORES_SHARE = 2 / 3
-"""Part of the memory's peak that cores read. Source: assumed, as of a profile without a rate."""
+_CORES_SHARE = 2 / 3, "two thirds"
+"""Part of the memory's peak that cores read, but of a desktop's DDR4.
+
+Desktops' DDR5 lies on both sides of it, and servers of many channels at it or below. A name of
+the memory does not tell whose cores read it.
+
+Source: reads of two channels of DDR5 on AMD's single dies: 62.9 of 89.6 GB/s by a Ryzen 9700X,
+46.4 by a 9600X (https://github.com/memtest86plus/memtest86plus/issues/557, 2025-10-29). On Intel's:
+95 of 102.4 by a 270K Plus (https://github.com/memtest86plus/memtest86plus/issues/612, 2026-05-12).
+Source: 8 channels of DDR4-2666: 113 of 171 GB/s read by an EPYC 7452
+(https://github.com/kvcache-ai/ktransformers/pull/2175, 2026-09-10). 24 of DDR5-4800: 530 of 922
+by two EPYC 9124 (https://github.com/ggml-org/llama.cpp/discussions/11530, undated; at second hand).
+Source: two Xeon 4510 with 4 channels of DDR5-4400 read 111 of 141 GB/s, their expert kernels 68
+(https://github.com/JustVugg/colibri/issues/537, 2026-07-28).
+"""
+_DESKTOP_DDR4_SHARE = 3 / 4, "three quarters"
+"""Part of the peak of one or two channels of DDR4 that cores read.
+
+Source: Guru3D reads 46 of 51.2 GB/s of DDR4-3200 on a desktop
+(https://guru3d.com/review/g-skill-tridentz-royal-ddr4-3200-mhz-review/page-10, undated), and 43 by
+AIDA64 on Intel's Z170 (https://guru3d.com/review/gigabyte-z170x-gaming-g1-review/page-17, undated).
+Source: a Ryzen 5900X decodes Mixtral Q8_0 at 3.58 tokens a second from two channels of DDR4-3600
+(https://github.com/ggml-org/llama.cpp/issues/4716, 2023-12-31). By our count that is 13.7 GB
+a token, and 0.85 of 57.6 GB/s.
+Source: decoding takes 0.84 to 0.91 of what a pure read does, on a Raspberry Pi 5
+(https://github.com/ggml-org/llama.cpp/issues/26484, 2026-08-08): 0.71 to 0.82 of these peaks.
+"""
+_DESKTOP_CHANNELS = 2
 _PARSERS = {"hbm": parse_rate, "matmul": parse_flops}
 _EVERYWHERE = {
     "copy_latency": ("6 us", "5.4 us measured on an H200, rounded up"),
@@ -126,8 +152,10 @@ def rate_of_memory(text: str) -> dict[str, str]:
         )
     peak = 1e6 * transfers * _TRANSFER_BYTES * number
     channels = f"{number} channel{'s' * (number != 1)} of DDR{generation}-{transfers}"
-    source = f"{channels}: {format_rate(peak)}, of which cores read two thirds"
-    return _estimate(format_rate(CORES_SHARE * peak), source)
+    is_desktop_ddr4 = generation == 4 and number <= _DESKTOP_CHANNELS
+    share, in_words = _DESKTOP_DDR4_SHARE if is_desktop_ddr4 else _CORES_SHARE
+    source = f"{channels}: {format_rate(peak)}, of which cores read {in_words}"
+    return _estimate(format_rate(share * peak), source)
 
 
 def _estimate(value: str, source: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from offplan.errors import ProfileError
-from offplan.machine.assumed import parse_link
+from offplan.machine.assumed import parse_link, rate_of_memory
 from offplan.machine.name import SHIPPED as FOLDER
 from offplan.machine.name import find_enough_ram, parse_name, shipped_profiles
 from offplan.machine.profile import (
@@ -21,6 +21,7 @@ from offplan.machine.profile import (
 )
 from offplan.plan import Goal
 from offplan.records import load_yaml
+from offplan.units import parse_rate
 from tests.costs.builders import make_machine
 
 SHIPPED = shipped_profiles()
@@ -131,7 +132,9 @@ def test_unknown_names_have_suggestions(typed: str, near: str) -> None:
     ("change", "rate", "source"),
     [
         ("ddr=5-6000x2", 64e9, "2 channels of DDR5-6000: 96 GB/s, of which cores read two thirds"),
-        ("DDR=4-3200x1", 17.07e9, "1 channel of DDR4-3200"),
+        ("DDR=4-3200x1", 19.2e9, "1 channel of DDR4-3200"),
+        ("ddr=4-3200x2", 38.4e9, "51.2 GB/s, of which cores read three quarters"),
+        ("ddr=4-2666x8", 113.7e9, "170.6 GB/s, of which cores read two thirds"),
         ("ddr=5-4800x12", 307.2e9, "12 channels"),
         ("ddr=5-10667x8", 455.1e9, "8 channels of DDR5-10667"),
         ("cores=70GB/s", 70e9, "given with --machine"),
@@ -146,6 +149,20 @@ def test_the_cores_rate_is_given(change: str, rate: float, source: str) -> None:
         assert source in profile.cores.source
         assert (profile.cores_beside_copies, profile.host_reads) == (None, None)
         assert profile.cores_rate_beside.value == profile.cores.value
+
+
+@pytest.mark.parametrize("generation", ["3-800", "4-2666", "5-4800", "6-6400"])
+def test_more_channels_and_more_transfers_are_faster(generation: str) -> None:
+    number, transfers = map(int, generation.split("-"))
+    for faster in (transfers, transfers + 1, 2 * transfers):
+        rates = [_rate_of(f"{number}-{faster}x{channels}") for channels in range(1, 33)]
+        slower = [_rate_of(f"{number}-{transfers}x{channels}") for channels in range(1, 33)]
+        assert rates == sorted(rates)
+        assert all(rate >= less for rate, less in zip(rates, slower, strict=True))
+
+
+def _rate_of(memory: str) -> float:
+    return parse_rate(rate_of_memory(memory)["value"])
 
 
 def test_figures_are_changed_behind_the_name() -> None:
