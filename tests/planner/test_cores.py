@@ -150,7 +150,7 @@ def test_fewer_threads_are_priced_and_told_of() -> None:
     assert plans[8].prediction == plans[None].prediction == plans[16].prediction
     assert "host_threads: 4" in dump_plan(plans[4])
     assert "host_threads" not in dump_plan(plans[None])
-    told = "It assumes that the host's cores read"
+    told = "The host's cores read"
     question = ask(MODELS["moe"], machine, 0.5, goal=WITH_CORES)
     (line,) = describe_cores(plans[4], question)
     assert line.startswith(f"{told} 4 GB/s with 4 threads (estimated: 4 of 8 threads of: ")
