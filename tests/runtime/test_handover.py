@@ -190,7 +190,7 @@ def test_experts_are_timed_by_the_host(stream: AtOnce) -> None:
 def test_a_caller_that_times_experts_is_on_no_core_of_theirs(
     stream: AtOnce, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits busily: on one of theirs an exchange took 3 ms in place of 0.2."""
+    """It waits busily, which would take half of a core's time from the thread that computes."""
     handover, allowed, seen = Handover(CPU, stream), os.sched_getaffinity(0), []
     experts, keeps = make_experts()
     own = handover._coordinator.exchange

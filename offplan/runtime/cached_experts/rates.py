@@ -65,14 +65,15 @@ def find(
     """Find the rates that a question names, or measure them as ``measure`` does.
 
     Where something disturbs them they are measured again, for a session may have just loaded.
-    Source: an H200's host, where exchanges took 3 ms for half a second behind loading, and 0.2 ms
-    afterwards. Rates that stay disturbed are used, and not kept: the next session measures again.
+    Source: an H200's host, where the first exchanges behind loading took 2 to 3 ms, and those half
+    a second later 0.2. What disturbs them is not known. Rates that stay disturbed are used, and not
+    kept: the next session measures again.
     """
     if (kept := RATES.find(question)) is not None:
         return Found(kept, None)
     tried: list[Found] = []
-    while len(tried) < MOST_TRIES:
-        if tried:
+    for number in range(MOST_TRIES):
+        if number:
             time.sleep(BETWEEN_TRIES_S)
         with Watch() as watch:
             rates, spread = measure(time_experts, most)

@@ -318,8 +318,7 @@ class Handover:
     def caller_elsewhere(self) -> Iterator[None]:
         """Keep the calling thread off the cores that compute, if it may use others.
 
-        Where it waits busily on one, that core's own thread waits for the scheduler. Source: an
-        H200's host, where the first exchanges of a session took 3 ms so, and 0.2 ms elsewhere.
+        Where it waits busily on one, it takes half of the time of that core's own thread.
         """
         allowed = os.sched_getaffinity(0)
         try:
