@@ -56,12 +56,6 @@ def planned_unasked(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def gpus_check_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans for GPUs may check drafts, as they will once a GPU has shown that texts are right."""
-    monkeypatch.setattr("offplan.capabilities.drafts.GPUS_CHECK_DRAFTS", True)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what the whole suite leaves out as slow too, so that ``-m 'not slow'`` is the loop.

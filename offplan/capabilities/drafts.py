@@ -24,13 +24,6 @@ MOST_DRAFTED = PASS_TOKENS[-1] - 1
 """Tokens that a pass drafts at most: its first token is no draft."""
 
 
-GPUS_CHECK_DRAFTS = False
-"""Whether passes on a GPU check drafts: not before a GPU makes the text that steps make.
-
-Source: ``tests/runtime/test_drafts_gpu.py`` on an H200 with torch 2.11, where texts differed.
-"""
-
-
 class Draft(Record):
     """The drafts of a plan: where they come from, and how many a pass has at most."""
 
@@ -114,7 +107,6 @@ class DraftGoal(GoalBase):
             batch=asked.batch,
             store=asked.store,
             engine=self.engine,
-            on_gpu=asked.on_gpu,
         )
 
     def list_unsaid(self) -> Iterator[tuple[str, str]]:
@@ -172,18 +164,12 @@ def list_draft_refusals(
     batch: int,
     store: StoreName,
     engine: str | None = None,
-    on_gpu: bool,
 ) -> Iterator[str]:
     """Yield why offplan cannot run a plan with these drafts: planner and runtime ask alike.
 
     ``batch`` is the number of sequences of a step, ``engine`` the one that runs the plan.
     """
     key = draft.key
-    if on_gpu and not GPUS_CHECK_DRAFTS:
-        yield (
-            f"{key}: this version checks drafts on the CPU alone, since texts were not right on a "
-            "GPU: leave `draft` out"
-        )
     if draft.kind == "mtp":
         yield f"{key}: no family's prediction layers are supported: choose `draft=ngram:N`"
     if engine is not None:

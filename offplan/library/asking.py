@@ -61,7 +61,7 @@ def ask(
     free = machine.free_gpu_bytes if gpu_memory is None else gpu_memory
     budget = Budget.from_arguments(gpu_memory=free, host_memory=host_memory)
     wanted = suit(Goal.from_arguments(**goal), model, workload.context)
-    about = Asked(model, workload.batch, store, machine.no_cores, not machine.profile.is_cpu)
+    about = Asked(model, workload.batch, store, machine.no_cores)
     wanted = wanted.model_copy(update=wanted.choose(about, by_others=not wanted.is_own))
     asked = workload, budget, wanted, store, machine.profile_name
     posed = pose(model, machine.profile, *asked, routing_file=routing, acceptance_file=acceptance)

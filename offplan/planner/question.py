@@ -134,8 +134,7 @@ class Question:
     @property
     def asked(self) -> Asked:
         """The question's subject."""
-        on_gpu = not self.machine.is_cpu
-        return Asked(self.model, self.workload.batch, self.store, self.no_cores, on_gpu)
+        return Asked(self.model, self.workload.batch, self.store, self.no_cores)
 
     @cached_property
     def stage(self) -> Stage:

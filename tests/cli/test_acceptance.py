@@ -9,8 +9,6 @@ from offplan.plan import load_plan
 from tests.cli import CLI, ROOT
 from tests.tiers import first_quick
 
-pytestmark = pytest.mark.usefixtures("gpus_check_drafts")
-
 TINY = ROOT / "plans" / "tiny-moe"
 WORK = ("--prompt-tokens", "32", "--output-tokens", "96", "--context", "256")
 QUESTION = ("--machine", "cpu", "--gpu-memory", "64MiB", "--no-packing", *WORK)

@@ -7,8 +7,6 @@ import pytest
 
 from tests.cli import CLI, RULES, TINY_MOE, write_plan
 
-pytestmark = pytest.mark.usefixtures("gpus_check_drafts")
-
 WEIGHTS = (
     "Weights that do not fit the GPU wait in host memory and cross the link before their layer."
 )

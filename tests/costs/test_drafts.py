@@ -40,8 +40,6 @@ from tests.held import predict
 from tests.planner.cases import UNLIMITED
 from tests.routing import count_hits
 
-pytestmark = pytest.mark.usefixtures("gpus_check_drafts")
-
 WORKLOAD = Workload(prompt_tokens=64, output_tokens=101, context=256)
 MACHINE = make_machine()
 DRAFT = Draft(kind="ngram", tokens=7)

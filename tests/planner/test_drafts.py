@@ -26,8 +26,6 @@ from offplan.routing.profile import dump_routing, make_routing
 from tests.costs.builders import NUM_EXPERTS, dense_model, make_machine, moe_model
 from tests.planner.cases import budget_for
 
-pytestmark = pytest.mark.usefixtures("gpus_check_drafts")
-
 WORKLOAD = Workload(prompt_tokens=64, output_tokens=101, context=256)
 SLOW = make_machine(h2d=1e8, uva=0.9e8)
 """A link that is the limit: a pass of several tokens takes hardly longer than a step."""

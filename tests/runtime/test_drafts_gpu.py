@@ -28,7 +28,6 @@ from tests.runtime.quantise import save_stored
 from tests.runtime.words import DRAWN, Words
 
 pytestmark = [
-    pytest.mark.usefixtures("gpus_check_drafts"),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
