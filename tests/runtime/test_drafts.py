@@ -48,13 +48,12 @@ from tests.runtime.quantise import save_stored
 from tests.runtime.words import DRAWN, Words
 from tests.tiers import first_quick, others_in_sweep
 
-REFUSED = ("linear", "linear_experts")
 ALONE = ("dynamic",)
 """Families whose rotary embeddings change with every token: steps extend their long texts."""
 NOT_RUN = ("jetmoe",)
-FAMILIES = [name for name in CONFIGS | OTHERS if name not in (*REFUSED, *NOT_RUN)]
+FAMILIES = [name for name in CONFIGS | OTHERS if name not in NOT_RUN]
 KEPT = ["qwen3", "deepseek_v2", "sinks", "mistral_windowed", "chunked", "shared_rings"]
-KEPT += ["soft_caps", "longrope", "qwen3_moe_tied"]
+KEPT += ["soft_caps", "longrope", "qwen3_moe_tied", "linear", "linear_experts"]
 TOLERANCE = 8e-6
 """Part of the largest logit by which a pass of float32 may differ from steps.
 
@@ -310,7 +309,6 @@ def test_no_more_than_what_fits(tmp_path: Path) -> None:
         ("mtp", "qwen3", OWN, "host", "no family's prediction layers are supported"),
         ("ngram", "qwen3", STOCK, "host", "transformers' own passes are to run"),
         ("ngram", "qwen3", OWN, "peer", "`store=peer`: passes of several tokens read no peer's"),
-        ("ngram", "linear", OWN, "host", "layer 0 of .* has linear attention, whose state cannot"),
     ],
 )
 def test_refused_before_anything_is_loaded(
