@@ -153,7 +153,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", first_quick(["qwen3", "sinks", "deepseek_v2"]))
+@pytest.mark.parametrize(
+    "name", first_quick(["qwen3", "sinks", "deepseek_v2", "linear", "linear_experts"])
+)
 def test_a_text_is_the_same_whatever_is_drafted(tmp_path: Path, name: str) -> None:
     folder, decision = save_tiny(name, tmp_path), offload(group(2, 1), prefill_chunk=4)
     with open_drafted(folder, decision) as session:
@@ -203,7 +205,7 @@ def test_a_pass_is_cut_where_the_text_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", first_quick(["qwen3", "mistral_windowed"]))
+@pytest.mark.parametrize("name", first_quick(["qwen3", "mistral_windowed", "linear"]))
 def test_a_chat_goes_on_from_a_text_that_was_drafted(tmp_path: Path, name: str) -> None:
     folder, decision = save_tiny(name, tmp_path), offload(group(2, 1), prefill_chunk=3)
     made: dict[int, list[int]] = {}
@@ -308,6 +310,7 @@ def test_no_more_than_what_fits(tmp_path: Path) -> None:
     [
         ("mtp", "qwen3", OWN, "host", "no family's prediction layers are supported"),
         ("ngram", "qwen3", STOCK, "host", "transformers' own passes are to run"),
+        ("ngram", "linear", STOCK, "host", "transformers' own passes are to run"),
         ("ngram", "qwen3", OWN, "peer", "`store=peer`: passes of several tokens read no peer's"),
     ],
 )
@@ -424,7 +427,7 @@ def test_every_token_of_a_pass_counts_in_the_order_of_experts(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3", "sinks", "qwen3_moe_tied"])
+@pytest.mark.parametrize("name", ["qwen3", "sinks", "qwen3_moe_tied", "linear", "linear_experts"])
 def test_a_pass_that_is_aborted_leaves_the_text_as_it_was(tmp_path: Path, name: str) -> None:
     rules = [keeping(2)] if name == "qwen3_moe_tied" else []
     folder, decision = save_tiny(name, tmp_path), offload(*rules, group(2, 1), prefill_chunk=4)
