@@ -22,8 +22,9 @@ from tests.runtime.drafted import (
     feed_steps,
     open_drafted,
 )
-from tests.runtime.families import VARIANTS, make_config, save_model
+from tests.runtime.families import MOST_ROUNDING, VARIANTS, make_config, save_model
 from tests.runtime.plans import group, offload
+from tests.runtime.quantise import save_stored
 from tests.tiers import first_quick
 
 FAMILIES = ["qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"]
@@ -195,6 +196,22 @@ def test_a_pass_is_compiled_once_for_each_kind_of_layer_and_whole(
             for own, call in zip(layers._steps, calls, strict=True):
                 torch.compile(own, backend=counter, fullgraph=True)(call.hidden, **call.arguments)
             assert counter.frame_count == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
+def test_a_pass_of_bfloat16_is_as_near_to_float32(tmp_path: Path, family: str) -> None:
+    stored, plain = save_stored(family, "fp8_block", tmp_path, torch.bfloat16)
+    stock = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    text = torch.cat([torch.tensor(PROMPT), FED])[None]
+    exact = stock(text).logits[0, len(PROMPT) :].detach()
+    decision = offload(group(2, 1))
+    with open_drafted(stored, decision) as session:
+        steps = feed_steps(session).float()
+    with open_drafted(stored, drafting(decision)) as session:
+        passes = feed_passes(session, 7)[0].float()
+    errors = [(each - exact).abs().mean(-1).median() for each in (passes, steps)]
+    assert errors[0] < MOST_ROUNDING * errors[1]
 
 
 @pytest.mark.slow
