@@ -1,6 +1,7 @@
 """States of linear attention go on from what passes take of drafts, and from nothing else."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,17 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM
 
+from offplan.runtime.joined import Added, Continued, JoinedTexts
 from offplan.runtime.model import caches
 from offplan.runtime.rows import Rows
 from offplan.runtime.session import Session
+from offplan.runtime.texts import Text
 from tests.runtime.cached import keeping
 from tests.runtime.conftest import save_tiny
 from tests.runtime.drafted import (
     FED,
     PROMPT,
+    Scripted,
     drafting,
     feed_passes,
     feed_steps,
@@ -25,6 +29,7 @@ from tests.runtime.drafted import (
 from tests.runtime.families import MOST_ROUNDING, VARIANTS, make_config, save_model
 from tests.runtime.plans import group, offload
 from tests.runtime.quantise import save_stored
+from tests.runtime.words import Words
 from tests.tiers import first_quick
 
 FAMILIES = ["qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"]
@@ -65,6 +70,35 @@ def test_a_pass_is_as_near_to_steps_as_these_are_exact(tmp_path: Path, family: s
             made, passes = feed_passes(session, tokens)
         assert sum(passes[2:]) > 3
         assert distance(made, expected) < max(2e-6, 2.5 * rounding)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", first_quick(FAMILIES))
+def test_a_greedy_text_is_the_same_whatever_is_taken(tmp_path: Path, family: str) -> None:
+    folder, decision = save(family, tmp_path), offload(group(2, 1), prefill_chunk=4)
+    expected: list[int] = []
+    with open_drafted(folder, drafting(decision)) as session:
+        rows = Rows(session, 1)
+        for right in ([False], [True], [True, True, False]):
+            make = partial(Scripted, [*PROMPT, *expected], right)
+            texts, made = JoinedTexts(rows, make_drafter=make), []
+            each = Continued(Text(Words(), PROMPT, num_tokens=30))
+            texts.join([each])
+            while len(texts):
+                for _, added in texts.step():
+                    assert isinstance(added, Added)
+                    made.append(added.token)
+            expected = expected or made
+            assert made == expected
+            assert each.drafts is not None
+            assert (each.drafts.accepted > 0) == (right != [False])
+            assert (each.drafts.rejected > 0) == (len(right) > 1)
+    with open_drafted(folder, decision) as session:
+        texts, made = JoinedTexts(Rows(session, 1)), []
+        texts.join([Continued(Text(Words(), PROMPT, num_tokens=30))])
+        while len(texts):
+            made += [added.token for _, added in texts.step()]  # type: ignore[union-attr]
+    assert made == expected
 
 
 def states_of(session: Session) -> list[torch.Tensor]:
