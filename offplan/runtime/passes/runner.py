@@ -243,6 +243,11 @@ class ModelRunner:
             self.tokens_embedded += tokens.shape[1]
             return self._run_step(tokens)
 
+    def add_taken(self, num_taken: int) -> None:
+        """Have states go on from the first tokens of the last ``check``, which left them alone."""
+        assert self.layers.cache is not None
+        self.layers.cache.add_taken(num_taken)
+
     def clear_drafts(self, begin: int, stop: int) -> None:
         """Clear positions of the one row that were rejected and have a NaN."""
         assert self.layers.cache is not None
