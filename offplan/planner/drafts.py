@@ -21,7 +21,7 @@ from offplan.planner.classes import SegmentClass
 from offplan.planner.find import ALIKE, PlanResult, find_plan
 from offplan.planner.question import Question
 from offplan.planner.search import Searcher
-from offplan.planner.space import Space
+from offplan.planner.space import Near, Space
 
 LENGTHS = tuple(size - 1 for size in PASS_TOKENS)
 """Numbers of drafted tokens that are tried: those that fill a captured pass."""
@@ -136,8 +136,9 @@ def _search(question: Question, plain: Plan, draft: Draft, below_s: float) -> Pl
     offload = plain.offload
     classes = frozenset(SegmentClass(rule.cpu_offload_params) for rule in offload.rules)
     space = Space(question, draft=draft)
-    near = replace(space, recoding=offload.recoding, classes=classes)
-    for searcher in ([Searcher(near, recodes=False)] if classes else []) + [Searcher(space)]:
+    near = Near(classes, offload.prefill_chunk)
+    around = replace(space, recoding=offload.recoding, near=near)
+    for searcher in ([Searcher(around, recodes=False)] if classes else []) + [Searcher(space)]:
         with suppress(InfeasibleError):  # more classes may fit
             return _find(searcher, question, below_s)
     return None

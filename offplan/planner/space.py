@@ -113,6 +113,14 @@ class StepPass:
     """Prices what layers take at use."""
 
 
+class Near(NamedTuple):
+    """The plans near a decision."""
+
+    classes: frozenset[SegmentClass]
+    """The segment classes that rules may take."""
+    prefill_chunk: int
+
+
 @dataclass(frozen=True)
 class Space:
     """All that the plans of a question have in common, whatever its budget and targets.
@@ -127,8 +135,8 @@ class Space:
     """The weights that all its plans hold in another form than the checkpoint's."""
     draft: Draft | None = None
     """The drafts that passes of all its plans check."""
-    classes: frozenset[SegmentClass] | None = None
-    """The segment classes that rules may take; None for all."""
+    near: Near | None = None
+    """The part of it that is searched; None for all."""
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -287,6 +295,8 @@ class Space:
         sizes = prefill_chunks(workload.prompt_tokens, workload.batch)
         if stage.passes is not None and stage.passes.chunk_bytes is None:
             sizes = sizes[:1]  # each chunk would have the weights cross again
+        if self.near is not None:
+            sizes = (self.near.prefill_chunk,)
         prompts = [self.compute.price(*prefill_shapes(workload, size)) for size in sizes]
         pairs = zip(sizes, prompts, strict=True)
         return tuple(self.setting(*pair, place) for pair in pairs for place in places)
