@@ -55,6 +55,7 @@ def _list_refusals(
             way=stage.way,
             batch=batch,
             store=offload.store,
+            on_gpu=on_gpu,
         )
     if on_gpu and any(layer.kv_cache.is_coded for layer in stage.layers):
         yield from list_coded_refusals(stage)

@@ -3,7 +3,7 @@
 Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
@@ -12,6 +12,7 @@ from offplan.capabilities.goal import Asked, GoalBase
 from offplan.capabilities.offload import OffloadBase
 from offplan.capabilities.way import Way
 from offplan.checkpoint.model import Model
+from offplan.checkpoint.prediction import find_prediction_layers
 from offplan.errors import InputError
 from offplan.records import Record
 from offplan.stores import StoreName
@@ -22,6 +23,17 @@ PASS_TOKENS = (2, 4, 8)
 """Tokens of the passes that a session captures; a pass of fewer is padded to the next of them."""
 MOST_DRAFTED = PASS_TOKENS[-1] - 1
 """Tokens that a pass drafts at most: its first token is no draft."""
+LENGTHS: Mapping[DraftKind, tuple[int, ...]] = {
+    "ngram": tuple(size - 1 for size in PASS_TOKENS),
+    "mtp": (1, 2, 3),
+}
+"""Numbers of drafted tokens that plans are tried with.
+
+Drafts that cost nothing fill a captured pass. Each draft of a prediction layer is a use of it, and
+is taken less often than the one before.
+"""
+PREDICTS_ON_GPU = False
+"""True if GPUs run prediction layers: none has been seen to."""
 
 
 class Draft(Record):
@@ -34,6 +46,18 @@ class Draft(Record):
     def __str__(self) -> str:
         """Return it as the command line takes it."""
         return f"{self.kind}:{self.tokens}"
+
+    @property
+    def uses_layers(self) -> bool:
+        """True if the checkpoint's own prediction layers make the drafts, on the GPU."""
+        return self.kind == "mtp"
+
+    def list_others(self) -> Iterator["Draft"]:
+        """Yield drafts of the same kind whose passes differ in time."""
+        for tokens in LENGTHS[self.kind]:
+            is_other = pass_tokens(tokens) != pass_tokens(self.tokens)
+            if is_other or (self.uses_layers and tokens != self.tokens):
+                yield self.model_copy(update={"tokens": tokens})
 
     @property
     def key(self) -> str:
@@ -65,10 +89,8 @@ class DraftOffload(OffloadBase):
         """Yield steps to passes of other sizes, and to none that check drafts."""
         if self.draft is not None:
             yield "without draft", {"draft": None}
-            for size in PASS_TOKENS:
-                if size != pass_tokens(self.draft.tokens):
-                    told = f"draft tokens {self.draft.tokens} -> {size - 1}"
-                    yield told, {"draft": self.draft.model_copy(update={"tokens": size - 1})}
+            for other in self.draft.list_others():
+                yield f"draft tokens {self.draft.tokens} -> {other.tokens}", {"draft": other}
         yield from super().list_steps()
 
 
@@ -107,6 +129,7 @@ class DraftGoal(GoalBase):
             batch=asked.batch,
             store=asked.store,
             engine=self.engine,
+            on_gpu=asked.on_gpu,
         )
 
     def list_unsaid(self) -> Iterator[tuple[str, str]]:
@@ -164,14 +187,19 @@ def list_draft_refusals(
     batch: int,
     store: StoreName,
     engine: str | None = None,
+    on_gpu: bool = True,
 ) -> Iterator[str]:
     """Yield why offplan cannot run a plan with these drafts: planner and runtime ask alike.
 
     ``batch`` is the number of sequences of a step, ``engine`` the one that runs the plan.
     """
     key = draft.key
-    if draft.kind == "mtp":
-        yield f"{key}: no family's prediction layers are supported: choose `draft=ngram:N`"
+    if draft.uses_layers:
+        layers = find_prediction_layers(model)
+        if isinstance(layers, str):
+            yield f"{key}: {layers}: choose `draft=ngram:N`"
+        elif on_gpu and not PREDICTS_ON_GPU:
+            yield f"{key}: prediction layers have not been seen on a GPU: choose `draft=ngram:N`"
     if engine is not None:
         yield f"{key} with `engine={engine}`: offplan's own runtime alone checks drafts"
     if not way.is_own:

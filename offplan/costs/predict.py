@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import partial
+from functools import cache, cached_property, partial
 from typing import Any
 
-from offplan.capabilities.drafts import list_pass_sizes
+from offplan.capabilities.drafts import Draft, list_pass_sizes
 from offplan.costs.calls import list_calls
 from offplan.costs.compute import ModelCompute
 from offplan.costs.drafts import DraftedPass, DraftedTimes, list_drafted
@@ -15,6 +15,7 @@ from offplan.costs.memory import list_gpu_memory, list_stores
 from offplan.costs.pass_compute import PassCompute
 from offplan.costs.pass_times import pass_times
 from offplan.costs.phase_terms import list_phase
+from offplan.costs.prediction import add_drafting
 from offplan.costs.steady import price_plan
 from offplan.costs.term import Input, Term
 from offplan.costs.timeline import (
@@ -78,9 +79,14 @@ class Decided:
     _times: dict[PassCompute, PassTimes] = field(default_factory=dict)
     _priced: dict[tuple[PassCompute, PassCompute], RequestTimes] = field(default_factory=dict)
 
+    @cached_property
+    def compute(self) -> ModelCompute:
+        """Prices passes with everything resident."""
+        return ModelCompute(self.stage, self.machine)
+
     def price(self, prefill: PassCompute, steps: Sequence[PassCompute]) -> list[RequestTimes]:
         """Price requests of one prompt, each with decode steps of its own size."""
-        new = [each for each in steps if (prefill, each) not in self._priced]
+        new = [each for each in dict.fromkeys(steps) if (prefill, each) not in self._priced]
         found = self._price(prefill, new) if new else []
         self._priced |= zip([(prefill, each) for each in new], found, strict=True)
         return [self._priced[prefill, each] for each in steps]
@@ -107,38 +113,70 @@ class Decided:
         ]
 
     def _find_times(self, priced: PassCompute) -> PassTimes:
-        engine, asked = self.stage.pass_rules, (self.placement, self.stage, self.machine, priced)
-        if priced not in self._times:
-            self._times[priced] = (
+        """Find the times of a pass, which differ behind its layers alone by what drafts it."""
+        engine, of_layers = self.stage.pass_rules, replace(priced, drafting_ps=0)
+        asked = self.placement, self.stage, self.machine, of_layers
+        if of_layers not in self._times:
+            self._times[of_layers] = (
                 pass_times(*asked) if engine is None else engine_pass_times(engine, *asked)
             )
-        return self._times[priced]
+        known = self._times[of_layers]
+        return replace(known, outside_ps=priced.behind_ps) if priced.drafting_ps else known
+
+
+PricedStage = tuple[Placement, PassCompute, PassCompute, RequestTimes]
+"""A decision's placement on a stage, its prompt and step, resident and so placed."""
 
 
 def price_stage(
     stage: Stage, machine: MachineProfile, workload: Workload, offload: Offload
-) -> tuple[Placement, PassCompute, PassCompute, RequestTimes]:
+) -> PricedStage:
     """Place a decision on a stage, and price its prompt and decode step, resident and so placed.
 
     Raises PlanError for rules that do not fit the model.
     """
+    return price_drafts(stage, machine, workload, offload, [offload.draft])[0]
+
+
+def price_drafts(
+    stage: Stage,
+    machine: MachineProfile,
+    workload: Workload,
+    offload: Offload,
+    drafts: Sequence[Draft | None],
+) -> list[PricedStage]:
+    """Price a decision as ``price_stage`` does with each of some drafts in place of its own."""
     decided = _decide(stage, machine, offload)
-    placement, on_gpu = decided.placement, not machine.is_cpu
-    require_runnable(stage, placement, offload, batch=workload.batch, on_gpu=on_gpu)
-    compute = ModelCompute(stage, machine)
-    prompt = compute.price(*prefill_shapes(workload, offload.prefill_chunk))
-    sizes = (1, *list_pass_sizes(offload.draft))
-    steps = [compute.price(decode_shape(workload, tokens)) for tokens in sizes]
-    priced = decided.price(prompt, steps)
-    if offload.draft is None:
-        return placement, prompt, steps[0], priced[0]
-    passes = (
-        DraftedPass(tokens, 0.0, step, times.decode)
-        for tokens, step, times in zip(sizes, steps, priced, strict=True)
-    )
-    of_steps = DraftedTimes(ONE_BY_ONE, tuple(passes))
-    drafted = of_steps.with_mix(stage.mix(offload.draft, workload))
-    return placement, prompt, steps[0], replace(priced[0], drafted=drafted)
+    placement = decided.placement
+    for draft in drafts:
+        decision = offload.model_copy(update={"draft": draft})
+        require_runnable(
+            stage, placement, decision, batch=workload.batch, on_gpu=not machine.is_cpu
+        )
+    resident = cache(decided.compute.price)
+    passes = []
+    for draft in drafts:
+        sizes = (1, *list_pass_sizes(draft))
+        shapes = prefill_shapes(workload, offload.prefill_chunk)
+        of_draft = [shapes, *((decode_shape(workload, tokens),) for tokens in sizes)]
+        passes.append([add_drafting(stage, machine, resident(*each), draft) for each in of_draft])
+    for prompt in {prompt: None for prompt, *_ in passes}:  # passes of all drafts at once
+        decided.price(
+            prompt, [step for first, *steps in passes if first == prompt for step in steps]
+        )
+    found = []
+    for draft, (prompt, *steps) in zip(drafts, passes, strict=True):
+        priced = decided.price(prompt, steps)
+        times = priced[0]
+        if draft is not None:
+            of_steps = (
+                DraftedPass(each.shapes[0].tokens, 0.0, each, taken.decode)
+                for each, taken in zip(steps, priced, strict=True)
+            )
+            drafted = DraftedTimes(ONE_BY_ONE, tuple(of_steps))
+            times = replace(times, drafted=drafted.with_mix(stage.mix(draft, workload)))
+        found.append((placement, prompt, steps[0], times))
+    return found
 
 
 def _decide(stage: Stage, machine: MachineProfile, offload: Offload) -> Decided:

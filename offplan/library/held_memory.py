@@ -1,6 +1,7 @@
 """Memory that a plan takes here, counted by what is held; no time is priced."""
 
 from offplan.checkpoint.model import Model
+from offplan.costs.memory import kv_cache_bytes, resident_draft_bytes
 from offplan.errors import PlanError
 from offplan.held.held import hold
 from offplan.placement import place
@@ -19,10 +20,14 @@ def count_held(plan: Plan, model: Model) -> Plan:
     placement = place(stage, plan.offload)
     recorded = plan.prediction.gpu_memory
     terms = {
-        "resident": placement.resident_bytes + sum(placement.cached_bytes.values()),
+        "resident": placement.resident_bytes
+        + sum(placement.cached_bytes.values())
+        + resident_draft_bytes(stage, plan.offload.draft),
         "ring": placement.ring_bytes,
         # what caches of other passes keep takes seconds to count
-        "kv_cache": stage.cache_bytes(plan.workload)
+        "kv_cache": kv_cache_bytes(
+            stage, plan.workload, plan.offload.prefill_chunk, plan.offload.draft
+        )
         if plan.goal.way.is_own
         else recorded.kv_cache_bytes,
         "activations": recorded.activation_bytes,

@@ -1,6 +1,6 @@
 """The drafts of a plan: those whose passes make a request shortest, or none.
 
-The outer loop of the search is over few numbers of drafted tokens, of the kind that an acceptance
+The outer loop of the search is over few numbers of drafted tokens, of the kinds that an acceptance
 profile is of. Each is priced for the decision without drafts first. Those that gain are searched in
 spaces of their own, the best first, until one of them keeps its promise. Such a search keeps the
 segment classes of the decision without drafts, and chooses all else anew: planning takes hardly
@@ -10,9 +10,11 @@ longer, and drafts change little in which weights are worth their memory.
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import groupby
 
-from offplan.capabilities.drafts import PASS_TOKENS, Draft, pass_tokens
-from offplan.costs.predict import RequestTimes, price_stage
+from offplan.capabilities.drafts import LENGTHS, Draft, pass_tokens
+from offplan.costs import predict
+from offplan.costs.predict import RequestTimes
 from offplan.costs.timeline import to_seconds
 from offplan.errors import InfeasibleError, PlanError
 from offplan.plan import Offload, Plan
@@ -23,10 +25,6 @@ from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import Near, Space
 
-LENGTHS = tuple(size - 1 for size in PASS_TOKENS)
-"""Numbers of drafted tokens that are tried: those that fill a captured pass."""
-
-
 CLOSE = 1.1
 """Times a request's seconds within which fewer drafts are priced again for the plan found. Source:
 chosen: what the plan without drafts has of them differs by less."""
@@ -34,11 +32,14 @@ chosen: what the plan without drafts has of them differs by less."""
 
 def list_drafts(question: Question) -> tuple[Draft, ...]:
     """List the drafts that plans of a question may have, beside none."""
-    goal, profile = question.goal, question.stage.acceptance
-    if goal.draft != "auto" or profile is None:
+    goal, known = question.goal, question.stage.acceptance
+    if goal.draft != "auto" or known is None:
         return ()
-    lengths = sorted({min(length, profile.tokens) for length in LENGTHS})
-    drafts = (Draft(kind=profile.kind, tokens=length) for length in lengths)
+    drafts = (
+        Draft(kind=profile.kind, tokens=length)
+        for profile in known.profiles
+        for length in sorted({min(each, profile.tokens) for each in LENGTHS[profile.kind]})
+    )
     return tuple(each for each in drafts if knows_passes(question, each))
 
 
@@ -53,18 +54,15 @@ def price_drafts(
 ) -> Iterator[tuple[Draft, RequestTimes]]:
     """Price a decision with each of some drafts, whether or not the budget is kept.
 
-    The drafts are ascending: passes of all sizes are priced once.
+    Leaves out kinds whose passes do not run its rules.
     """
-    if not drafts:
-        return
     (stage,) = question.hold(offload)
-    machine, workload = question.planned_machine, question.workload
-    most = offload.model_copy(update={"draft": drafts[-1]})
-    *_, times = price_stage(stage, machine, workload, most)
-    assert times.drafted is not None, "the decision has drafts"
-    for draft in drafts:
-        drafted = times.drafted.with_mix(stage.mix(draft, workload))
-        yield draft, replace(times, drafted=drafted)
+    asked = stage, question.planned_machine, question.workload, offload
+    for _, alike in groupby(drafts, lambda each: each.kind):
+        of_kind = [*alike]
+        with suppress(PlanError):
+            priced = predict.price_drafts(*asked, of_kind)
+            yield from ((draft, times) for draft, (*_, times) in zip(of_kind, priced, strict=True))
 
 
 def choose_drafts(question: Question, plain: PlanResult) -> PlanResult:
@@ -85,7 +83,10 @@ def choose_drafts(question: Question, plain: PlanResult) -> PlanResult:
                 return replace(plain, plan=plan, best_s=plan.prediction.objective_s)
         found = _search(question, plain.plan, draft, most_s)
         if found is not None:
-            is_close = any(s < CLOSE * request_s for s, of in ranked if of.tokens < draft.tokens)
+            is_close = any(
+                s < CLOSE * request_s and of.kind == draft.kind and of.tokens < draft.tokens
+                for s, of in ranked
+            )
             return _shorten(question, found) if is_close else found
     return plain
 
@@ -94,13 +95,10 @@ def _rank(
     question: Question, offload: Offload, drafts: Sequence[Draft]
 ) -> list[tuple[float, Draft]]:
     """Rank drafts of a decision by the seconds of a request, the shortest first."""
-    try:
-        priced = [
-            (to_seconds(times.objective_ps(question.workload)), draft)
-            for draft, times in price_drafts(question, offload, drafts)
-        ]
-    except PlanError:  # passes of several tokens run no such rules
-        return []
+    priced = [
+        (to_seconds(times.objective_ps(question.workload)), draft)
+        for draft, times in price_drafts(question, offload, drafts)
+    ]
     return sorted(priced, key=lambda pair: pair[0])
 
 
@@ -109,7 +107,11 @@ def _shorten(question: Question, found: PlanResult) -> PlanResult:
     offload = found.plan.offload
     assert offload.draft is not None, "it was found with drafts"
     most = pass_tokens(offload.draft.tokens)
-    drafts = [each for each in list_drafts(question) if pass_tokens(each.tokens) <= most]
+    drafts = [
+        each
+        for each in list_drafts(question)
+        if each.kind == offload.draft.kind and pass_tokens(each.tokens) <= most
+    ]
     _, best = _rank(question, offload, drafts)[0]
     if best == offload.draft:
         return found

@@ -35,10 +35,11 @@ from offplan.costs.calls import count_calls
 from offplan.costs.compute import ModelCompute
 from offplan.costs.in_place_costs import AtUse, Served, read_ps
 from offplan.costs.link import rows_bytes, uva_slowdown
-from offplan.costs.memory import kv_cache_bytes, overhead_bytes
+from offplan.costs.memory import kv_cache_bytes, overhead_bytes, resident_draft_bytes
 from offplan.costs.pass_compute import PassCompute
+from offplan.costs.prediction import add_drafting
 from offplan.costs.timeline import to_ps
-from offplan.costs.work import decode_shape, prefill_shapes
+from offplan.costs.work import PassShape, decode_shape, prefill_shapes
 from offplan.drafts.mix import Mix
 from offplan.held.held import recode_stages
 from offplan.held.stage import Stage
@@ -194,11 +195,15 @@ class Space:
         return tuple(
             StepPass(
                 share,
-                self.compute.price(decode_shape(workload, tokens)),
+                self._price(decode_shape(workload, tokens)),
                 AtUse(*asked, workload.batch, tokens),
             )
             for tokens, share in self.mix.shares
         )
+
+    def _price(self, *shapes: PassShape) -> PassCompute:
+        """Price a pass of these chunks, and what prediction layers take behind it."""
+        return add_drafting(self.stage, self.machine, self.compute.price(*shapes), self.draft)
 
     def mean(self, values: Iterable[float]) -> int:
         """Return the mean over the passes of decode, of a value of each."""
@@ -215,6 +220,7 @@ class Space:
             passes[-1],
             layer_ps=tuple(map(self.mean, zip(*(p.layer_ps for p in passes), strict=True))),
             outside_ps=self.mean(p.outside_ps for p in passes),
+            drafting_ps=self.mean(p.drafting_ps for p in passes),
             routed_ps=tuple(map(self.mean, zip(*(p.routed_ps for p in passes), strict=True))),
         )
 
@@ -297,7 +303,7 @@ class Space:
             sizes = sizes[:1]  # each chunk would have the weights cross again
         if self.near is not None:
             sizes = (self.near.prefill_chunk,)
-        prompts = [self.compute.price(*prefill_shapes(workload, size)) for size in sizes]
+        prompts = [self._price(*prefill_shapes(workload, size)) for size in sizes]
         pairs = zip(sizes, prompts, strict=True)
         return tuple(self.setting(*pair, place) for pair in pairs for place in places)
 
@@ -314,7 +320,7 @@ class Space:
         return SettingTable(
             row_ps=np.array([[*map(self.reading_ps, each.row_bytes)] for each in settings]),
             layer_ps=np.array([each.layer_ps for each in prompts]),
-            outside_ps=np.array([each.outside_ps for each in prompts]),
+            outside_ps=np.array([each.behind_ps for each in prompts]),
             resident_ps=np.array([[each.resident_ps, step_ps] for each in prompts]),
             num_chunks=np.array([len(each.shapes) for each in prompts]),
         )
@@ -332,6 +338,7 @@ class Space:
             embeddings="host" if host_tables else "device",
             device_bytes=stage.loaded_bytes
             - host_bytes
+            + resident_draft_bytes(stage, self.draft)
             + kv_cache_bytes(stage, workload, prefill_chunk, self.draft)
             + activation_bytes(stage, workload, prefill_chunk, self.draft),
             host_bytes=host_bytes,
