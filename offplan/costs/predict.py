@@ -160,10 +160,11 @@ def price_drafts(
         shapes = prefill_shapes(workload, offload.prefill_chunk)
         of_draft = [shapes, *((decode_shape(workload, tokens),) for tokens in sizes)]
         passes.append([add_drafting(stage, machine, resident(*each), draft) for each in of_draft])
-    for prompt in {prompt: None for prompt, *_ in passes}:  # passes of all drafts at once
-        decided.price(
-            prompt, [step for first, *steps in passes if first == prompt for step in steps]
-        )
+    by_prompt: dict[PassCompute, list[PassCompute]] = {}
+    for prompt, *steps in passes:
+        by_prompt.setdefault(prompt, []).extend(steps)
+    for prompt, steps in by_prompt.items():  # passes of all drafts at once
+        decided.price(prompt, steps)
     found = []
     for draft, (prompt, *steps) in zip(drafts, passes, strict=True):
         priced = decided.price(prompt, steps)

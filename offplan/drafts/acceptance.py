@@ -105,9 +105,7 @@ class AcceptanceProfile(Record):
         joined._others = others
         for number, each in enumerate(others, 1):
             if each.kind in [known.kind for known in joined.profiles[:number]]:
-                raise InputError(
-                    f"two acceptance profiles are of {each.kind} drafts: leave one out"
-                )
+                raise InputError(f"two profiles are of {each.kind} drafts: leave one of them out")
             if each.model.headers_sha256 != self.model.headers_sha256:
                 raise InputError(
                     f"the acceptance profiles of {self.kind} and of {each.kind} drafts are of two "

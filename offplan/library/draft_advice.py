@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from offplan.capabilities.drafts import Draft
+from offplan.capabilities.drafts import LENGTHS, Draft
 from offplan.costs.timeline import to_seconds
 from offplan.drafts.acceptance import AcceptanceProfile
 from offplan.drafts.mix import find_mix
 from offplan.errors import PlanError
 from offplan.plan import ModelRef, Plan
-from offplan.planner.drafts import LENGTHS, knows_passes, price_drafts
+from offplan.planner.drafts import knows_passes, price_drafts
 from offplan.planner.question import Question
 
 CHANCES = (0.6, 0.8)
@@ -42,7 +42,7 @@ def advise_drafts(question: Question, plan: Plan) -> DraftAdvice | None:
         return None
     if question.machine.is_cpu:
         return None
-    drafts = tuple(Draft(kind="ngram", tokens=length) for length in LENGTHS)
+    drafts = tuple(Draft(kind="ngram", tokens=length) for length in LENGTHS["ngram"])
     if any(goal.list_draft_refusals(drafts[0], question.asked)):
         return None
     drafts = tuple(each for each in drafts if knows_passes(question, each))

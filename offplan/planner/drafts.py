@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 
-from offplan.capabilities.drafts import LENGTHS, Draft, pass_tokens
+from offplan.capabilities.drafts import LENGTHS, Draft, DraftKind, pass_tokens
 from offplan.costs import predict
 from offplan.costs.predict import RequestTimes
 from offplan.costs.timeline import to_seconds
@@ -68,27 +68,39 @@ def price_drafts(
 def choose_drafts(question: Question, plain: PlanResult) -> PlanResult:
     """Return the best plan with drafts where that gains more than plans are alike, else ``plain``.
 
-    ``plain`` is the best plan without drafts.
+    ``plain`` is the best plan without drafts. Of each kind the first that gains is searched.
     """
-    offload, most_s = plain.plan.offload, plain.plan.prediction.objective_s / ALIKE
-    ranked = _rank(question, offload, list_drafts(question))
+    best, below_s = plain, plain.plan.prediction.objective_s / ALIKE
+    ranked = _rank(question, plain.plan.offload, list_drafts(question))
+    searched: set[DraftKind] = set()
     for request_s, draft in ranked:
-        if request_s >= most_s:
+        if request_s >= below_s:
             break
-        if not offload.rules:
-            decision = offload.model_copy(update={"draft": draft})
-            taken = question.predict(decision).gpu_memory.total_bytes
-            if taken <= question.budget.gpu_memory:
-                plan = question.answer(decision)
-                return replace(plain, plan=plan, best_s=plan.prediction.objective_s)
-        found = _search(question, plain.plan, draft, most_s)
-        if found is not None:
-            is_close = any(
-                s < CLOSE * request_s and of.kind == draft.kind and of.tokens < draft.tokens
-                for s, of in ranked
-            )
-            return _shorten(question, found) if is_close else found
-    return plain
+        if draft.kind in searched:
+            continue
+        found = _find_with(question, plain, draft, below_s)
+        if found is None:
+            continue
+        searched.add(draft.kind)
+        alike = (each for each in ranked if each[1].kind == draft.kind)
+        if any(s < CLOSE * request_s and of.tokens < draft.tokens for s, of in alike):
+            found = _shorten(question, found)
+        best, below_s = found, found.plan.prediction.objective_s
+    return best
+
+
+def _find_with(
+    question: Question, plain: PlanResult, draft: Draft, below_s: float
+) -> PlanResult | None:
+    """Find a plan that checks a draft: the one without, if nothing has to make room, or another."""
+    offload = plain.plan.offload
+    if not offload.rules:
+        decision = offload.model_copy(update={"draft": draft})
+        taken = question.predict(decision).gpu_memory.total_bytes
+        if taken <= question.budget.gpu_memory:
+            plan = question.answer(decision)
+            return replace(plain, plan=plan, best_s=plan.prediction.objective_s)
+    return _search(question, plain.plan, draft, below_s)
 
 
 def _rank(
