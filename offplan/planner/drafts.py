@@ -29,6 +29,10 @@ CLOSE = 1.1
 """Times a request's seconds within which fewer drafts are priced again for the plan found. Source:
 chosen: what the plan without drafts has of them differs by less."""
 
+NEAR = 1.05
+"""Times the seconds of a decision with drafts within which plans are looked for first. Source:
+chosen: fewer are looked at, and the best is hardly ever further."""
+
 
 def list_drafts(question: Question) -> tuple[Draft, ...]:
     """List the drafts that plans of a question may have, beside none."""
@@ -78,7 +82,7 @@ def choose_drafts(question: Question, plain: PlanResult) -> PlanResult:
             break
         if draft.kind in searched:
             continue
-        found = _find_with(question, plain, draft, below_s)
+        found = _find_with(question, plain, draft, request_s, below_s)
         if found is None:
             continue
         searched.add(draft.kind)
@@ -90,7 +94,7 @@ def choose_drafts(question: Question, plain: PlanResult) -> PlanResult:
 
 
 def _find_with(
-    question: Question, plain: PlanResult, draft: Draft, below_s: float
+    question: Question, plain: PlanResult, draft: Draft, request_s: float, below_s: float
 ) -> PlanResult | None:
     """Find a plan that checks a draft: the one without, if nothing has to make room, or another."""
     offload = plain.plan.offload
@@ -100,7 +104,7 @@ def _find_with(
         if taken <= question.budget.gpu_memory:
             plan = question.answer(decision)
             return replace(plain, plan=plan, best_s=plan.prediction.objective_s)
-    return _search(question, plain.plan, draft, below_s)
+    return _search(question, plain.plan, draft, request_s, below_s)
 
 
 def _rank(
@@ -145,16 +149,28 @@ def find_only_with(question: Question) -> PlanResult | None:
     )
 
 
-def _search(question: Question, plain: Plan, draft: Draft, below_s: float) -> PlanResult | None:
-    """Search the plans that check a draft, near the one without, whose requests are shorter."""
-    offload = plain.offload
+def _search(
+    question: Question, plain: Plan, draft: Draft, request_s: float, below_s: float
+) -> PlanResult | None:
+    """Search the plans that check a draft, near the one without, whose requests are shorter.
+
+    Drafts that cost nothing take hardly any memory: those of the decision without are looked at
+    first, whose requests take ``request_s`` if that fits.
+    """
+    offload, space = plain.offload, Space(question, draft=draft)
     classes = frozenset(SegmentClass(rule.cpu_offload_params) for rule in offload.rules)
-    space = Space(question, draft=draft)
-    near = Near(classes, offload.prefill_chunk)
-    around = replace(space, recoding=offload.recoding, near=near)
-    for searcher in ([Searcher(around, recodes=False)] if classes else []) + [Searcher(space)]:
-        with suppress(InfeasibleError):  # more classes may fit
-            return _find(searcher, question, below_s)
+    embeddings = None if draft.uses_layers else offload.embeddings
+    near = Near(classes, offload.prefill_chunk, embeddings)
+    around = Searcher(replace(space, recoding=offload.recoding, near=near), recodes=False)
+    with suppress(InfeasibleError):  # more classes may fit
+        if classes and not draft.uses_layers:
+            found = _find(around, question, min(below_s, NEAR * request_s))
+            if found is not None or below_s <= NEAR * request_s:
+                return found
+        if classes:
+            return _find(around, question, below_s)
+    with suppress(InfeasibleError):
+        return _find(Searcher(space), question, below_s)
     return None
 
 

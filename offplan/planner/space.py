@@ -120,6 +120,8 @@ class Near(NamedTuple):
     classes: frozenset[SegmentClass]
     """The segment classes that rules may take."""
     prefill_chunk: int
+    embeddings: Literal["device", "host"] | None
+    """Their place; None for both."""
 
 
 @dataclass(frozen=True)
@@ -305,7 +307,9 @@ class Space:
             sizes = (self.near.prefill_chunk,)
         prompts = [self._price(*prefill_shapes(workload, size)) for size in sizes]
         pairs = zip(sizes, prompts, strict=True)
-        return tuple(self.setting(*pair, place) for pair in pairs for place in places)
+        found = (self.setting(*pair, place) for pair in pairs for place in places)
+        kept = None if self.near is None else self.near.embeddings
+        return tuple(each for each in found if kept in (None, each.embeddings))
 
     @cached_property
     def calls(self) -> NDArray[np.int64]:
@@ -385,5 +389,5 @@ def find_room(space: Space, budget: Budget) -> Room:
     limit /= space.stage.num_gpus  # each locks as much
     host = [limit - (each.host_bytes if on_host else 0) for each in space.settings]
     pairs = zip(lacking, space.settings, strict=True)
-    missing = min(lack for lack, each in pairs if each.embeddings == "device")
+    missing = min(lack + each.host_bytes for lack, each in pairs)
     return Room(np.array(lacking), missing, np.array(host, dtype=np.float64), budget)
