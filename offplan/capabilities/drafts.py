@@ -12,6 +12,7 @@ from offplan.capabilities.goal import Asked, GoalBase
 from offplan.capabilities.offload import OffloadBase
 from offplan.capabilities.way import Way
 from offplan.checkpoint.model import Model
+from offplan.checkpoint.prediction import find_prediction_layers
 from offplan.errors import InputError
 from offplan.records import Record
 from offplan.stores import StoreName
@@ -170,14 +171,14 @@ def list_draft_refusals(
     ``batch`` is the number of sequences of a step, ``engine`` the one that runs the plan.
     """
     key = draft.key
-    if draft.kind == "mtp":
-        yield f"{key}: no family's prediction layers are supported: choose `draft=ngram:N`"
+    if draft.kind == "mtp" and isinstance(why := find_prediction_layers(model), str):
+        yield f"{key}: {why}: choose `draft=ngram:N`"
     if engine is not None:
         yield f"{key} with `engine={engine}`: offplan's own runtime alone checks drafts"
     if not way.is_own:
         yield f"{key}: {way.whose} passes are to run {model.source}, and drafts need offplan's own"
-    if (why := draft.why_not_batch(batch)) is not None:
-        yield why
+    if (no_batch := draft.why_not_batch(batch)) is not None:
+        yield no_batch
     if store != "host":
         yield f"{key} with `store={store}`: passes of several tokens read no {store}'s memory"
     for index, layer in enumerate(model.layers):
