@@ -25,6 +25,11 @@ MOST_DRAFTED = PASS_TOKENS[-1] - 1
 """Tokens that a pass drafts at most: its first token is no draft."""
 
 
+GPUS_PREDICT = False
+"""Whether prediction layers draft on a GPU: not before ``tests/runtime/test_drafts_gpu.py`` passes.
+"""
+
+
 class Draft(Record):
     """The drafts of a plan: where they come from, and how many a pass has at most."""
 
@@ -40,6 +45,12 @@ class Draft(Record):
     def key(self) -> str:
         """The argument that asks for it, in backquotes."""
         return f"`draft={self}`"
+
+    def why_not_on_gpu(self) -> str | None:
+        """Say why no GPU runs it; None if one does."""
+        if self.kind != "mtp" or GPUS_PREDICT:
+            return None
+        return f"{self.key}: prediction layers draft on the CPU alone so far: leave `draft` out"
 
     def why_not_batch(self, batch: int) -> str | None:
         """Say why steps of so many sequences check no drafts; None if they do."""

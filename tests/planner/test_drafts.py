@@ -157,7 +157,7 @@ def test_what_no_session_runs_is_refused_by_name(tmp_path: Path) -> None:
         ({}, batched, str(path), "acceptance.yaml`: `draft=ngram:1` with `batch=2`"),
         ({"engine": "vllm"}, WORKLOAD, str(path), "`draft=ngram:1` with `engine=vllm`"),
         ({"objective": "throughput"}, WORKLOAD, str(path), "with `objective=throughput`"),
-        ({"draft": Draft(kind="mtp", tokens=1)}, WORKLOAD, None, "no family's prediction layers"),
+        ({"draft": Draft(kind="mtp", tokens=1)}, WORKLOAD, None, "stores no layers that predict"),
         ({"draft": Draft(kind="mtp", tokens=1)}, WORKLOAD, str(path), "is of ngram drafts"),
     ):
         goal = Goal.model_validate({"packing": False, **said})
