@@ -32,8 +32,11 @@ LENGTHS: Mapping[DraftKind, tuple[int, ...]] = {
 Drafts that cost nothing fill a captured pass. Each draft of a prediction layer is a use of it, and
 is taken less often than the one before.
 """
-PREDICTS_ON_GPU = False
-"""True if GPUs run prediction layers: none has been seen to."""
+
+
+GPUS_PREDICT = False
+"""Whether prediction layers draft on a GPU: not before ``tests/runtime/test_drafts_gpu.py`` passes.
+"""
 
 
 class Draft(Record):
@@ -63,6 +66,12 @@ class Draft(Record):
     def key(self) -> str:
         """The argument that asks for it, in backquotes."""
         return f"`draft={self}`"
+
+    def why_not_on_gpu(self) -> str | None:
+        """Say why no GPU runs it; None if one does."""
+        if not self.uses_layers or GPUS_PREDICT:
+            return None
+        return f"{self.key}: prediction layers draft on the CPU alone so far: leave `draft` out"
 
     def why_not_batch(self, batch: int) -> str | None:
         """Say why steps of so many sequences check no drafts; None if they do."""
@@ -122,15 +131,16 @@ class DraftGoal(GoalBase):
 
     def list_draft_refusals(self, draft: Draft, asked: Asked) -> Iterator[str]:
         """Yield why a plan of this goal cannot check drafts."""
-        return list_draft_refusals(
+        yield from list_draft_refusals(
             draft,
             asked.model,
             way=self.way,
             batch=asked.batch,
             store=asked.store,
             engine=self.engine,
-            on_gpu=asked.on_gpu,
         )
+        if asked.on_gpu and (why := draft.why_not_on_gpu()) is not None:
+            yield why
 
     def list_unsaid(self) -> Iterator[tuple[str, str]]:
         """Yield the drafts that are asked for."""
@@ -187,25 +197,20 @@ def list_draft_refusals(
     batch: int,
     store: StoreName,
     engine: str | None = None,
-    on_gpu: bool = True,
 ) -> Iterator[str]:
     """Yield why offplan cannot run a plan with these drafts: planner and runtime ask alike.
 
     ``batch`` is the number of sequences of a step, ``engine`` the one that runs the plan.
     """
     key = draft.key
-    if draft.uses_layers:
-        layers = find_prediction_layers(model)
-        if isinstance(layers, str):
-            yield f"{key}: {layers}: choose `draft=ngram:N`"
-        elif on_gpu and not PREDICTS_ON_GPU:
-            yield f"{key}: prediction layers have not been seen on a GPU: choose `draft=ngram:N`"
+    if draft.uses_layers and isinstance(why := find_prediction_layers(model), str):
+        yield f"{key}: {why}: choose `draft=ngram:N`"
     if engine is not None:
         yield f"{key} with `engine={engine}`: offplan's own runtime alone checks drafts"
     if not way.is_own:
         yield f"{key}: {way.whose} passes are to run {model.source}, and drafts need offplan's own"
-    if (why := draft.why_not_batch(batch)) is not None:
-        yield why
+    if (no_batch := draft.why_not_batch(batch)) is not None:
+        yield no_batch
     if store != "host":
         yield f"{key} with `store={store}`: passes of several tokens read no {store}'s memory"
     for index, layer in enumerate(model.layers):

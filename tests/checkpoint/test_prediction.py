@@ -8,7 +8,6 @@ from safetensors.torch import load_file, save_file
 
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.prediction import PredictionLayers, find_prediction_layers
-from tests.runtime.families import SIZES
 from tests.runtime.predicting import FAMILIES, save_predicting
 
 
@@ -28,7 +27,7 @@ def test_a_prediction_layer_is_a_model_of_one_layer(
     assert block.kv_cache == last.kv_cache
     assert (block.kind, block.key) == ("moe", last.key)
     assert found.model.experts == model.experts
-    prefix, hidden = f"model.layers.{len(model.layers)}", SIZES["hidden_size"]
+    prefix, hidden = f"model.layers.{len(model.layers)}", model.architecture.hidden_size
     around = {p.name: p.shape for p in found.model.outside_parameters}
     assert around == {
         f"{prefix}.eh_proj.weight": (hidden, 2 * hidden),

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.runtime.families import SIZES, make_config, save_model
+from tests.runtime.families import make_config, save_model
 from tests.runtime.quantise import save_stored
 
 FAMILIES = ("deepseek_v3", "glm4_moe")
@@ -38,7 +38,7 @@ def add_prediction(folder: Path, dtype: torch.dtype = torch.float32) -> None:
     for key in ("layer_types", "mlp_layer_types", "num_mtp_layers"):
         told.pop(key, None)
     (folder / "config.json").write_text(json.dumps(told))
-    tensors, hidden = load_file(folder / "model.safetensors"), SIZES["hidden_size"]
+    tensors, hidden = load_file(folder / "model.safetensors"), told["hidden_size"]
     prefix, draw = f"model.layers.{told['num_hidden_layers']}.", torch.Generator().manual_seed(1)
     shapes = {"eh_proj": (hidden, 2 * hidden), "enorm": (hidden,), "hnorm": (hidden,)}
     shapes["shared_head.norm"] = (hidden,)
