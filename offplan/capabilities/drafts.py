@@ -32,8 +32,6 @@ LENGTHS: Mapping[DraftKind, tuple[int, ...]] = {
 Drafts that cost nothing fill a captured pass. Each draft of a prediction layer is a use of it, and
 is taken less often than the one before.
 """
-
-
 GPUS_PREDICT = False
 """Whether prediction layers draft on a GPU: not before ``tests/runtime/test_drafts_gpu.py`` passes.
 """
@@ -158,7 +156,7 @@ def read_draft(text: str) -> str | dict[str, Any]:
     if kind not in get_args(DraftKind) or not tokens.isdecimal():
         raise InputError(
             f"draft {text!r}: write a kind and how many tokens a pass drafts, 1 to {MOST_DRAFTED}, "
-            "as in ngram:3, or auto or off"
+            "as in ngram:3 or mtp:2, or auto or off"
         )
     if not 1 <= int(tokens) <= MOST_DRAFTED:
         raise InputError(

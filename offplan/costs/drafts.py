@@ -94,6 +94,9 @@ def list_drafted(stage: Stage, drafted: DraftedTimes) -> Iterator[Term]:
     for each in drafted.passes:
         taken = [Input(name, to_seconds(of(each.taken)), "s") for name, of in _SECONDS[:-1]]
         inputs = (*taken, Input("link bytes", each.taken.link_bytes, "bytes"))
+        if each.compute.drafting_ps:
+            of_layers = "of compute, the prediction layers'"
+            inputs += (Input(of_layers, to_seconds(each.compute.drafting_ps), "s"),)
         step_s = to_seconds(each.taken.step_ps)
         yield Term(f"draft.{each.name}", step_s, "s", "compute + stall, once a pass", inputs)
     parts = " + ".join(f"share of {_plural(each)} x its own" for each in drafted.passes)

@@ -1,9 +1,8 @@
 """Memory that a plan takes here, counted by what is held; no time is priced."""
 
 from offplan.checkpoint.model import Model
-from offplan.costs.memory import kv_cache_bytes, resident_draft_bytes
 from offplan.errors import PlanError
-from offplan.held.held import hold
+from offplan.held.held import hold, hold_prediction
 from offplan.placement import place
 from offplan.plan import GPUMemoryPrediction, Plan
 from offplan.stores import HOST, STORES
@@ -18,18 +17,17 @@ def count_held(plan: Plan, model: Model) -> Plan:
     """
     stage = hold(model, plan.offload.recoding, plan.goal.way)
     placement = place(stage, plan.offload)
-    recorded = plan.prediction.gpu_memory
+    recorded, draft = plan.prediction.gpu_memory, plan.offload.draft
+    layers, cache_bytes = hold_prediction(stage, draft), stage.cache_bytes(plan.workload, draft)
+    resident_bytes = placement.resident_bytes + sum(placement.cached_bytes.values())
+    if layers is not None:
+        resident_bytes += layers.loaded_bytes
+        cache_bytes += layers.cache_bytes(plan.workload)
     terms = {
-        "resident": placement.resident_bytes
-        + sum(placement.cached_bytes.values())
-        + resident_draft_bytes(stage, plan.offload.draft),
+        "resident": resident_bytes,
         "ring": placement.ring_bytes,
         # what caches of other passes keep takes seconds to count
-        "kv_cache": kv_cache_bytes(
-            stage, plan.workload, plan.offload.prefill_chunk, plan.offload.draft
-        )
-        if plan.goal.way.is_own
-        else recorded.kv_cache_bytes,
+        "kv_cache": cache_bytes if plan.goal.way.is_own else recorded.kv_cache_bytes,
         "activations": recorded.activation_bytes,
         "overhead": recorded.overhead_bytes,
     }
