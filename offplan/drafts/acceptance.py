@@ -103,6 +103,7 @@ class AcceptanceProfile(Record):
         """Return the same beside profiles of other kinds; raises InputError for what is no such."""
         joined = self.model_copy()
         joined._others = others
+        vars(joined).pop("fingerprint", None)  # which a copy takes along
         for number, each in enumerate(others, 1):
             if each.kind in [known.kind for known in joined.profiles[:number]]:
                 raise InputError(f"two profiles are of {each.kind} drafts: leave one of them out")
@@ -115,8 +116,12 @@ class AcceptanceProfile(Record):
 
     @property
     def profiles(self) -> tuple["AcceptanceProfile", ...]:
-        """Itself and the profiles of other kinds that its file has."""
-        return (self, *self._others)
+        """Itself and the profiles of other kinds that its file has, each alone."""
+        if not self._others:
+            return (self,)
+        alone = self.model_copy()
+        alone._others = ()
+        return (alone, *self._others)
 
     def find(self, kind: DraftKind) -> "AcceptanceProfile | None":
         """Return the profile of a kind of drafts; None if nothing is known of it."""
