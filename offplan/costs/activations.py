@@ -3,13 +3,19 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
-from offplan.capabilities.drafts import MOST_DRAFTED, Draft, list_pass_sizes, most_drafted
+from offplan.capabilities.drafts import (
+    MOST_DRAFTED,
+    PASS_TOKENS,
+    Draft,
+    list_pass_sizes,
+    most_drafted,
+)
 from offplan.checkpoint.architecture import Attention
 from offplan.checkpoint.layers import output_width
 from offplan.checkpoint.model import Layer, Vectors
 from offplan.checkpoint.parameter import Parameter, Role, role_of
 from offplan.checkpoint.windows import Mixer
-from offplan.costs.drafts import GRAPH_BYTES, graph_bytes
+from offplan.costs.drafts import graph_bytes
 from offplan.costs.work import (
     AttentionDims,
     PassShape,
@@ -222,7 +228,7 @@ def activation_parts(
         of_layers = {
             "temporaries of drafting, for captured graphs": own_step,
             "scratch of prediction layers": scratch_bytes(layers, prefill_chunk),
-            "graphs of prediction layers": GRAPH_BYTES * len((1, *list_pass_sizes(MOST_DRAFTS))),
+            "graphs of prediction layers": graph_bytes(layers, (1, *PASS_TOKENS)),
         }
     parts = {
         "temporaries of the larger phase": max(prompt, step),
@@ -232,7 +238,7 @@ def activation_parts(
     }
     if values := cached_value_bytes(stage, workload, prefill_chunk, draft):
         parts["values of one layer's cached codes"] = values
-    if graphs := graph_bytes(stage, draft):
+    if graphs := graph_bytes(stage, list_pass_sizes(draft)):
         parts["graphs of passes that check drafts"] = graphs
     return parts | of_layers
 

@@ -6,11 +6,10 @@ many passes have how many tokens, and how much text they give. Time of a token i
 passes over the tokens of text that a pass gives.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from offplan.capabilities.drafts import Draft, list_pass_sizes
 from offplan.costs.pass_compute import PassCompute
 from offplan.costs.term import Input, Term
 from offplan.costs.timeline import PhaseTimes, to_seconds
@@ -66,9 +65,9 @@ class DraftedTimes:
         return self.mean(lambda taken: taken.step_ps)
 
 
-def graph_bytes(stage: Stage, draft: Draft | None) -> int:
-    """Bytes of the graphs of passes that check drafts, beside the tensors that they keep."""
-    return GRAPH_BYTES * len(stage.layers) * len(list_pass_sizes(draft))
+def graph_bytes(stage: Stage, sizes: Sequence[int]) -> int:
+    """Bytes of the graphs of passes of so many sizes, beside the tensors that they keep."""
+    return GRAPH_BYTES * len(stage.layers) * len(sizes)
 
 
 _SECONDS: tuple[tuple[str, Callable[[PhaseTimes], Fraction | int]], ...] = (

@@ -50,7 +50,8 @@ def _advise(question: Question, plan: Plan, kind: DraftKind) -> DraftAdvice | No
     """Find what drafts of a kind would give; None where that is too little, or none run.
 
     The plan's decision is priced as it is, which takes no search: what drafts take of memory beyond
-    the budget crosses the link in each pass.
+    the budget crosses the link in each pass. Where prediction layers displace weights, as large a
+    part of these crosses as of those that are off the GPU.
     """
     drafts = tuple(Draft(kind=kind, tokens=length) for length in LENGTHS[kind])
     if any(question.goal.list_draft_refusals(drafts[0], question.asked)):
@@ -70,6 +71,10 @@ def _advise(question: Question, plan: Plan, kind: DraftKind) -> DraftAdvice | No
     best = min(priced, key=lambda draft: token_s(draft, known[-1]))
     taken = question.predict(plan.offload.model_copy(update={"draft": best})).gpu_memory
     lacking = max(0, taken.total_bytes - plan.budget.gpu_memory)
+    drafted, stored = priced[best].drafted, plan.stored_bytes
+    if best.uses_layers and drafted is not None and stored:
+        crossing = drafted.passes[-1].taken.link_bytes / stored
+        lacking = round(min(1.0, crossing) * lacking)
     lacking_s = lacking / question.planned_machine.h2d.value
     speeds = tuple(1 / token_s(best, profile, lacking_s) for profile in known)
     if speeds[-1] * plan.prediction.decode.step_s < WORTH_TELLING:
