@@ -58,7 +58,7 @@ def planned_unasked(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def gpus_predict(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prediction layers may draft on GPUs, as they will once a GPU has shown that texts are right."""
+    """Prediction layers may draft on GPUs, as once a GPU has shown that texts are right."""
     monkeypatch.setattr("offplan.capabilities.drafts.GPUS_PREDICT", True)
 
 

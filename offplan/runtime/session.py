@@ -215,6 +215,9 @@ class Session:
             for _ in range(min(NUM_WARMUP_STEPS, self.context - prompt_tokens)):
                 with self.stream():
                     logits = self.decode(logits.argmax(-1, keepdim=True))
+        if self.predictor is not None:
+            with self.stream(), torch.inference_mode():
+                self.predictor.warm_up(prompt_tokens, NUM_WARMUP_STEPS)
         self.end_warm_up()
 
     def end_warm_up(self) -> None:

@@ -144,6 +144,7 @@ class Predictor:
         Forgets the text.
         """
         self._is_lost = True
+        self._runner.allocate(1)
         self._fed.zero_()
         for size in (1, *PASS_TOKENS):
             for _ in range(times * (num_tokens + size <= self._context)):
