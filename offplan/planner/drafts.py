@@ -60,6 +60,8 @@ def price_drafts(
 
     Leaves out kinds whose passes do not run its rules.
     """
+    if not drafts:  # a pipeline has none
+        return
     (stage,) = question.hold(offload)
     asked = stage, question.planned_machine, question.workload, offload
     for _, alike in groupby(drafts, lambda each: each.kind):
