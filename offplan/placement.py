@@ -131,10 +131,20 @@ class Slab:
 
     def span(self, phase: Phase) -> Span | None:
         """The range that this phase streams whole through the ring; None if it streams none."""
-        streamed = [e for e in self.entries if e.backend(phase).streams and e.num_pieces == 1]
-        if not streamed:
-            return None
-        return Span(self.layer, streamed[0].offset, streamed[-1].offset + streamed[-1].unit.nbytes)
+        return self._spans[phase]
+
+    @cached_property
+    def _spans(self) -> Mapping[Phase, Span | None]:
+        found: dict[Phase, Span | None] = {}
+        for phase in Phase:
+            streamed = [e for e in self.entries if e.num_pieces == 1 and e.backend(phase).streams]
+            if not streamed:
+                found[phase] = None
+                continue
+            last = streamed[-1]
+            stop = last.offset + last.unit.nbytes
+            found[phase] = Span(self.layer, streamed[0].offset, stop)
+        return found
 
     @cached_property
     def pieces(self) -> tuple[Span, ...]:
@@ -243,7 +253,11 @@ class Placement:
 
     def spans(self, phase: Phase) -> list[Span]:
         """The spans that the phase streams whole, in the order of the layers."""
-        return _spans(self.slabs, phase)
+        return self._spans[phase]
+
+    @cached_property
+    def _spans(self) -> Mapping[Phase, list[Span]]:
+        return {phase: _spans(self.slabs, phase) for phase in Phase}
 
 
 def _spans(slabs: Iterable[Slab], phase: Phase) -> list[Span]:

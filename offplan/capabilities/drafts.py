@@ -3,7 +3,7 @@
 Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
@@ -12,6 +12,7 @@ from offplan.capabilities.goal import Asked, GoalBase
 from offplan.capabilities.offload import OffloadBase
 from offplan.capabilities.way import Way
 from offplan.checkpoint.model import Model
+from offplan.checkpoint.prediction import find_prediction_layers
 from offplan.errors import InputError
 from offplan.records import Record
 from offplan.stores import StoreName
@@ -22,6 +23,18 @@ PASS_TOKENS = (2, 4, 8)
 """Tokens of the passes that a session captures; a pass of fewer is padded to the next of them."""
 MOST_DRAFTED = PASS_TOKENS[-1] - 1
 """Tokens that a pass drafts at most: its first token is no draft."""
+LENGTHS: Mapping[DraftKind, tuple[int, ...]] = {
+    "ngram": tuple(size - 1 for size in PASS_TOKENS),
+    "mtp": (1, 2, 3),
+}
+"""Numbers of drafted tokens that plans are tried with.
+
+Drafts that cost nothing fill a captured pass. Each draft of a prediction layer is a use of it, and
+is taken less often than the one before.
+"""
+GPUS_PREDICT = False
+"""Whether prediction layers draft on a GPU: not before ``tests/runtime/test_drafts_gpu.py`` passes.
+"""
 
 
 class Draft(Record):
@@ -36,9 +49,27 @@ class Draft(Record):
         return f"{self.kind}:{self.tokens}"
 
     @property
+    def uses_layers(self) -> bool:
+        """True if the checkpoint's own prediction layers make the drafts, on the GPU."""
+        return self.kind == "mtp"
+
+    def list_others(self) -> Iterator["Draft"]:
+        """Yield drafts of the same kind whose passes differ in time."""
+        for tokens in LENGTHS[self.kind]:
+            is_other = pass_tokens(tokens) != pass_tokens(self.tokens)
+            if is_other or (self.uses_layers and tokens != self.tokens):
+                yield self.model_copy(update={"tokens": tokens})
+
+    @property
     def key(self) -> str:
         """The argument that asks for it, in backquotes."""
         return f"`draft={self}`"
+
+    def why_not_on_gpu(self) -> str | None:
+        """Say why no GPU runs it; None if one does."""
+        if not self.uses_layers or GPUS_PREDICT:
+            return None
+        return f"{self.key}: prediction layers draft on the CPU alone so far: leave `draft` out"
 
     def why_not_batch(self, batch: int) -> str | None:
         """Say why steps of so many sequences check no drafts; None if they do."""
@@ -65,10 +96,8 @@ class DraftOffload(OffloadBase):
         """Yield steps to passes of other sizes, and to none that check drafts."""
         if self.draft is not None:
             yield "without draft", {"draft": None}
-            for size in PASS_TOKENS:
-                if size != pass_tokens(self.draft.tokens):
-                    told = f"draft tokens {self.draft.tokens} -> {size - 1}"
-                    yield told, {"draft": self.draft.model_copy(update={"tokens": size - 1})}
+            for other in self.draft.list_others():
+                yield f"draft tokens {self.draft.tokens} -> {other.tokens}", {"draft": other}
         yield from super().list_steps()
 
 
@@ -100,7 +129,7 @@ class DraftGoal(GoalBase):
 
     def list_draft_refusals(self, draft: Draft, asked: Asked) -> Iterator[str]:
         """Yield why a plan of this goal cannot check drafts."""
-        return list_draft_refusals(
+        yield from list_draft_refusals(
             draft,
             asked.model,
             way=self.way,
@@ -108,6 +137,8 @@ class DraftGoal(GoalBase):
             store=asked.store,
             engine=self.engine,
         )
+        if asked.on_gpu and (why := draft.why_not_on_gpu()) is not None:
+            yield why
 
     def list_unsaid(self) -> Iterator[tuple[str, str]]:
         """Yield the drafts that are asked for."""
@@ -125,7 +156,7 @@ def read_draft(text: str) -> str | dict[str, Any]:
     if kind not in get_args(DraftKind) or not tokens.isdecimal():
         raise InputError(
             f"draft {text!r}: write a kind and how many tokens a pass drafts, 1 to {MOST_DRAFTED}, "
-            "as in ngram:3, or auto or off"
+            "as in ngram:3 or mtp:2, or auto or off"
         )
     if not 1 <= int(tokens) <= MOST_DRAFTED:
         raise InputError(
@@ -170,13 +201,13 @@ def list_draft_refusals(
     ``batch`` is the number of sequences of a step, ``engine`` the one that runs the plan.
     """
     key = draft.key
-    if draft.kind == "mtp":
-        yield f"{key}: no family's prediction layers are supported: choose `draft=ngram:N`"
+    if draft.uses_layers and isinstance(why := find_prediction_layers(model), str):
+        yield f"{key}: {why}: choose `draft=ngram:N`"
     if engine is not None:
         yield f"{key} with `engine={engine}`: offplan's own runtime alone checks drafts"
     if not way.is_own:
         yield f"{key}: {way.whose} passes are to run {model.source}, and drafts need offplan's own"
-    if (why := draft.why_not_batch(batch)) is not None:
-        yield why
+    if (no_batch := draft.why_not_batch(batch)) is not None:
+        yield no_batch
     if store != "host":
         yield f"{key} with `store={store}`: passes of several tokens read no {store}'s memory"

@@ -113,7 +113,7 @@ def split_layers(architecture: Architecture, tensors: Iterable[TensorInfo]) -> S
                 layers[index].append(tensor)
                 continue
         outside.append(tensor)
-        if (found and not is_read_by_row) or _MTP_PART.search(tensor.name):
+        if (found and not is_read_by_row) or is_prediction(tensor.name):
             not_loaded.add(tensor.name)
     if num_stacked > num_layers:
         extra = f"{prefix}.{num_layers}"
@@ -219,6 +219,11 @@ def is_rows(architecture: Architecture, tensor: TensorInfo) -> bool:
     """Return True if a tensor is a table's rows, which passes gather: it is in no layer."""
     is_matrix = tensor.dtype in FLOATS and len(tensor.shape) == 2
     return is_matrix and architecture.find_table(tensor.name) is not None
+
+
+def is_prediction(name: str) -> bool:
+    """Return True if a tensor outside the stack belongs to layers that predict further tokens."""
+    return _MTP_PART.search(name) is not None
 
 
 def is_of_tower(name: str) -> bool:

@@ -264,7 +264,7 @@ Draft = Annotated[
     typer.Option(
         "--draft",
         parser=_read_draft,
-        metavar="ngram:N, auto or off",
+        metavar="ngram:N, mtp:N, auto or off",
         help="Check up to N drafts a pass, or as many as --acceptance makes fastest. "
         "[default: auto]",
         show_default=False,

@@ -3,7 +3,13 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
-from offplan.capabilities.drafts import Draft, list_pass_sizes, most_drafted
+from offplan.capabilities.drafts import (
+    MOST_DRAFTED,
+    PASS_TOKENS,
+    Draft,
+    list_pass_sizes,
+    most_drafted,
+)
 from offplan.checkpoint.architecture import Attention
 from offplan.checkpoint.layers import output_width
 from offplan.checkpoint.model import Layer, Vectors
@@ -22,6 +28,7 @@ from offplan.costs.work import (
     prefill_shapes,
 )
 from offplan.forms.form import Component, Kind
+from offplan.held.held import hold_prediction
 from offplan.held.stage import Stage
 from offplan.kernel_sizes import (
     CODED_PROGRAMS,
@@ -70,6 +77,15 @@ in float32 as they are normed (each counts twice), and one is looked up.
 
 Source: transformers' ``project_per_layer_inputs``, read.
 """
+
+PREDICTION_COPIES = 5
+"""Hidden states of a prompt's chunk ahead of a prediction layer's block, beside HIDDEN_COPIES: the
+one behind the model's last norm, the embedding, both normed and joined.
+
+Source: ``runtime.prediction.skeleton.JoinedInput``, read.
+"""
+MOST_DRAFTS = Draft(kind="mtp", tokens=MOST_DRAFTED)
+"""The drafts whose passes a prediction layer captures, whatever the plan's number of them."""
 
 JOINED_PARTS = 2
 """Outputs of attention alive beside the joined one, in a later chunk or with sinks: over the tokens
@@ -204,6 +220,16 @@ def activation_parts(
             "experts stored as codes": coded_experts_bytes(stage),
         }
     prompt, step = phase_bytes(stage, workload, prefill_chunk, draft, in_pieces=in_pieces)
+    layers, of_layers = hold_prediction(stage, draft), {}
+    if layers is not None:
+        own_prompt, own_step = phase_bytes(layers, workload, prefill_chunk, MOST_DRAFTS)
+        hidden = _hidden_width(layers) * layers.element_bytes
+        prompt = max(prompt, own_prompt + PREDICTION_COPIES * prefill_chunk * hidden)
+        of_layers = {
+            "temporaries of drafting, for captured graphs": own_step,
+            "scratch of prediction layers": scratch_bytes(layers, prefill_chunk),
+            "graphs of prediction layers": graph_bytes(layers, (1, *PASS_TOKENS)),
+        }
     parts = {
         "temporaries of the larger phase": max(prompt, step),
         "temporaries of a step, for captured graphs": step,
@@ -212,9 +238,9 @@ def activation_parts(
     }
     if values := cached_value_bytes(stage, workload, prefill_chunk, draft):
         parts["values of one layer's cached codes"] = values
-    if graphs := graph_bytes(stage, draft):
+    if graphs := graph_bytes(stage, list_pass_sizes(draft)):
         parts["graphs of passes that check drafts"] = graphs
-    return parts
+    return parts | of_layers
 
 
 def cached_value_bytes(

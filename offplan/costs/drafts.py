@@ -6,11 +6,10 @@ many passes have how many tokens, and how much text they give. Time of a token i
 passes over the tokens of text that a pass gives.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from offplan.capabilities.drafts import Draft, list_pass_sizes
 from offplan.costs.pass_compute import PassCompute
 from offplan.costs.term import Input, Term
 from offplan.costs.timeline import PhaseTimes, to_seconds
@@ -66,9 +65,9 @@ class DraftedTimes:
         return self.mean(lambda taken: taken.step_ps)
 
 
-def graph_bytes(stage: Stage, draft: Draft | None) -> int:
-    """Bytes of the graphs of passes that check drafts, beside the tensors that they keep."""
-    return GRAPH_BYTES * len(stage.layers) * len(list_pass_sizes(draft))
+def graph_bytes(stage: Stage, sizes: Sequence[int]) -> int:
+    """Bytes of the graphs of passes of so many sizes, beside the tensors that they keep."""
+    return GRAPH_BYTES * len(stage.layers) * len(sizes)
 
 
 _SECONDS: tuple[tuple[str, Callable[[PhaseTimes], Fraction | int]], ...] = (
@@ -94,6 +93,9 @@ def list_drafted(stage: Stage, drafted: DraftedTimes) -> Iterator[Term]:
     for each in drafted.passes:
         taken = [Input(name, to_seconds(of(each.taken)), "s") for name, of in _SECONDS[:-1]]
         inputs = (*taken, Input("link bytes", each.taken.link_bytes, "bytes"))
+        if each.compute.drafting_ps:
+            of_layers = "of compute, the prediction layers'"
+            inputs += (Input(of_layers, to_seconds(each.compute.drafting_ps), "s"),)
         step_s = to_seconds(each.taken.step_ps)
         yield Term(f"draft.{each.name}", step_s, "s", "compute + stall, once a pass", inputs)
     parts = " + ".join(f"share of {_plural(each)} x its own" for each in drafted.passes)

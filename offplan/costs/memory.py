@@ -7,6 +7,7 @@ from offplan.costs.activations import activation_parts
 from offplan.costs.capabilities import GPU_BYTES
 from offplan.costs.engine_times import cache_bytes
 from offplan.costs.term import Input, Term, list_figures, sum_up
+from offplan.held.held import hold_prediction
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Placement
@@ -23,11 +24,22 @@ Source: estimated.
 def kv_cache_bytes(
     stage: Stage, workload: Workload, prefill_chunk: int, draft: Draft | None = None
 ) -> int:
-    """Bytes of the cache: ``Stage.cache_bytes``, or what the engine that loads the model needs."""
+    """Bytes of the cache: ``Stage.cache_bytes``, or what the engine that loads the model needs.
+
+    Prediction layers have a cache of their own.
+    """
     engine = stage.pass_rules
     if engine is not None and engine.shares_blocks:
         return cache_bytes(stage, workload, prefill_chunk)
-    return stage.cache_bytes(workload, draft)
+    layers = hold_prediction(stage, draft)
+    own = 0 if layers is None else layers.cache_bytes(workload)
+    return stage.cache_bytes(workload, draft) + own
+
+
+def resident_draft_bytes(stage: Stage, draft: Draft | None) -> int:
+    """Bytes of the prediction layers that make drafts, which no rule takes off the GPU."""
+    layers = hold_prediction(stage, draft)
+    return 0 if layers is None else layers.loaded_bytes
 
 
 def overhead_bytes(machine: MachineProfile, budget: Budget) -> int:
@@ -58,6 +70,8 @@ def list_gpu_memory(
         "what rules take": placement.resident_bytes + placement.table_bytes - stage.loaded_bytes,
         "embeddings on the host": -placement.table_bytes,
     }
+    if drafting := resident_draft_bytes(stage, draft):
+        weights["prediction layers"] = drafting
     slots = Input("slots", placement.num_slots, "count")
     ring: tuple[Input, ...] = (slots, Input("largest span", placement.slot_bytes, "bytes"))
     of_ring = "slots x largest span"
@@ -74,7 +88,8 @@ def list_gpu_memory(
         )
     cache = _cache_parts(stage, workload, draft)
     cached = kv_cache_bytes(stage, workload, prefill_chunk, draft)
-    cache["the engine's blocks"] = cached - stage.cache_bytes(workload, draft)
+    beside = "the engine's blocks" if not stage.is_own else "of prediction layers"
+    cache[beside] = cached - stage.cache_bytes(workload, draft)
     figure = list_figures(machine, "gpu_overhead")
     kept = (*figure, Input(margin, _margin_bytes(budget), "bytes"))
     taken = overhead_bytes(machine, budget)

@@ -28,6 +28,13 @@ class PassCompute:
     """Part of each layer's picoseconds that is its routed experts' products."""
     correction: Correction | None = None
     """What measured layers of other models changed about all layers, if about all."""
+    drafting_ps: int = 0
+    """Picoseconds behind it in which prediction layers make drafts."""
+
+    @property
+    def behind_ps(self) -> int:
+        """Picoseconds of all that is no layer of the model."""
+        return self.outside_ps + self.drafting_ps
 
     @cached_property
     def chunks(self) -> Mapping[int, int]:
@@ -37,4 +44,4 @@ class PassCompute:
     @cached_property
     def resident_ps(self) -> int:
         """Picoseconds of the whole pass."""
-        return sum(self.layer_ps) + self.outside_ps
+        return sum(self.layer_ps) + self.behind_ps

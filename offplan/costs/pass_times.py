@@ -50,7 +50,7 @@ def pass_times(
             read_by[backend] += count * num_bytes
     return PassTimes(
         compute_ps=priced.layer_ps,
-        outside_ps=priced.outside_ps,
+        outside_ps=priced.behind_ps,
         uva_ps=tuple(uva_ps),
         uva_slowdown=uva_slowdown(machine),
         uva_bytes=read_by.total(),

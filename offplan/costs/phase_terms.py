@@ -37,6 +37,8 @@ def list_phase(
         known = ("vector",) if machine.vector is not None else ()
         roofline = list_figures(machine, "hbm", "matmul", *known, "layer_overhead")
     computed = {"layers": sum(priced.layer_ps), "outside the layers": priced.outside_ps}
+    if priced.drafting_ps:
+        computed["prediction layers"] = priced.drafting_ps
     parts = [Input(name, to_seconds(ps), "s", source) for name, ps in computed.items()]
     yield seconds("compute", taken.compute_ps, " + ".join(computed), *parts, *roofline)
     reads = taken.times.uva_bytes

@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cache, cached_property, partial
 from typing import Any
 
-from offplan.capabilities.drafts import list_pass_sizes
+from offplan.capabilities.drafts import Draft, list_pass_sizes
 from offplan.costs.calls import list_calls
 from offplan.costs.compute import ModelCompute
 from offplan.costs.drafts import DraftedPass, DraftedTimes, list_drafted
@@ -14,10 +15,12 @@ from offplan.costs.memory import list_gpu_memory, list_stores
 from offplan.costs.pass_compute import PassCompute
 from offplan.costs.pass_times import pass_times
 from offplan.costs.phase_terms import list_phase
+from offplan.costs.prediction import add_drafting
 from offplan.costs.steady import price_plan
 from offplan.costs.term import Input, Term
 from offplan.costs.timeline import (
     WAITING,
+    PassTimes,
     PhaseTimes,
     add_up,
     add_up_prompt,
@@ -63,66 +66,129 @@ def price_request(
     decode: PassCompute,
 ) -> RequestTimes:
     """Price one request among many like it, by what runs the model: a batch of one plan."""
-    return price_requests(placement, stage, machine, prefill, [decode])[0]
+    return Decided(stage, machine, placement).price(prefill, [decode])[0]
 
 
-def price_requests(
-    placement: Placement,
-    stage: Stage,
-    machine: MachineProfile,
-    prefill: PassCompute,
-    steps: Sequence[PassCompute],
-) -> list[RequestTimes]:
-    """Price requests of one prompt, each with decode steps of its own size."""
-    engine, num_passes = stage.pass_rules, len(prefill.shapes)
-    asked = placement, stage, machine
-    if engine is not None:
-        (decode,) = steps
-        times = [engine_pass_times(engine, *asked, each) for each in (prefill, decode)]
-        took = price_plan(engine, placement, times[0], times[1], num_passes)
-        phases = zip(Phase, times, took, (num_passes, 1), strict=True)
-        first, later = (add_up_engine(engine, placement, *phase) for phase in phases)
-        return [RequestTimes(first, later)]
-    prompt, *passes = (pass_times(*asked, each) for each in (prefill, *steps))
-    calls = list_calls(stage, num_passes)
-    request = build_steady_request(placement, len(stage.layers), calls, num_passes)
-    if calls is not None:
+@dataclass
+class Decided:
+    """A decision on a stage, whatever its drafts; it remembers the times of passes."""
+
+    stage: Stage
+    machine: MachineProfile
+    placement: Placement
+    _times: dict[PassCompute, PassTimes] = field(default_factory=dict)
+    _priced: dict[tuple[PassCompute, PassCompute], RequestTimes] = field(default_factory=dict)
+
+    @cached_property
+    def compute(self) -> ModelCompute:
+        """Prices passes with everything resident."""
+        return ModelCompute(self.stage, self.machine)
+
+    def price(self, prefill: PassCompute, steps: Sequence[PassCompute]) -> list[RequestTimes]:
+        """Price requests of one prompt, each with decode steps of its own size."""
+        new = [each for each in dict.fromkeys(steps) if (prefill, each) not in self._priced]
+        found = self._price(prefill, new) if new else []
+        self._priced |= zip([(prefill, each) for each in new], found, strict=True)
+        return [self._priced[prefill, each] for each in steps]
+
+    def _price(self, prefill: PassCompute, steps: Sequence[PassCompute]) -> list[RequestTimes]:
+        engine, num_passes, placement = self.stage.pass_rules, len(prefill.shapes), self.placement
+        prompt, *passes = map(self._find_times, (prefill, *steps))
+        if engine is not None:
+            (step,) = passes
+            prompt_ps, (step_ps,) = price_plan(engine, placement, prompt, passes, num_passes)
+            add_up_phase = partial(add_up_engine, engine, placement)
+            first = add_up_phase(Phase.PREFILL, prompt, prompt_ps, num_passes)
+            return [RequestTimes(first, add_up_phase(Phase.DECODE, step, step_ps, 1))]
+        calls = list_calls(self.stage, num_passes)
+        request = build_steady_request(placement, len(self.stage.layers), calls, num_passes)
+        if calls is not None:
+            first = price_prefill(request.prefill, prompt)
+            return [RequestTimes(first, price_decode(request.decode, each)) for each in passes]
+        prompt_ps, steps_ps = price_plan(None, placement, prompt, passes, num_passes)
+        first = add_up_prompt(request.prefill, prompt, prompt_ps)
         return [
-            RequestTimes(price_prefill(request.prefill, prompt), price_decode(request.decode, step))
-            for step in passes
+            RequestTimes(first, add_up(request.decode, step, step_ps, WAITING))
+            for step, step_ps in zip(passes, steps_ps, strict=True)
         ]
-    found: list[RequestTimes] = []
-    for step in passes:
-        took = price_plan(None, placement, prompt, step, num_passes)
-        first = found[0].prefill if found else add_up_prompt(request.prefill, prompt, took[0])
-        found.append(RequestTimes(first, add_up(request.decode, step, took[1], WAITING)))
-    return found
+
+    def _find_times(self, priced: PassCompute) -> PassTimes:
+        """Find the times of a pass, which differ behind its layers alone by what drafts it."""
+        engine, of_layers = self.stage.pass_rules, replace(priced, drafting_ps=0)
+        asked = self.placement, self.stage, self.machine, of_layers
+        if of_layers not in self._times:
+            self._times[of_layers] = (
+                pass_times(*asked) if engine is None else engine_pass_times(engine, *asked)
+            )
+        known = self._times[of_layers]
+        return replace(known, outside_ps=priced.behind_ps) if priced.drafting_ps else known
+
+
+PricedStage = tuple[Placement, PassCompute, PassCompute, RequestTimes]
+"""A decision's placement on a stage, its prompt and step, resident and so placed."""
 
 
 def price_stage(
     stage: Stage, machine: MachineProfile, workload: Workload, offload: Offload
-) -> tuple[Placement, PassCompute, PassCompute, RequestTimes]:
+) -> PricedStage:
     """Place a decision on a stage, and price its prompt and decode step, resident and so placed.
 
     Raises PlanError for rules that do not fit the model.
     """
-    placement = place(stage, offload)
-    on_gpu = not machine.is_cpu
-    require_runnable(stage, placement, offload, batch=workload.batch, on_gpu=on_gpu)
-    compute = ModelCompute(stage, machine)
-    prompt = compute.price(*prefill_shapes(workload, offload.prefill_chunk))
-    sizes = (1, *list_pass_sizes(offload.draft))
-    steps = [compute.price(decode_shape(workload, tokens)) for tokens in sizes]
-    priced = price_requests(placement, stage, machine, prompt, steps)
-    if offload.draft is None:
-        return placement, prompt, steps[0], priced[0]
-    passes = (
-        DraftedPass(tokens, 0.0, step, times.decode)
-        for tokens, step, times in zip(sizes, steps, priced, strict=True)
-    )
-    of_steps = DraftedTimes(ONE_BY_ONE, tuple(passes))
-    drafted = of_steps.with_mix(stage.mix(offload.draft, workload))
-    return placement, prompt, steps[0], replace(priced[0], drafted=drafted)
+    return price_drafts(stage, machine, workload, offload, [offload.draft])[0]
+
+
+def price_drafts(
+    stage: Stage,
+    machine: MachineProfile,
+    workload: Workload,
+    offload: Offload,
+    drafts: Sequence[Draft | None],
+) -> list[PricedStage]:
+    """Price a decision as ``price_stage`` does with each of some drafts in place of its own."""
+    decided = _decide(stage, machine, offload)
+    placement = decided.placement
+    for draft in drafts:
+        decision = offload.model_copy(update={"draft": draft})
+        require_runnable(
+            stage, placement, decision, batch=workload.batch, on_gpu=not machine.is_cpu
+        )
+    resident = cache(decided.compute.price)
+    passes = []
+    for draft in drafts:
+        sizes = (1, *list_pass_sizes(draft))
+        shapes = prefill_shapes(workload, offload.prefill_chunk)
+        of_draft = [shapes, *((decode_shape(workload, tokens),) for tokens in sizes)]
+        passes.append([add_drafting(stage, machine, resident(*each), draft) for each in of_draft])
+    by_prompt: dict[PassCompute, list[PassCompute]] = {}
+    for prompt, *steps in passes:
+        by_prompt.setdefault(prompt, []).extend(steps)
+    for prompt, steps in by_prompt.items():  # passes of all drafts at once
+        decided.price(prompt, steps)
+    found = []
+    for draft, (prompt, *steps) in zip(drafts, passes, strict=True):
+        priced = decided.price(prompt, steps)
+        times = priced[0]
+        if draft is not None:
+            of_steps = (
+                DraftedPass(each.shapes[0].tokens, 0.0, each, taken.decode)
+                for each, taken in zip(steps, priced, strict=True)
+            )
+            drafted = DraftedTimes(ONE_BY_ONE, tuple(of_steps))
+            times = replace(times, drafted=drafted.with_mix(stage.mix(draft, workload)))
+        found.append((placement, prompt, steps[0], times))
+    return found
+
+
+def _decide(stage: Stage, machine: MachineProfile, offload: Offload) -> Decided:
+    """Place a decision on a stage. The last one is kept, which is priced with several drafts."""
+    asked = stage, machine, offload.model_copy(update={"draft": None})
+    kept, decided = stage.memo.get(Decided, (None, None))
+    if kept is None or kept[0] is not stage or kept[1] is not machine or kept[2] != asked[2]:
+        decided = Decided(stage, machine, place(stage, offload))
+        stage.memo[Decided] = asked, decided
+    found: Decided = decided
+    return found
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ it to, without building them. Every array has a row for each candidate; times ar
 picoseconds, int64.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
@@ -163,53 +164,61 @@ def price_plan(
     engine: PassRules | None,
     placement: Placement,
     prompt: PassTimes,
-    step: PassTimes,
+    steps: Sequence[PassTimes],
     num_passes: int,
-) -> tuple[Fraction, Fraction]:
-    """Price the prompt and a decode step of one plan, in picoseconds: a batch of one.
+) -> tuple[Fraction, list[Fraction]]:
+    """Price the prompt of one plan, and decode steps of several sizes, in picoseconds.
 
-    An engine reads the prompt in so many passes. Sums that int64 cannot hold are counted in units
-    of so many picoseconds that it can.
+    An engine reads the prompt in so many passes, and has one size of steps. Sums that int64 cannot
+    hold are counted in units of so many picoseconds that it can.
     """
-    phases = tuple(zip(Phase, (prompt, step), strict=True))
+    by_phase = {Phase.PREFILL: [prompt], Phase.DECODE: steps}
     spans = {phase: placement.spans(phase) for phase in Phase}
-    most = sum(
-        2 * times.resident_ps
-        + sum(times.busy_ps)
-        + 2 * num_passes * sum(map(times.copy_ps, spans[phase]))
-        + ceil(times.uva_slowdown) * sum(times.uva_ps)
-        + sum(
-            2 * each.num_groups * len(pieces) * (each.piece_ps + times.copy_ps(pieces[0]))
-            for layer, each in times.pieces.items()
-            for pieces in [placement.pieces[layer]]
+
+    def most_of(phase: Phase, times: PassTimes) -> int:
+        return (
+            2 * times.resident_ps
+            + sum(times.busy_ps)
+            + 2 * num_passes * sum(map(times.copy_ps, spans[phase]))
+            + ceil(times.uva_slowdown) * sum(times.uva_ps)
+            + sum(
+                2 * each.num_groups * len(pieces) * (each.piece_ps + times.copy_ps(pieces[0]))
+                for layer, each in times.pieces.items()
+                for pieces in [placement.pieces[layer]]
+            )
         )
-        for phase, times in phases
-    )
+
+    most = sum(max(most_of(phase, each) for each in of) for phase, of in by_phase.items())
     unit_ps = -(-NUM_STEPS * most // MOST) or 1
     tables = []
-    for phase, times in phases:
+    for phase, of in by_phase.items():
+        times = of[0]
         layers = {span.layer: span for span in spans[phase]}
         streamed = [layers.get(number) for number in range(len(times.compute_ps))]
-        copies = [0 if span is None else times.copy_ps(span) for span in streamed]
+        copies = [0 if span is None else times.copy_ps(span) // unit_ps for span in streamed]
         sizes = [0 if span is None else span.nbytes for span in streamed]
-        in_units = [
-            [ps // unit_ps for ps in each] for each in (times.begin_ps, times.uva_ps, copies)
-        ]
-        compute_ps, read_ps, copy_ps = np.array(in_units, dtype=np.int64)[:, None]
+        in_units = [[[ps // unit_ps for ps in row] for row in (t.begin_ps, t.uva_ps)] for t in of]
+        rows = np.array(in_units, dtype=np.int64)
         tables.append(
             PassTable(
-                compute_ps=compute_ps,
-                read_ps=read_ps,
-                span_bytes=np.array([sizes], dtype=np.int64),
-                copy_ps=copy_ps,
-                outside_ps=np.array([times.outside_ps // unit_ps]),
-                prefetch_step=np.array([placement.num_slots]),
+                compute_ps=rows[:, 0],
+                read_ps=rows[:, 1],
+                span_bytes=np.array([sizes] * len(of), dtype=np.int64),
+                copy_ps=np.array([copies] * len(of), dtype=np.int64),
+                outside_ps=np.array([each.outside_ps // unit_ps for each in of]),
+                prefetch_step=np.array([placement.num_slots] * len(of)),
                 pieces=_tabulate_pieces(placement, times, unit_ps) if times.pieces else None,
             )
         )
     passes, slowdown = np.array([num_passes]), prompt.uva_slowdown
-    prompts, steps, under = price_passes(engine, tables[0], tables[1], slowdown, passes)
-    return Fraction(unit_ps * int(prompts[0])), unit_ps * Fraction(int(steps[0]), int(under[0]))
+    # steps of all sizes stream alike, and prompts meet what they stream
+    if engine is None:
+        prompts = prompt_ps(tables[0], tables[1][np.array([0])], slowdown)
+        taken, under = step_ps(tables[1], slowdown)
+    else:
+        prompts, taken, under = price_passes(engine, tables[0], tables[1], slowdown, passes)
+    means = (Fraction(int(ps), int(of)) for ps, of in zip(taken, under, strict=True))
+    return Fraction(unit_ps * int(prompts[0])), [unit_ps * each for each in means]
 
 
 def _tabulate_pieces(placement: Placement, times: PassTimes, unit_ps: int) -> PieceTable:

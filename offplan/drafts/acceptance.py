@@ -1,12 +1,13 @@
 """An acceptance profile: how often a run took drafts, as a file. It holds nothing of the text."""
 
 import hashlib
+import re
 import reprlib
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 from typing_extensions import Self
 
 from offplan.capabilities.drafts import MOST_DRAFTED, Draft, DraftKind
@@ -21,6 +22,9 @@ ACCEPTANCE_VERSION: Literal[1] = 1
 MOST_FILE_BYTES = 2**16
 MOST_COUNTED = 2**53
 """No count is larger: readers of JSON keep whole numbers exact up to here."""
+SEPARATOR = "---\n"
+"""The line between profiles of several kinds in one file."""
+_BETWEEN = re.compile(r"^---[ \t\r]*$", re.MULTILINE)
 DIGITS = 6
 """Decimal digits of a chance in a file."""
 
@@ -46,6 +50,7 @@ class AcceptanceProfile(Record):
     """Steps without drafts that compared one; 0 if that was not counted."""
     right: Count = 0
     """Those of ``steps`` whose draft would have been taken."""
+    _others: tuple["AcceptanceProfile", ...] = PrivateAttr(default=())
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
@@ -94,6 +99,34 @@ class AcceptanceProfile(Record):
             model=model, kind=draft.kind, tokens=draft.tokens, chances=known, offered=_all(known)
         )
 
+    def join(self, *others: "AcceptanceProfile") -> Self:
+        """Return the same beside profiles of other kinds; raises InputError for what is no such."""
+        joined = self.model_copy()
+        joined._others = others
+        vars(joined).pop("fingerprint", None)  # which a copy takes along
+        for number, each in enumerate(others, 1):
+            if each.kind in [known.kind for known in joined.profiles[:number]]:
+                raise InputError(f"two profiles are of {each.kind} drafts: leave one of them out")
+            if each.model.headers_sha256 != self.model.headers_sha256:
+                raise InputError(
+                    f"the acceptance profiles of {self.kind} and of {each.kind} drafts are of two "
+                    "models: leave one out"
+                )
+        return joined
+
+    @property
+    def profiles(self) -> tuple["AcceptanceProfile", ...]:
+        """Itself and the profiles of other kinds that its file has, each alone."""
+        if not self._others:
+            return (self,)
+        alone = self.model_copy()
+        alone._others = ()
+        return (alone, *self._others)
+
+    def find(self, kind: DraftKind) -> "AcceptanceProfile | None":
+        """Return the profile of a kind of drafts; None if nothing is known of it."""
+        return next((each for each in self.profiles if each.kind == kind), None)
+
     @property
     def chance_in_pause(self) -> float:
         """Chance that a step without drafts would have taken one."""
@@ -115,7 +148,11 @@ def _all(chances: Sequence[float]) -> tuple[int, ...]:
 
 
 def dump_acceptance(profile: AcceptanceProfile) -> str:
-    """Write a profile as YAML: ``load_acceptance`` reads it back."""
+    """Write a profile as YAML, a document for each kind: ``load_acceptance`` reads it back."""
+    return SEPARATOR.join(map(_dump_one, profile.profiles))
+
+
+def _dump_one(profile: AcceptanceProfile) -> str:
     data: dict[str, Any] = profile.model_dump(mode="json", exclude_none=True)
     if not profile.steps:
         del data["steps"], data["right"]
@@ -126,8 +163,17 @@ def dump_acceptance(profile: AcceptanceProfile) -> str:
 
 
 def load_acceptance(path: StrPath) -> AcceptanceProfile:
-    """Read a profile; raises InputError with each key that is wrong."""
+    """Read a profile, of one kind or of several; raises InputError with each key that is wrong."""
     text = read_text(path, "acceptance profile", MOST_FILE_BYTES, InputError)
+    documents = [each for each in _BETWEEN.split(text) if each.strip()] or [text]
+    first, *others = (_load_one(each, path) for each in documents)
+    try:
+        return first.join(*others) if others else first
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _load_one(text: str, path: StrPath) -> AcceptanceProfile:
     try:
         data = load_yaml(text)
     except ValueError as error:
@@ -148,9 +194,10 @@ def load_acceptance(path: StrPath) -> AcceptanceProfile:
 
 def check_kind(profile: AcceptanceProfile, draft: Draft, name: str) -> None:
     """Raise InputError, which says ``name``, for a profile of another kind than a draft's."""
-    if profile.kind != draft.kind:
+    if profile.find(draft.kind) is None:
+        kinds = " and ".join(each.kind for each in profile.profiles)
         raise InputError(
-            f"{name} is of {profile.kind} drafts, and {draft.key} of {draft.kind}: record those "
+            f"{name} is of {kinds} drafts, and {draft.key} of {draft.kind}: record those "
             "with `record_drafts`, or leave one of them out"
         )
 

@@ -18,4 +18,7 @@ class Drafter(Protocol):
 
 
 DRAFTERS: Mapping[DraftKind, Callable[[], Drafter]] = {"ngram": NgramDrafter}
-"""Makers of the drafters that run, by the kind of a plan's drafts."""
+"""Makers of the drafters that read a text alone, by the kind of a plan's drafts.
+
+Whoever runs the passes makes the others, which read what passes give.
+"""

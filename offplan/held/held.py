@@ -3,10 +3,12 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from offplan.capabilities.drafts import Draft
 from offplan.capabilities.packing import Unpacked
 from offplan.capabilities.table import Recoding
 from offplan.capabilities.way import OWN, Way
 from offplan.checkpoint.model import KVCache, Layer, Model
+from offplan.checkpoint.prediction import PredictionLayers, find_prediction_layers
 from offplan.held.counted import CountedPasses
 from offplan.held.packing import exclude_from_packing, pack_everything, pack_stage, packable
 from offplan.held.runner import Runner
@@ -68,6 +70,22 @@ def hold_counted(model: Model, way: Way, passes: CountedPasses | None = None) ->
         replace(layer, kv_cache=cache) for layer, cache in zip(stage.layers, caches, strict=True)
     ]
     return replace(stage, layers=tuple(layers), passes=passes).pin({*passes.pinned})
+
+
+def hold_prediction(stage: Stage, draft: Draft | None) -> Stage | None:
+    """Lower the prediction layers that drafts are made by, which lie on the GPU as they are stored.
+
+    Returns None for other drafts, and for a model without such layers.
+    """
+    if draft is None or not draft.uses_layers or not stage.is_own:
+        return None
+    if PredictionLayers not in stage.memo:
+        found = find_prediction_layers(stage.model)
+        stage.memo[PredictionLayers] = (
+            hold(found.model) if isinstance(found, PredictionLayers) else None
+        )
+    layers: Stage | None = stage.memo[PredictionLayers]
+    return layers
 
 
 def hold_whole(model: Model, runner: Runner, way: Way = OWN) -> Stage:

@@ -146,7 +146,10 @@ class Stage:
 
     def mix(self, draft: Draft | None, workload: Workload) -> Mix:
         """Return the passes of a text whose passes check drafts, by the acceptance profile."""
-        return find_mix(draft, self.acceptance, workload.num_steps)
+        known = self.acceptance
+        if draft is not None and known is not None:
+            known = known.find(draft.kind)
+        return find_mix(draft, known, workload.num_steps)
 
     def cache_bytes(self, workload: Workload, draft: Draft | None = None) -> int:
         """Bytes of the static cache of a batch: a ``RowCache`` for each sequence.

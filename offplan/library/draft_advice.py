@@ -1,14 +1,13 @@
-"""Drafts by n-gram lookup, reported with what they would give where nothing is known of them."""
+"""Drafts, reported with what they would give where nothing is known of them."""
 
 from dataclasses import dataclass
 
-from offplan.capabilities.drafts import Draft
+from offplan.capabilities.drafts import LENGTHS, Draft, DraftKind
 from offplan.costs.timeline import to_seconds
 from offplan.drafts.acceptance import AcceptanceProfile
 from offplan.drafts.mix import find_mix
-from offplan.errors import PlanError
 from offplan.plan import ModelRef, Plan
-from offplan.planner.drafts import LENGTHS, knows_passes, price_drafts
+from offplan.planner.drafts import knows_passes, price_drafts
 from offplan.planner.question import Question
 
 CHANCES = (0.6, 0.8)
@@ -32,9 +31,9 @@ class DraftAdvice:
 def advise_drafts(question: Question, plan: Plan) -> DraftAdvice | None:
     """Find what drafts would give a plan, where nothing is known of how often they are taken.
 
-    None where they gain less than WORTH_TELLING, where no session checks them, on the CPU, and
-    where they were asked for. The plan's decision is priced as it is, which takes no search: what
-    drafts take of memory beyond the budget crosses the link in each pass.
+    A model's own prediction layers come first, whose drafts need no text that repeats itself. None
+    where drafts gain less than WORTH_TELLING, where no session checks them, on the CPU, and where
+    they were asked for.
     """
     goal, profile = question.goal, question.stage.acceptance
     is_usual = goal.draft == "auto" and profile is None and not goal.targets
@@ -42,14 +41,23 @@ def advise_drafts(question: Question, plan: Plan) -> DraftAdvice | None:
         return None
     if question.machine.is_cpu:
         return None
-    drafts = tuple(Draft(kind="ngram", tokens=length) for length in LENGTHS)
-    if any(goal.list_draft_refusals(drafts[0], question.asked)):
+    kinds: tuple[DraftKind, ...] = ("mtp", "ngram")
+    advice = (_advise(question, plan, kind) for kind in kinds)
+    return next((each for each in advice if each is not None), None)
+
+
+def _advise(question: Question, plan: Plan, kind: DraftKind) -> DraftAdvice | None:
+    """Find what drafts of a kind would give; None where that is too little, or none run.
+
+    The plan's decision is priced as it is, which takes no search: what drafts take of memory beyond
+    the budget crosses the link in each pass. Where prediction layers displace weights, as large a
+    part of these crosses as of those that are off the GPU.
+    """
+    drafts = tuple(Draft(kind=kind, tokens=length) for length in LENGTHS[kind])
+    if any(question.goal.list_draft_refusals(drafts[0], question.asked)):
         return None
     drafts = tuple(each for each in drafts if knows_passes(question, each))
-    try:
-        priced = dict(price_drafts(question, plan.offload, drafts))
-    except PlanError:  # passes of several tokens run no such rules
-        return None
+    priced = dict(price_drafts(question, plan.offload, drafts))
     if not priced:
         return None
     known = [_assume(question, drafts[-1], chance) for chance in CHANCES]
@@ -63,6 +71,10 @@ def advise_drafts(question: Question, plan: Plan) -> DraftAdvice | None:
     best = min(priced, key=lambda draft: token_s(draft, known[-1]))
     taken = question.predict(plan.offload.model_copy(update={"draft": best})).gpu_memory
     lacking = max(0, taken.total_bytes - plan.budget.gpu_memory)
+    drafted, stored = priced[best].drafted, plan.stored_bytes
+    if best.uses_layers and drafted is not None and stored:
+        crossing = drafted.passes[-1].taken.link_bytes / stored
+        lacking = round(min(1.0, crossing) * lacking)
     lacking_s = lacking / question.planned_machine.h2d.value
     speeds = tuple(1 / token_s(best, profile, lacking_s) for profile in known)
     if speeds[-1] * plan.prediction.decode.step_s < WORTH_TELLING:

@@ -2,7 +2,7 @@
 
 from offplan.checkpoint.model import Model
 from offplan.errors import PlanError
-from offplan.held.held import hold
+from offplan.held.held import hold, hold_prediction
 from offplan.placement import place
 from offplan.plan import GPUMemoryPrediction, Plan
 from offplan.stores import HOST, STORES
@@ -17,14 +17,17 @@ def count_held(plan: Plan, model: Model) -> Plan:
     """
     stage = hold(model, plan.offload.recoding, plan.goal.way)
     placement = place(stage, plan.offload)
-    recorded = plan.prediction.gpu_memory
+    recorded, draft = plan.prediction.gpu_memory, plan.offload.draft
+    layers, cache_bytes = hold_prediction(stage, draft), stage.cache_bytes(plan.workload, draft)
+    resident_bytes = placement.resident_bytes + sum(placement.cached_bytes.values())
+    if layers is not None:
+        resident_bytes += layers.loaded_bytes
+        cache_bytes += layers.cache_bytes(plan.workload)
     terms = {
-        "resident": placement.resident_bytes + sum(placement.cached_bytes.values()),
+        "resident": resident_bytes,
         "ring": placement.ring_bytes,
         # what caches of other passes keep takes seconds to count
-        "kv_cache": stage.cache_bytes(plan.workload, plan.offload.draft)
-        if plan.goal.way.is_own
-        else recorded.kv_cache_bytes,
+        "kv_cache": cache_bytes if plan.goal.way.is_own else recorded.kv_cache_bytes,
         "activations": recorded.activation_bytes,
         "overhead": recorded.overhead_bytes,
     }

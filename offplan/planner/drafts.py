@@ -1,6 +1,6 @@
 """The drafts of a plan: those whose passes make a request shortest, or none.
 
-The outer loop of the search is over few numbers of drafted tokens, of the kind that an acceptance
+The outer loop of the search is over few numbers of drafted tokens, of the kinds that an acceptance
 profile is of. Each is priced for the decision without drafts first. Those that gain are searched in
 spaces of their own, the best first, until one of them keeps its promise. Such a search keeps the
 segment classes of the decision without drafts, and chooses all else anew: planning takes hardly
@@ -10,9 +10,11 @@ longer, and drafts change little in which weights are worth their memory.
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import groupby
 
-from offplan.capabilities.drafts import PASS_TOKENS, Draft, pass_tokens
-from offplan.costs.predict import RequestTimes, price_stage
+from offplan.capabilities.drafts import LENGTHS, Draft, DraftKind, pass_tokens
+from offplan.costs import predict
+from offplan.costs.predict import RequestTimes
 from offplan.costs.timeline import to_seconds
 from offplan.errors import InfeasibleError, PlanError
 from offplan.plan import Offload, Plan
@@ -21,24 +23,27 @@ from offplan.planner.classes import SegmentClass
 from offplan.planner.find import ALIKE, PlanResult, find_plan
 from offplan.planner.question import Question
 from offplan.planner.search import Searcher
-from offplan.planner.space import Space
-
-LENGTHS = tuple(size - 1 for size in PASS_TOKENS)
-"""Numbers of drafted tokens that are tried: those that fill a captured pass."""
-
+from offplan.planner.space import Near, Space
 
 CLOSE = 1.1
 """Times a request's seconds within which fewer drafts are priced again for the plan found. Source:
 chosen: what the plan without drafts has of them differs by less."""
 
+NEAR = 1.05
+"""Times the seconds of a decision with drafts within which plans are looked for first. Source:
+chosen: fewer are looked at, and the best is hardly ever further."""
+
 
 def list_drafts(question: Question) -> tuple[Draft, ...]:
     """List the drafts that plans of a question may have, beside none."""
-    goal, profile = question.goal, question.stage.acceptance
-    if goal.draft != "auto" or profile is None:
+    goal, known = question.goal, question.stage.acceptance
+    if goal.draft != "auto" or known is None:
         return ()
-    lengths = sorted({min(length, profile.tokens) for length in LENGTHS})
-    drafts = (Draft(kind=profile.kind, tokens=length) for length in lengths)
+    drafts = (
+        Draft(kind=profile.kind, tokens=length)
+        for profile in known.profiles
+        for length in sorted({min(each, profile.tokens) for each in LENGTHS[profile.kind]})
+    )
     return tuple(each for each in drafts if knows_passes(question, each))
 
 
@@ -53,54 +58,65 @@ def price_drafts(
 ) -> Iterator[tuple[Draft, RequestTimes]]:
     """Price a decision with each of some drafts, whether or not the budget is kept.
 
-    The drafts are ascending: passes of all sizes are priced once.
+    Leaves out kinds whose passes do not run its rules.
     """
-    if not drafts:
+    if not drafts:  # a pipeline has none
         return
     (stage,) = question.hold(offload)
-    machine, workload = question.planned_machine, question.workload
-    most = offload.model_copy(update={"draft": drafts[-1]})
-    *_, times = price_stage(stage, machine, workload, most)
-    assert times.drafted is not None, "the decision has drafts"
-    for draft in drafts:
-        drafted = times.drafted.with_mix(stage.mix(draft, workload))
-        yield draft, replace(times, drafted=drafted)
+    asked = stage, question.planned_machine, question.workload, offload
+    for _, alike in groupby(drafts, lambda each: each.kind):
+        of_kind = [*alike]
+        with suppress(PlanError):
+            priced = predict.price_drafts(*asked, of_kind)
+            yield from ((draft, times) for draft, (*_, times) in zip(of_kind, priced, strict=True))
 
 
 def choose_drafts(question: Question, plain: PlanResult) -> PlanResult:
     """Return the best plan with drafts where that gains more than plans are alike, else ``plain``.
 
-    ``plain`` is the best plan without drafts.
+    ``plain`` is the best plan without drafts. Of each kind the first that gains is searched.
     """
-    offload, most_s = plain.plan.offload, plain.plan.prediction.objective_s / ALIKE
-    ranked = _rank(question, offload, list_drafts(question))
+    best, below_s = plain, plain.plan.prediction.objective_s / ALIKE
+    ranked = _rank(question, plain.plan.offload, list_drafts(question))
+    searched: set[DraftKind] = set()
     for request_s, draft in ranked:
-        if request_s >= most_s:
+        if request_s >= below_s:
             break
-        if not offload.rules:
-            decision = offload.model_copy(update={"draft": draft})
-            taken = question.predict(decision).gpu_memory.total_bytes
-            if taken <= question.budget.gpu_memory:
-                plan = question.answer(decision)
-                return replace(plain, plan=plan, best_s=plan.prediction.objective_s)
-        found = _search(question, plain.plan, draft, most_s)
-        if found is not None:
-            is_close = any(s < CLOSE * request_s for s, of in ranked if of.tokens < draft.tokens)
-            return _shorten(question, found) if is_close else found
-    return plain
+        if draft.kind in searched:
+            continue
+        found = _find_with(question, plain, draft, request_s, below_s)
+        if found is None:
+            continue
+        searched.add(draft.kind)
+        alike = (each for each in ranked if each[1].kind == draft.kind)
+        if any(s < CLOSE * request_s and of.tokens < draft.tokens for s, of in alike):
+            found = _shorten(question, found)
+        best, below_s = found, found.plan.prediction.objective_s
+    return best
+
+
+def _find_with(
+    question: Question, plain: PlanResult, draft: Draft, request_s: float, below_s: float
+) -> PlanResult | None:
+    """Find a plan that checks a draft: the one without, if nothing has to make room, or another."""
+    offload = plain.plan.offload
+    if not offload.rules:
+        decision = offload.model_copy(update={"draft": draft})
+        taken = question.predict(decision).gpu_memory.total_bytes
+        if taken <= question.budget.gpu_memory:
+            plan = question.answer(decision)
+            return replace(plain, plan=plan, best_s=plan.prediction.objective_s)
+    return _search(question, plain.plan, draft, request_s, below_s)
 
 
 def _rank(
     question: Question, offload: Offload, drafts: Sequence[Draft]
 ) -> list[tuple[float, Draft]]:
     """Rank drafts of a decision by the seconds of a request, the shortest first."""
-    try:
-        priced = [
-            (to_seconds(times.objective_ps(question.workload)), draft)
-            for draft, times in price_drafts(question, offload, drafts)
-        ]
-    except PlanError:  # passes of several tokens run no such rules
-        return []
+    priced = [
+        (to_seconds(times.objective_ps(question.workload)), draft)
+        for draft, times in price_drafts(question, offload, drafts)
+    ]
     return sorted(priced, key=lambda pair: pair[0])
 
 
@@ -109,7 +125,11 @@ def _shorten(question: Question, found: PlanResult) -> PlanResult:
     offload = found.plan.offload
     assert offload.draft is not None, "it was found with drafts"
     most = pass_tokens(offload.draft.tokens)
-    drafts = [each for each in list_drafts(question) if pass_tokens(each.tokens) <= most]
+    drafts = [
+        each
+        for each in list_drafts(question)
+        if each.kind == offload.draft.kind and pass_tokens(each.tokens) <= most
+    ]
     _, best = _rank(question, offload, drafts)[0]
     if best == offload.draft:
         return found
@@ -131,15 +151,28 @@ def find_only_with(question: Question) -> PlanResult | None:
     )
 
 
-def _search(question: Question, plain: Plan, draft: Draft, below_s: float) -> PlanResult | None:
-    """Search the plans that check a draft, near the one without, whose requests are shorter."""
-    offload = plain.offload
+def _search(
+    question: Question, plain: Plan, draft: Draft, request_s: float, below_s: float
+) -> PlanResult | None:
+    """Search the plans that check a draft, near the one without, whose requests are shorter.
+
+    Drafts that cost nothing take hardly any memory: those of the decision without are looked at
+    first, whose requests take ``request_s`` if that fits.
+    """
+    offload, space = plain.offload, Space(question, draft=draft)
     classes = frozenset(SegmentClass(rule.cpu_offload_params) for rule in offload.rules)
-    space = Space(question, draft=draft)
-    near = replace(space, recoding=offload.recoding, classes=classes)
-    for searcher in ([Searcher(near, recodes=False)] if classes else []) + [Searcher(space)]:
-        with suppress(InfeasibleError):  # more classes may fit
-            return _find(searcher, question, below_s)
+    embeddings = None if draft.uses_layers else offload.embeddings
+    near = Near(classes, offload.prefill_chunk, embeddings)
+    around = Searcher(replace(space, recoding=offload.recoding, near=near), recodes=False)
+    with suppress(InfeasibleError):  # more classes may fit
+        if classes and not draft.uses_layers:
+            found = _find(around, question, min(below_s, NEAR * request_s))
+            if found is not None or below_s <= NEAR * request_s:
+                return found
+        if classes:
+            return _find(around, question, below_s)
+    with suppress(InfeasibleError):
+        return _find(Searcher(space), question, below_s)
     return None
 
 

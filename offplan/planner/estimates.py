@@ -242,7 +242,7 @@ def estimate(
         if engine.beside_percent is None:  # a step's copies stall
             step_ps = copied_again + resident_ps[:, 1]
         else:  # they all end before what lies outside the layers begins
-            copying = every_again + in_turn * loads.step_compute + space.decode.outside_ps
+            copying = every_again + in_turn * loads.step_compute + space.decode.behind_ps
             step_ps = np.maximum((every_again > 0) * copying, resident_ps[:, 1])
     else:
         slowly = np.where(copied_again > 0, (space.slowdown - 1) * read, 0)

@@ -108,7 +108,7 @@ def find_floor_of(searcher: Searcher, budget: Budget) -> Floor:
 def _fastest_ps(ways: Sequence[PassCompute]) -> int:
     """Picoseconds of a pass with everything resident, each layer held as it is fastest."""
     layers: Iterable[tuple[int, ...]] = zip(*(way.layer_ps for way in ways), strict=True)
-    return sum(map(min, layers)) + min(way.outside_ps for way in ways)
+    return sum(map(min, layers)) + min(way.behind_ps for way in ways)
 
 
 MOST_BATCH = 4096

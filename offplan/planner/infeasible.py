@@ -2,7 +2,7 @@
 
 from functools import cache, partial
 
-from offplan.costs.memory import MARGIN, overhead_bytes
+from offplan.costs.memory import MARGIN, overhead_bytes, resident_draft_bytes
 from offplan.costs.term import least_that
 from offplan.errors import ExportError, InfeasibleError
 from offplan.machine.name import find_enough_ram
@@ -27,13 +27,14 @@ def explain_infeasible(searcher: Searcher, question: Question, search: Search) -
         space = min(searcher.spaces, key=lambda each: find_room(each, budget).lacking_bytes.min())
         stage, number = space.stage, int(find_room(space, budget).lacking_bytes.argmin())
         smallest = space.settings[number]
+        layers = "prediction layers, " if resident_draft_bytes(stage, space.draft) else ""
         fixed = stage.outside_bytes - smallest.host_bytes
         weights = stage.loaded_bytes - smallest.host_bytes
         taken = smallest.device_bytes + overhead_bytes(space.machine, budget) - weights
         return InfeasibleError(
             f"no plan fits {format_budget(budget.gpu_memory)} of GPU memory: "
             f"{format_bytes_enough(lack)} more are needed. Of what lies outside the layers "
-            f"{format_bytes(fixed)} are always on the GPU; KV cache, "
+            f"{format_bytes(fixed)} are always on the GPU; {layers}KV cache, "
             f"activations and overhead take {format_bytes(taken)}. Give more GPU memory, or "
             f"shorten the context ({workload.context} tokens) or the batch "
             f"({workload.batch})",

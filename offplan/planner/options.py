@@ -59,6 +59,6 @@ def list_options(space: Space) -> tuple[Option, ...]:
             found += [Option(each, *way) for way in ways if space.suits(each, way[1])]
     for list_more in OPTIONS:
         found += list_more(space, ways)
-    if space.classes is not None:
-        found = [option for option in found if option.segment_class in space.classes]
+    if space.near is not None:
+        found = [option for option in found if option.segment_class in space.near.classes]
     return tuple(sorted(found, key=lambda option: option.order))

@@ -104,7 +104,7 @@ def _find_fewest(plain: Space, packed: Space, budget: Budget, aim: Aim) -> Candi
     prompt_ps -= (packed.table.outside_ps - plain.table.outside_ps)[:, None] * plain_head
     step_longer = np.array(packed.decode.layer_ps) - np.array(plain.decode.layer_ps)
     step_ps = base[:, 1:] - step_longer @ ~layers.T
-    step_ps = step_ps - (packed.decode.outside_ps - plain.decode.outside_ps) * plain_head
+    step_ps = step_ps - (packed.decode.behind_ps - plain.decode.behind_ps) * plain_head
     values = np.where(fits, aim.values(prompt_ps.astype(float), step_ps.astype(float)), NEVER)
     count = np.broadcast_to(layers.sum(1), values.shape)
     first = np.lexsort((count.ravel(), values.ravel()))[0]

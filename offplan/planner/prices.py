@@ -217,7 +217,7 @@ class Prices:
             * np.where(keeps, contents.kept_read_ps[numbers], contents.step_read_ps[numbers]),
             span_bytes=streamed,
             copy_ps=space.calls[1] * contents.step_copy_ps[numbers],
-            outside_ps=np.full(len(numbers), space.decode.outside_ps),
+            outside_ps=np.full(len(numbers), space.decode.behind_ps),
             prefetch_step=prefetch_step,
         )
         step.read_ps[:, 0] += row_ps[:, 1]

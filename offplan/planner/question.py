@@ -134,7 +134,8 @@ class Question:
     @property
     def asked(self) -> Asked:
         """The question's subject."""
-        return Asked(self.model, self.workload.batch, self.store, self.no_cores)
+        asked = self.model, self.workload.batch, self.store, self.no_cores
+        return Asked(*asked, on_gpu=not self.machine.is_cpu)
 
     @cached_property
     def stage(self) -> Stage:

@@ -35,10 +35,11 @@ from offplan.costs.calls import count_calls
 from offplan.costs.compute import ModelCompute
 from offplan.costs.in_place_costs import AtUse, Served, read_ps
 from offplan.costs.link import rows_bytes, uva_slowdown
-from offplan.costs.memory import kv_cache_bytes, overhead_bytes
+from offplan.costs.memory import kv_cache_bytes, overhead_bytes, resident_draft_bytes
 from offplan.costs.pass_compute import PassCompute
+from offplan.costs.prediction import add_drafting
 from offplan.costs.timeline import to_ps
-from offplan.costs.work import decode_shape, prefill_shapes
+from offplan.costs.work import PassShape, decode_shape, prefill_shapes
 from offplan.drafts.mix import Mix
 from offplan.held.held import recode_stages
 from offplan.held.stage import Stage
@@ -113,6 +114,16 @@ class StepPass:
     """Prices what layers take at use."""
 
 
+class Near(NamedTuple):
+    """The plans near a decision."""
+
+    classes: frozenset[SegmentClass]
+    """The segment classes that rules may take."""
+    prefill_chunk: int
+    embeddings: Literal["device", "host"] | None
+    """Their place; None for both."""
+
+
 @dataclass(frozen=True)
 class Space:
     """All that the plans of a question have in common, whatever its budget and targets.
@@ -127,8 +138,8 @@ class Space:
     """The weights that all its plans hold in another form than the checkpoint's."""
     draft: Draft | None = None
     """The drafts that passes of all its plans check."""
-    classes: frozenset[SegmentClass] | None = None
-    """The segment classes that rules may take; None for all."""
+    near: Near | None = None
+    """The part of it that is searched; None for all."""
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -186,11 +197,15 @@ class Space:
         return tuple(
             StepPass(
                 share,
-                self.compute.price(decode_shape(workload, tokens)),
+                self._price(decode_shape(workload, tokens)),
                 AtUse(*asked, workload.batch, tokens),
             )
             for tokens, share in self.mix.shares
         )
+
+    def _price(self, *shapes: PassShape) -> PassCompute:
+        """Price a pass of these chunks, and what prediction layers take behind it."""
+        return add_drafting(self.stage, self.machine, self.compute.price(*shapes), self.draft)
 
     def mean(self, values: Iterable[float]) -> int:
         """Return the mean over the passes of decode, of a value of each."""
@@ -207,6 +222,7 @@ class Space:
             passes[-1],
             layer_ps=tuple(map(self.mean, zip(*(p.layer_ps for p in passes), strict=True))),
             outside_ps=self.mean(p.outside_ps for p in passes),
+            drafting_ps=self.mean(p.drafting_ps for p in passes),
             routed_ps=tuple(map(self.mean, zip(*(p.routed_ps for p in passes), strict=True))),
         )
 
@@ -287,9 +303,13 @@ class Space:
         sizes = prefill_chunks(workload.prompt_tokens, workload.batch)
         if stage.passes is not None and stage.passes.chunk_bytes is None:
             sizes = sizes[:1]  # each chunk would have the weights cross again
-        prompts = [self.compute.price(*prefill_shapes(workload, size)) for size in sizes]
+        if self.near is not None:
+            sizes = (self.near.prefill_chunk,)
+        prompts = [self._price(*prefill_shapes(workload, size)) for size in sizes]
         pairs = zip(sizes, prompts, strict=True)
-        return tuple(self.setting(*pair, place) for pair in pairs for place in places)
+        found = (self.setting(*pair, place) for pair in pairs for place in places)
+        kept = None if self.near is None else self.near.embeddings
+        return tuple(each for each in found if kept in (None, each.embeddings))
 
     @cached_property
     def calls(self) -> NDArray[np.int64]:
@@ -304,7 +324,7 @@ class Space:
         return SettingTable(
             row_ps=np.array([[*map(self.reading_ps, each.row_bytes)] for each in settings]),
             layer_ps=np.array([each.layer_ps for each in prompts]),
-            outside_ps=np.array([each.outside_ps for each in prompts]),
+            outside_ps=np.array([each.behind_ps for each in prompts]),
             resident_ps=np.array([[each.resident_ps, step_ps] for each in prompts]),
             num_chunks=np.array([len(each.shapes) for each in prompts]),
         )
@@ -322,6 +342,7 @@ class Space:
             embeddings="host" if host_tables else "device",
             device_bytes=stage.loaded_bytes
             - host_bytes
+            + resident_draft_bytes(stage, self.draft)
             + kv_cache_bytes(stage, workload, prefill_chunk, self.draft)
             + activation_bytes(stage, workload, prefill_chunk, self.draft),
             host_bytes=host_bytes,
@@ -368,5 +389,5 @@ def find_room(space: Space, budget: Budget) -> Room:
     limit /= space.stage.num_gpus  # each locks as much
     host = [limit - (each.host_bytes if on_host else 0) for each in space.settings]
     pairs = zip(lacking, space.settings, strict=True)
-    missing = min(lack for lack, each in pairs if each.embeddings == "device")
+    missing = min(lack + each.host_bytes for lack, each in pairs)
     return Room(np.array(lacking), missing, np.array(host, dtype=np.float64), budget)

@@ -114,10 +114,13 @@ def describe_drafts(analysis: Analysis) -> list[str]:
     if found is None:
         return []
     (few, many), (less, more) = found.chances, map(format_frequency, found.tokens_per_s)
+    why = "texts that repeat themselves take many"
+    if found.draft.startswith("mtp"):
+        why = "the checkpoint's own layer makes them"
     return [
         f"--draft {found.draft} would give some {less} tokens a second if {few:.0%} of drafts are "
-        f"taken, {more} if {many:.0%}, with the same answers: texts that repeat themselves take "
-        "many. `run PLAN --record-drafts FILE` records how many; --acceptance FILE plans by it."
+        f"taken, {more} if {many:.0%}, with the same answers: {why}. "
+        "`run PLAN --record-drafts FILE` records how many; --acceptance FILE plans by it."
     ]
 
 

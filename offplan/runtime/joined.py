@@ -148,7 +148,7 @@ class JoinedTexts:
         ``measured`` is filled: the prompt's figures are of those that join at first, the steps
         those of all. ``make_drafter`` makes another drafter than a plan's, for each text.
         """
-        self._make_drafter = make_drafter
+        self._make_drafter = make_drafter or rows.make_drafter
         self._rows, self._session, self._measured = rows, rows.session, measured
         self._joined: dict[Continued, None] = {}
         self._chosen: deque[_Chosen] = deque()

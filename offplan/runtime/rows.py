@@ -4,14 +4,18 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from offplan.capabilities.drafts import list_pass_sizes, pass_tokens
+from offplan.drafts.drafter import Drafter
 from offplan.errors import InputError
 from offplan.runtime.faults import memory_limits
 from offplan.runtime.passes.chunks import Reading
+from offplan.runtime.passes.runner import Predicts
+from offplan.runtime.prediction.drafter import PredictionDrafter
 from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 
 
@@ -189,6 +193,7 @@ class Rows:
         smaller = () if session.routing is not None else (1,) if sizes is None else sizes
         self._sizes = sorted({size for size in smaller if 0 < size < num_rows} | {num_rows})
         self.session, self._runner = session, runner
+        self._predictor: Predicts | None = session.predictor
         self._vocabulary: int = session.loaded.module.config.get_text_config().vocab_size
         self._rows = [_Row() for _ in range(num_rows)]
         self._num_left = 0
@@ -245,7 +250,9 @@ class Rows:
                     tokens = torch.tensor([(prompt * size)[:size]]).to(self.session.device)
                     for _ in range(NUM_WARMUP_STEPS * (prompt_tokens + size <= context)):
                         self._runner.check(tokens, prompt_tokens, size)
-                        self._runner.add_taken(size)
+                        self._runner.take(size)
+                if self._predictor is not None:
+                    self._predictor.warm_up(prompt_tokens, NUM_WARMUP_STEPS)
         self.session.end_warm_up()
 
     def join(self, prompt: Sequence[int], owner: Hashable = None) -> Joined:
@@ -459,7 +466,7 @@ class Rows:
         self._checked = []
         try:
             with self._running("checking drafts"):
-                self._runner.add_taken(num_taken)
+                self._runner.take(num_taken)
                 if has_nan:
                     end = text.length + num_checked - num_taken
                     self._runner.clear_drafts(text.length, end)
@@ -467,6 +474,18 @@ class Rows:
             if not self._runner.goes_back:
                 text.forget()
             raise
+
+    @property
+    def make_drafter(self) -> Callable[[], Drafter] | None:
+        """What makes a text's drafter of what its passes give; None if its words are enough."""
+        return None if self._predictor is None else partial(PredictionDrafter, self._predict)
+
+    def _predict(self, token: int, most: int) -> list[int]:
+        """Draft tokens of the one text behind ``token``, which no pass has read."""
+        (row,) = self.in_use
+        assert self._predictor is not None
+        with self._running("drafting"):
+            return self._predictor.propose(token, self.length(row), most)
 
     def leave(self, row: int) -> None:
         """Free a row; its cache stays for a later prompt that begins as its text does.

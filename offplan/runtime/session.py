@@ -29,6 +29,8 @@ from offplan.runtime.model.layers import require_triton
 from offplan.runtime.passes.link import CpuLink, CudaLink, Link
 from offplan.runtime.passes.routing import RoutingRecorder
 from offplan.runtime.passes.runner import ModelRunner
+from offplan.runtime.prediction.loading import load_predictor, prepare_prediction
+from offplan.runtime.prediction.predictor import Predictor
 from offplan.runtime.refusal import refuse, refuse_long_texts
 
 NUM_WARMUP_STEPS = 2
@@ -83,6 +85,7 @@ class Session:
             share_layers=share_layers,
             host_threads=host_threads,
         )
+        predicting = prepare_prediction(model, offload, self.device)
         if way.is_own:
             refuse_long_texts(model, context)
         if record_routing:
@@ -100,6 +103,7 @@ class Session:
         self.memory = PeakMemory(self.device)
         self._closed = False
         with on_device(self.device):
+            self.predictor: Predictor | None = None
             self.loaded = LoadedModel(prepared, folder, on_progress)
             try:
                 # loading ran on the default stream
@@ -108,9 +112,19 @@ class Session:
                 link_type = CudaLink if self.device.type == "cuda" else CpuLink
                 self.routing = self._watch_routing() if record_routing else None
                 self.link = wrap_link(link_type(store.slots, store.slabs))
+                if predicting is not None:
+                    self.predictor = load_predictor(
+                        *(predicting, self.loaded.module, self.memory),
+                        folder=folder,
+                        context=context,
+                        capture=capture,
+                        on_progress=on_progress,
+                    )
                 self.runner = self._make_runner(prepared.passes, offload, capture)
             except BaseException:
                 let_go(self.device)
+                if self.predictor is not None:
+                    self.predictor.close()
                 self.loaded.close()
                 raise
 
@@ -128,6 +142,8 @@ class Session:
         """
         let_go(self.device)
         self.runner.close()
+        if self.predictor is not None:
+            self.predictor.close()
         self._closed = True
         with on_device(self.device):
             try:
@@ -149,7 +165,10 @@ class Session:
         What kernels read in place besides is not in it: nobody counts that.
         """
         served, tables = self.loaded.store.bytes_served, self.loaded.placement.host_tables
-        of_rows = self.runner.tokens_embedded * sum(table.token_bytes for table in tables)
+        embedded = self.runner.tokens_embedded
+        if self.predictor is not None:
+            embedded += self.predictor.tokens_embedded
+        of_rows = embedded * sum(table.token_bytes for table in tables)
         return self.link.bytes_moved + served + of_rows
 
     def count(self, num_steps: int, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -196,6 +215,9 @@ class Session:
             for _ in range(min(NUM_WARMUP_STEPS, self.context - prompt_tokens)):
                 with self.stream():
                     logits = self.decode(logits.argmax(-1, keepdim=True))
+        if self.predictor is not None:
+            with self.stream(), torch.inference_mode():
+                self.predictor.warm_up(prompt_tokens, NUM_WARMUP_STEPS)
         self.end_warm_up()
 
     def end_warm_up(self) -> None:
@@ -300,7 +322,12 @@ class Session:
         chunk, drafted = offload.prefill_chunk, most_drafted(offload.draft)
         if passes is None:
             return ModelRunner(
-                *given, context=context, chunk=chunk, capture=capture, drafted=drafted
+                *given,
+                context=context,
+                chunk=chunk,
+                capture=capture,
+                drafted=drafted,
+                predictor=self.predictor,
             )
         with self.stream():
             try:

@@ -94,7 +94,7 @@ def test_every_command_knows_the_profile(
 MISTAKES = {
     "--draft ngram:8": "found 8 tokens, expected 1 to 7",
     "--draft eagle:2": "write a kind and how many tokens",
-    "--draft mtp:2": "no family's prediction layers are supported",
+    "--draft mtp:2": "stores no layers that predict further tokens",
     "--draft ngram:2 --batch 2": "--draft ngram:2 with --batch 2",
     "--draft ngram:2 --for vllm": "--draft ngram:2 with --for vllm",
     "--draft ngram:2 --stock": "drafts need offplan's own",

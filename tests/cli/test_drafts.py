@@ -50,7 +50,7 @@ def test_run_and_bench_print_what_was_taken(cli: CLI, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("draft", "why"),
     [
-        ("{kind: mtp, tokens: 1}", "no family's prediction layers are supported"),
+        ("{kind: mtp, tokens: 1}", "stores no layers that predict further tokens"),
         ("{kind: ngram, tokens: 8}", "offload.draft.tokens: Input should be less than or equal"),
         ("{kind: eagle, tokens: 1}", "offload.draft.kind: Input should be 'ngram' or 'mtp'"),
     ],

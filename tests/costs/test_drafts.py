@@ -285,5 +285,5 @@ def test_one_list_refuses_what_no_session_runs() -> None:
     with pytest.raises(PlanError, match="choose batch 1"):
         predict(model, MACHINE, batched, UNLIMITED, decide())
     layers = decide(draft=Draft(kind="mtp", tokens=1))
-    with pytest.raises(PlanError, match="no family's prediction layers"):
+    with pytest.raises(PlanError, match="stores no layers that predict"):
         predict(model, MACHINE, WORKLOAD, UNLIMITED, layers)

@@ -107,6 +107,27 @@ def test_another_kind_and_another_model_are_refused(profile: AcceptanceProfile) 
         check_acceptance(moved, dense_model(), "file")
 
 
+def test_a_file_may_have_a_profile_of_each_kind(profile: AcceptanceProfile, tmp_path: Path) -> None:
+    path, layers = tmp_path / "acceptance.yaml", profile.model_copy(update={"kind": "mtp"})
+    both = profile.join(layers)
+    path.write_text(dump_acceptance(both))
+    assert path.read_text() == f"{dump_acceptance(profile)}---\n{dump_acceptance(layers)}"
+    found = load_acceptance(path)
+    assert (found.profiles, found.fingerprint) == ((profile, layers), both.fingerprint)
+    assert both.fingerprint != profile.fingerprint
+    assert (found.find("ngram"), found.find("mtp")) == (profile, layers)
+    check_kind(found, Draft(kind="mtp", tokens=2), "file")
+    assert profile.find("mtp") is None
+    for text, why in (
+        (dump_acceptance(profile), "yaml: two profiles are of ngram drafts"),
+        (dump_acceptance(layers).replace("0" * 64, "1" * 64), "are of two models"),
+        ("just: this", "it must be a mapping with the key"),
+    ):
+        path.write_text(f"---\n{dump_acceptance(profile)}--- \n{text}")
+        with pytest.raises(InputError, match=why):
+            load_acceptance(path)
+
+
 @pytest.mark.parametrize("text", ["ngram", "ngram:", "ngram:0", "ngram:8", "eagle:2", "3", ""])
 def test_what_is_no_draft_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="draft"):

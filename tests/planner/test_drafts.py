@@ -1,5 +1,6 @@
 """The planner chooses drafts, how many, or none, by an acceptance profile."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offplan.capabilities.drafts import Draft
+from offplan.capabilities.drafts import Draft, DraftKind
 from offplan.checkpoint.model import Model
 from offplan.drafts.acceptance import AcceptanceProfile, dump_acceptance
 from offplan.errors import InfeasibleError, InputError
 from offplan.library.asking import pose
 from offplan.library.draft_advice import advise_drafts
 from offplan.machine.profile import MachineProfile
-from offplan.plan import Goal, ModelRef, Workload
+from offplan.plan import Budget, Goal, ModelRef, Workload
 from offplan.planner.drafts import list_drafts
 from offplan.planner.find import find_plan
 from offplan.planner.make import make_plan
@@ -23,7 +24,14 @@ from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space
 from offplan.routing.profile import dump_routing, make_routing
-from tests.costs.builders import NUM_EXPERTS, dense_model, make_machine, moe_model
+from tests.costs.builders import (
+    DENSE,
+    NUM_EXPERTS,
+    dense_model,
+    make_machine,
+    moe_model,
+    predicting_model,
+)
 from tests.planner.cases import budget_for
 
 WORKLOAD = Workload(prompt_tokens=64, output_tokens=101, context=256)
@@ -49,6 +57,7 @@ def ask(
     share: float = 0.5,
     goal: Goal = PLAIN,
     tokens: int = 7,
+    kinds: Sequence[DraftKind] = ("ngram",),
     **others: Any,
 ) -> Question:
     budget = budget_for(model, machine, share, WORKLOAD)
@@ -56,7 +65,10 @@ def ask(
     if chance is None:
         return question
     ref = ModelRef.model_validate(model, from_attributes=True)
-    known = AcceptanceProfile.of_chance(Draft(kind="ngram", tokens=tokens), ref, chance)
+    first, *more = (
+        AcceptanceProfile.of_chance(Draft(kind=kind, tokens=tokens), ref, chance) for kind in kinds
+    )
+    known = first.join(*more)
     stages = tuple(replace(each, acceptance=known) for each in question.stages)
     return replace(question, stages=stages, acceptance_file="acceptance.yaml")
 
@@ -122,6 +134,58 @@ def test_it_is_hardly_worse_than_the_best_of_whole_searches(chance: float, share
         assert found <= 1.08 * least  # six layers are coarse
 
 
+@pytest.mark.parametrize("share", [0.5, 1.3])
+@pytest.mark.usefixtures("gpus_predict")
+def test_the_best_of_both_kinds_is_chosen(share: float) -> None:
+    """Prediction layers take memory that drafts from the text leave to weights."""
+    model = predicting_model(6)
+    kinds: tuple[DraftKind, ...] = ("ngram", "mtp")
+    plain = make_plan(ask(model, share=share)).plan
+    alone = [make_plan(ask(model, share=share, chance=0.8, kinds=[kind])).plan for kind in kinds]
+    both = ask(model, share=share, chance=0.8, kinds=kinds)
+    plan = make_plan(both).plan
+    assert [str(each) for each in list_drafts(both)] == [
+        *(f"ngram:{n}" for n in (1, 3, 7)),
+        *(f"mtp:{n}" for n in (1, 2, 3)),
+    ]
+    for kind, each in zip(kinds, alone, strict=True):
+        drafts = each.offload.draft
+        assert drafts is None or drafts.kind == kind
+        assert each.prediction.objective_s <= plain.prediction.objective_s
+        assert each.prediction.gpu_memory.total_bytes <= each.budget.gpu_memory
+    least = min(each.prediction.objective_s for each in alone)
+    assert plan.prediction.objective_s <= 1.01 * least
+    assert plan.prediction.gpu_memory.total_bytes <= plan.budget.gpu_memory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.4, 0.8, 1.3])
+@pytest.mark.usefixtures("gpus_predict")
+def test_prediction_layers_are_searched_for_room(share: float) -> None:
+    question = ask(predicting_model(6), chance=0.8, share=share, kinds=["mtp"])
+    found = make_plan(question).plan.prediction.objective_s
+    searched = [
+        find_plan(Searcher(Space(question, draft=draft)), question)
+        for draft in (None, *list_drafts(question))
+    ]
+    least = min(each.plan.prediction.objective_s for each in searched if each is not None)
+    assert found <= 1.08 * least
+
+
+@pytest.mark.usefixtures("gpus_predict")
+def test_prediction_layers_that_are_asked_for_are_in_every_plan() -> None:
+    goal = Goal(packing=False, draft=Draft(kind="mtp", tokens=2))
+    question = ask(predicting_model(4), goal=goal, share=1.0)
+    plan = make_plan(question).plan
+    assert plan.offload.draft == goal.draft
+    assert plan.prediction.gpu_memory.total_bytes <= plan.budget.gpu_memory
+    changes = {each.change for each in find_neighbours(question, plan)}
+    assert {"without draft", "draft tokens 2 -> 1", "draft tokens 2 -> 3"} <= changes
+    nothing = replace(question, budget=Budget(gpu_memory=2**18))
+    with pytest.raises(InfeasibleError, match="prediction layers, KV cache, activations"):
+        make_plan(nothing)
+
+
 def test_asked_drafts_are_in_every_plan() -> None:
     goal = Goal(packing=False, draft=Draft(kind="ngram", tokens=3))
     question = ask(dense_model(6), goal=goal)
@@ -157,12 +221,16 @@ def test_what_no_session_runs_is_refused_by_name(tmp_path: Path) -> None:
         ({}, batched, str(path), "acceptance.yaml`: `draft=ngram:1` with `batch=2`"),
         ({"engine": "vllm"}, WORKLOAD, str(path), "`draft=ngram:1` with `engine=vllm`"),
         ({"objective": "throughput"}, WORKLOAD, str(path), "with `objective=throughput`"),
-        ({"draft": Draft(kind="mtp", tokens=1)}, WORKLOAD, None, "no family's prediction layers"),
+        ({"draft": Draft(kind="mtp", tokens=1)}, WORKLOAD, None, "stores no layers that predict"),
         ({"draft": Draft(kind="mtp", tokens=1)}, WORKLOAD, str(path), "is of ngram drafts"),
     ):
         goal = Goal.model_validate({"packing": False, **said})
         with pytest.raises(InputError, match=why):
             pose(model, SLOW, workload, budget, goal, acceptance_file=given)
+    for given, why in ((None, "on the CPU alone"), (str(path), "is of ngram drafts")):
+        goal = Goal(packing=False, draft=Draft(kind="mtp", tokens=1))
+        with pytest.raises(InputError, match=why):
+            pose(predicting_model(), SLOW, WORKLOAD, budget, goal, acceptance_file=given)
     # what is off is known of in vain
     off = Goal(packing=False, draft="off")
     pose(model, SLOW, batched, budget, off, acceptance_file=str(path))
@@ -187,7 +255,7 @@ def test_a_routing_profile_without_passes_is_refused(tmp_path: Path) -> None:
     pose(model, SLOW, WORKLOAD, budget, PLAIN, routing_file=str(tmp_path / "old"))
 
 
-def test_the_answer_tells_of_drafts_only_where_they_gain() -> None:
+def test_the_answer_tells_of_drafts_only_where_they_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     question = ask(dense_model(6))
     plan = make_plan(question).plan
     advice = advise_drafts(question, plan)
@@ -198,6 +266,11 @@ def test_the_answer_tells_of_drafts_only_where_they_gain() -> None:
     # what is promised is what a plan with a profile of that chance gives, or a little less
     known = make_plan(ask(dense_model(6), chance=0.8)).plan.prediction.decode.step_s
     assert advice.tokens_per_s[1] * known <= 1.1
+    monkeypatch.setattr("offplan.capabilities.drafts.GPUS_PREDICT", True)
+    predicting = ask(predicting_model(12, DENSE))
+    own = advise_drafts(predicting, make_plan(predicting).plan)
+    assert own is not None
+    assert own.draft.startswith("mtp:")
     for other in (
         ask(dense_model(6), SLOW_GPU),
         ask(dense_model(6), chance=0.8),

@@ -308,7 +308,7 @@ def test_no_more_than_what_fits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "way", "store", "why"),
     [
-        ("mtp", "qwen3", OWN, "host", "no family's prediction layers are supported"),
+        ("mtp", "qwen3", OWN, "host", "stores no layers that predict further tokens"),
         ("ngram", "qwen3", STOCK, "host", "transformers' own passes are to run"),
         ("ngram", "linear", STOCK, "host", "transformers' own passes are to run"),
         ("ngram", "qwen3", OWN, "peer", "`store=peer`: passes of several tokens read no peer's"),

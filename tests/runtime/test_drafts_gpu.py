@@ -24,6 +24,15 @@ from tests.runtime.drafted import (
     open_drafted,
 )
 from tests.runtime.plans import group, offload
+from tests.runtime.predicting import FAMILIES as PREDICTING
+from tests.runtime.predicting import (
+    Reference,
+    check_drafts,
+    continue_text,
+    noting_logits,
+    predicting,
+    save_predicting,
+)
 from tests.runtime.quantise import save_stored
 from tests.runtime.words import DRAWN, Words
 
@@ -165,3 +174,60 @@ def test_drafts_of_hybrids_keep_to_the_memory_that_is_planned(tmp_path: Path, to
             torch.cuda.synchronize()
         assert torch.cuda.max_memory_allocated() - before < 2**20
         assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.usefixtures("gpus_predict")
+@pytest.mark.parametrize("family", PREDICTING)
+def test_prediction_layers_draft_as_transformers_own_do(tmp_path: Path, family: str) -> None:
+    folder = save_predicting(family, tmp_path)
+    reference, decision = Reference(folder), offload(group(2, 1), prefill_chunk=4)
+    with open_drafted(folder, predicting(decision), device="cuda") as session:
+        Rows(session, 1).warm_up(len(PROMPT))
+        assert session.predictor is not None
+        captured = session.predictor._runner._passes._captured
+        kinds = dict(captured)
+        assert {shape for _, shape in kinds} == {(1, 1), (1, 2), (1, 4), (1, 8)}
+        compared = [check_drafts(session, reference, seed, TOLERANCE) for seed in range(4)]
+        assert all(captured.get(kind) is each for kind, each in kinds.items())
+    assert sum(compared) > 20
+
+
+@pytest.mark.usefixtures("gpus_predict")
+@pytest.mark.parametrize("sampling", [None, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("family", PREDICTING)
+def test_a_text_is_the_same_whatever_is_predicted(
+    tmp_path: Path, family: str, sampling: object
+) -> None:
+    folder, decision = save_predicting(family, tmp_path), offload(group(2, 1), prefill_chunk=4)
+    with open_drafted(folder, decision, device="cuda") as session:
+        expected, _ = continue_text(session, sampling=sampling)
+    for tokens in (1, 3):
+        with open_drafted(folder, predicting(decision, tokens), device="cuda") as session:
+            rows = Rows(session, 1)
+            assert continue_text(rows, sampling=sampling)[0] == expected
+            for right in ([True], [True, True, True, False, True]):
+                given = {"right": right, "expected": expected, "sampling": sampling}
+                made, each = continue_text(rows, **given)  # type: ignore[arg-type]
+                assert made == expected
+                assert each.drafts is not None
+                assert each.drafts.accepted > 5
+
+
+@pytest.mark.usefixtures("gpus_predict")
+@pytest.mark.parametrize("family", PREDICTING)
+def test_prediction_layers_of_codes_are_as_on_a_cpu(tmp_path: Path, family: str) -> None:
+    folder = save_predicting(family, tmp_path, "fp8_block", torch.bfloat16)
+    made = {}
+    for device in ("cpu", "cuda"):
+        with open_drafted(folder, predicting(offload(group(2, 1))), device=device) as session:
+            rows, logits = Rows(session, 1), []
+            row = rows.join(PROMPT).row
+            for at in range(0, 24, 4):
+                with noting_logits() as noted:
+                    assert len(rows._predict(int(FED[at]), 1)) == 1
+                logits += noted
+                rows.check(row, FED[at : at + 4].tolist())
+                rows.take(row, 4, 4, has_nan=False)
+            made[device] = torch.stack(logits).float().cpu()
+    difference = (made["cuda"] - made["cpu"]).abs().mean() / made["cpu"].std()
+    assert float(difference) < ROUNDED

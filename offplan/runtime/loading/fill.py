@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby, repeat
 from math import prod
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from offplan.runtime.forms.runnable import (
     part_shape,
 )
 from offplan.runtime.forms.stored import component_name, hold_stored
+from offplan.runtime.loading.skeleton import model_name
 from offplan.runtime.loading.staging import stored_dtype
 from offplan.runtime.refusal import refuse
 from offplan.transformers_private import (
@@ -229,13 +231,18 @@ def _rename(skeleton: PreTrainedModel, sources: Sequence[Source]) -> Iterator[Re
     one, which is seconds for 60 layers of 256 experts.
     """
     alike = [[*each] for _, each in groupby(sources, lambda each: (id(each.parameter), each.part))]
-    ends = [(each[0].name_of_values, each[-1].name_of_values) for each in alike]
+    named = partial(_name_in_model, skeleton)
+    ends = [(named(each[0]), named(each[-1])) for each in alike]
     renamed = rename(skeleton, [name for pair in ends for name in pair])
     for group, (first, last) in zip(alike, zip(renamed, renamed, strict=True), strict=True):
         if first == last:
             yield from repeat(first, len(group))
         else:
-            yield from rename(skeleton, [each.name_of_values for each in group])
+            yield from rename(skeleton, [named(each) for each in group])
+
+
+def _name_in_model(skeleton: PreTrainedModel, source: Source) -> str:
+    return model_name(skeleton, source.name_of_values)
 
 
 def _check_understood(name: str, parameter: Parameter) -> None:

@@ -1,10 +1,11 @@
 """A model without its weights, and where a plan puts them, on a device that has been asked."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
+from transformers import PreTrainedModel
 
 from offplan.capabilities.way import OWN, Way
 from offplan.checkpoint.model import Model
@@ -40,13 +41,15 @@ def prepare(
     way: Way = OWN,
     share_layers: bool = False,
     host_threads: int | None = None,
+    build: Callable[[Model], PreTrainedModel] = build_skeleton,
 ) -> Prepared:
     """Build a model without weights, and find out whether ``device`` and host can take a plan's.
 
     ``executors`` has a class for each capability that the runtime executes, by its name.
     ``way`` are the passes that it is built for. With ``share_layers`` layers that are alike read
     the weights of the first of them; the plan then offloads none but tables. ``host_threads`` are
-    what the host computes with.
+    what the host computes with. ``build`` builds the model without weights for offplan's own
+    passes.
 
     Raises what ``fit`` raises, and MemoryLimitError where the host's memory or a second GPU is
     lacking. Raises OffplanError where a package is, or what builds the host's kernels.
@@ -56,7 +59,7 @@ def prepare(
         if offload.recoding:
             ahead.enter_context(on_device(device))
             ahead.enter_context(bringing_kernels(device))
-        prepared = fit(stage, offload, executors, device)
+        prepared = fit(stage, offload, executors, device, build)
     placement = prepared.placement
     for each in prepared.executors.values():
         each.prepare(device, host_threads)
@@ -80,6 +83,7 @@ def fit(
     offload: Offload,
     executors: Mapping[str, type[CapabilityExecutor]],
     device: str | torch.device,
+    build: Callable[[Model], PreTrainedModel] = build_skeleton,
 ) -> Prepared:
     """Build a model without weights, and find where a decision places each parameter.
 
@@ -96,7 +100,7 @@ def fit(
             )
     passes = find_passes(executors, stage.way)
     model = stage.model
-    module = build_skeleton(model) if passes is None else passes.build(model)
+    module = build(model) if passes is None else passes.build(model)
     if passes is None:
         caches = [layer.kv_cache for layer in stage.layers]
         check_codes(stage.model.source, decoder_layers(module), caches)

@@ -1,6 +1,6 @@
 """The transformers model without its weights."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,6 +43,7 @@ from the padding's (RoBERTa)."""
 
 
 _LAYERS = "offplan_layers"
+_STORED = "offplan_stored"
 
 
 def build_skeleton(model: Model) -> PreTrainedModel:
@@ -216,6 +217,19 @@ def _experts_without_weights(skeleton: PreTrainedModel, model: Model) -> Iterato
 def name_layers(skeleton: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
     """Note which modules are the layers of a model where they are found by the checkpoint's."""
     vars(skeleton)[_LAYERS] = nn.ModuleList(layers)  # not registered: it would name them anew
+
+
+def name_stored(skeleton: PreTrainedModel, paths: Mapping[str, str]) -> None:
+    """Note which modules of a model hold what the checkpoint stores under other modules' names."""
+    vars(skeleton)[_STORED] = {f"{name}.": f"{path}." for name, path in paths.items()}
+
+
+def model_name(skeleton: PreTrainedModel, name: str) -> str:
+    """Return the name of a stored tensor where the model's own class would have stored it."""
+    starts: Mapping[str, str] = vars(skeleton).get(_STORED, {})
+    # the longest first: a norm may be named within its layer
+    found = max((each for each in starts if name.startswith(each)), key=len, default="")
+    return starts[found] + name[len(found) :] if found else name
 
 
 def has_named_layers(skeleton: PreTrainedModel) -> bool:

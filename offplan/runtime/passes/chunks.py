@@ -98,6 +98,10 @@ class ChunkedTexts:
         self._forward.prepare(chunk.rows, chunk.new, Way.CHUNK, index)
         return self._layers.step(index, Call(chunk.hidden, chunk.arguments[index]))
 
+    def list_hidden(self) -> list[list[torch.Tensor]]:
+        """List the hidden states of each reading's chunks, each [batch, some, hidden]."""
+        return [[chunk.hidden for chunk in chunks] for chunks in self._chunks]
+
     def finish(self) -> torch.Tensor:
         """Return the logits of each sequence's last token, [sequences, vocabulary].
 

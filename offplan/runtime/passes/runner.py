@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -33,6 +33,29 @@ from offplan.runtime.passes.link import Link, PassSchedules
 from offplan.runtime.passes.nan import NanFoundError, NanWatch
 
 
+class Predicts(Protocol):
+    """Drafts tokens of one text by what is behind the last layer: it is told what passes read."""
+
+    @property
+    def tokens_embedded(self) -> int:
+        """Rows of the input embedding that its own passes have read."""
+
+    def read(self, chunks: Sequence[torch.Tensor], tokens: torch.Tensor, start: int) -> None:
+        """Read a prompt's tokens, [batch, new], with the hidden states of their chunks."""
+
+    def note(self, fed: torch.Tensor, position: int, num_taken: int = 1) -> None:
+        """Note a pass that was fed tokens, [batch, new], of which the first are the text's."""
+
+    def propose(self, token: int, length: int, most: int) -> list[int]:
+        """Draft up to ``most`` tokens behind ``token``, behind ``length`` that passes read."""
+
+    def warm_up(self, num_tokens: int, times: int) -> None:
+        """Run passes of each size so often, behind so many tokens."""
+
+    def close(self) -> None:
+        """Give back what it takes."""
+
+
 class ModelRunner:
     """Runs a loaded model on the current stream, in inference mode; its caller sees to both."""
 
@@ -46,17 +69,22 @@ class ModelRunner:
         chunk: int,
         capture: bool,
         drafted: int = 0,
+        predictor: Predicts | None = None,
     ) -> None:
         """Take the model over: its layers, compiled, and caches of ``context`` tokens.
 
         Prompts are read in chunks of ``chunk`` tokens. ``capture`` (CUDA only) captures what is
         captured; what that takes is given back through ``memory``. Passes check up to ``drafted``
-        drafts of one sequence, padding included.
+        drafts of one sequence, padding included. ``predictor`` is told what they pass.
         """
         model, module, device = loaded.model, loaded.module, loaded.store.device
         self._loaded, self._memory, self._context = loaded, memory, context
         self.chunk, self._capture = chunk, capture
         self._row_cache = loaded.stage.row_cache(context, drafted)
+        self.predictor = predictor
+        """What drafts by a prediction layer; None if nothing does."""
+        self._checked: tuple[torch.Tensor, int] | None = None
+        """The tokens of the last pass that checked drafts, and the text's length before them."""
         self._batch = 0
         """Number of sequences that the cache is allocated for; 0 while it is not."""
         self.length = 0
@@ -176,7 +204,7 @@ class ModelRunner:
             self.frequencies.set_length(readings[-1].stop)
             shapes = [each.tokens.shape for each in readings]
             self.tokens_embedded += sum(map(prod, shapes))
-            if len(readings) > 1 or shapes[0][1] > self.chunk:
+            if len(readings) > 1 or shapes[0][1] > self.chunk or self.predictor is not None:
                 # each sequence's last one is read again, for the head
                 self.tokens_embedded += sum(batch for batch, _ in shapes)
             largest = max(batch * min(new, self.chunk) for batch, new in shapes)
@@ -226,6 +254,8 @@ class ModelRunner:
             logits = self._run_step(tokens)
             # a row that is full is idle in another pass of the same step, too
             self._position.tensor.add_(self._extended.moves).clamp_(max=self._context - 1)
+            if self.predictor is not None and rows != ():
+                self.predictor.note(tokens, length - 1)
         return logits
 
     def check(self, tokens: torch.Tensor, length: int, num_real: int) -> torch.Tensor:
@@ -241,12 +271,16 @@ class ModelRunner:
             self.frequencies.set_length(length + num_real)
             self._position.tensor.fill_(length)
             self.tokens_embedded += tokens.shape[1]
+            self._checked = tokens, length
             return self._run_step(tokens)
 
-    def add_taken(self, num_taken: int) -> None:
-        """Have states go on from the first tokens of the last ``check``, which left them alone."""
+    def take(self, num_taken: int) -> None:
+        """Say how many tokens of the last ``check`` are the text's: states go on by these alone."""
         assert self.layers.cache is not None
         self.layers.cache.add_taken(num_taken)
+        if self.predictor is not None and self._checked is not None:
+            self.predictor.note(*self._checked, num_taken)
+        self._checked = None
 
     def clear_drafts(self, begin: int, stop: int) -> None:
         """Clear positions of the one row that were rejected and have a NaN."""
@@ -369,6 +403,7 @@ class ModelRunner:
         is_short = not self.linear or num_chunks <= MAX_CAPTURED_TOKENS // self.chunk
         return (
             self._capture
+            and self.predictor is None  # which reads all hidden states
             and self.chunk <= num_tokens
             and is_short
             and is_captured(num_chunks, batch * self.chunk)
@@ -444,7 +479,7 @@ class ModelRunner:
     def _forward_texts(self, readings: Sequence[Reading], tokens: torch.Tensor) -> torch.Tensor:
         """Read texts; ``tokens`` stand for the first one's, for a captured pass has its own."""
         first = replace(readings[0], tokens=tokens)
-        if len(readings) == 1 and tokens.shape[1] <= self.chunk:
+        if len(readings) == 1 and tokens.shape[1] <= self.chunk and self.predictor is None:
             with as_planned(tokens.shape[1], first.start, self.chunk):
                 return self.forward.chunk(tokens, first.start, first.stop, first.rows)[:, -1]
         return self._run_layers([first, *readings[1:]]).finish()
@@ -456,6 +491,9 @@ class ModelRunner:
             self._executor.before(index)
             texts.run_layer(index, self._run_layer.get(index))
             self._executor.after(index)
+        if self.predictor is not None:
+            for reading, hidden in zip(readings, texts.list_hidden(), strict=True):
+                self.predictor.read(hidden, reading.tokens, reading.start)
         return texts
 
     def allocate(self, batch: int) -> None:

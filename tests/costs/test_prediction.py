@@ -1,0 +1,170 @@
+"""Prediction layers take the memory and the time that hand-made sums have, and only if asked."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from offplan.capabilities.drafts import MOST_DRAFTED, Draft, list_draft_refusals
+from offplan.capabilities.way import OWN
+from offplan.checkpoint.prediction import PredictionLayers, find_prediction_layers
+from offplan.costs.activations import PREDICTION_COPIES, phase_bytes, scratch_bytes
+from offplan.costs.compute import ModelCompute, outside_time
+from offplan.costs.drafts import GRAPH_BYTES
+from offplan.costs.kernels import LAUNCH_S, LAUNCH_SLOWDOWN, MATMUL_EFFICIENCY
+from offplan.costs.predict import RequestTimes, derive_prediction, price_drafts, price_stage
+from offplan.costs.prediction import DRAFT_OPERATORS, JOINING_KERNELS, add_drafting
+from offplan.costs.timeline import to_ps
+from offplan.costs.work import PassShape, decode_shape, prefill_shapes
+from offplan.drafts.acceptance import AcceptanceProfile
+from offplan.errors import PlanError
+from offplan.held.held import hold, hold_prediction
+from offplan.library.asking import pose
+from offplan.library.held_memory import count_held
+from offplan.machine.profile import LAUNCHES
+from offplan.plan import Goal, ModelRef, Offload, Workload, dump_plan, parse_plan
+from offplan.planner.make import make_plan
+from offplan.records import load_yaml
+from tests.costs.builders import HIDDEN, dense_model, make_machine, predicting_model, rule
+from tests.held import predict
+from tests.planner.cases import UNLIMITED
+
+WORKLOAD = Workload(prompt_tokens=100, output_tokens=101, context=256)
+MACHINE = make_machine()
+MODEL = predicting_model()
+KINDS = [Draft(kind="ngram", tokens=7), *(Draft(kind="mtp", tokens=n) for n in (1, 2, 3))]
+
+
+@pytest.fixture(autouse=True)
+def _on_gpus(gpus_predict: None) -> None:
+    """Plan as if GPUs had been seen to draft."""
+
+
+def decide(draft: Draft | None, *rules: object) -> Offload:
+    return Offload.model_validate({"prefill_chunk": 64, "rules": rules, "draft": draft})
+
+
+def layers() -> PredictionLayers:
+    found = find_prediction_layers(MODEL)
+    assert isinstance(found, PredictionLayers)
+    return found
+
+
+def test_memory_has_the_layer_its_cache_and_its_passes() -> None:
+    asked = MODEL, MACHINE, WORKLOAD, UNLIMITED
+    plain = predict(*asked, decide(None)).gpu_memory
+    draft = Draft(kind="mtp", tokens=2)
+    taken, of_text = (
+        predict(*asked, decide(each)).gpu_memory for each in (draft, Draft(kind="ngram", tokens=3))
+    )
+    assert taken.resident_bytes - plain.resident_bytes == layers().loaded_bytes
+    of_token = layers().block.kv_cache.bytes_per_token
+    assert taken.kv_cache_bytes - of_text.kv_cache_bytes == WORKLOAD.context * of_token
+    own = hold_prediction(hold(MODEL), draft)
+    assert own is not None
+    prompt, step = phase_bytes(own, WORKLOAD, 64, Draft(kind="mtp", tokens=MOST_DRAFTED))
+    more = step + scratch_bytes(own, 64) + 4 * GRAPH_BYTES
+    larger = max(*phase_bytes(hold(MODEL), WORKLOAD, 64, draft))
+    reading = prompt + PREDICTION_COPIES * 64 * HIDDEN * 2
+    assert reading > prompt
+    more += max(larger, reading) - larger
+    assert taken.activation_bytes - of_text.activation_bytes == more
+
+
+def test_without_such_drafts_nothing_changes() -> None:
+    named = [each for each in MODEL.outside if each.name not in MODEL.not_loaded]
+    without = replace(MODEL, outside=tuple(named), not_loaded=frozenset())
+    for draft in (None, KINDS[0]):
+        asked = MACHINE, WORKLOAD, UNLIMITED, decide(draft, rule())
+        assert predict(MODEL, *asked) == predict(without, *asked)
+
+
+def use_s(shape: PassShape) -> float:
+    """Return the seconds of a use of the layer: its block, and the projection by hand."""
+    block = ModelCompute(hold(layers().model), MACHINE).price(shape).layer_ps[0]
+    rows, weights = shape.num_tokens, 2 * HIDDEN * HIDDEN
+    reading = 2 * (weights + 3 * rows * HIDDEN) / MACHINE.hbm.value
+    multiplying = 2 * weights * rows / (MACHINE.matmul.value * MATMUL_EFFICIENCY)
+    joining = JOINING_KERNELS * LAUNCH_SLOWDOWN * MACHINE.layer_overhead.value / LAUNCHES
+    return block / to_ps(1.0) + max(reading, multiplying) + joining
+
+
+@pytest.mark.parametrize("draft", KINDS[1:])
+def test_each_draft_is_a_use_of_the_layer(draft: Draft) -> None:
+    stage, compute = hold(MODEL), ModelCompute(hold(MODEL), MACHINE)
+    one = decode_shape(WORKLOAD)
+    choosing = outside_time(MACHINE, stage, one).seconds + DRAFT_OPERATORS * LAUNCH_S
+    for tokens in (2, 4):
+        shape = decode_shape(WORKLOAD, tokens)
+        plain = compute.price(shape)
+        drafted = add_drafting(stage, MACHINE, plain, draft)
+        number = min(draft.tokens, tokens - 1)
+        chained = (number - 1) * use_s(replace(shape, tokens=1))
+        expected = to_ps(use_s(shape) + chained + number * choosing)
+        assert drafted.drafting_ps == pytest.approx(expected, rel=1e-3)
+        assert drafted.resident_ps == plain.resident_ps + drafted.drafting_ps
+        assert not drafted.measured
+
+
+def test_a_step_without_drafts_waits_for_others_to_be_read_with() -> None:
+    stage, shape = hold(MODEL), decode_shape(WORKLOAD)
+    priced = add_drafting(stage, MACHINE, ModelCompute(stage, MACHINE).price(shape), KINDS[1])
+    assert priced.drafting_ps == pytest.approx(to_ps(use_s(replace(shape, tokens=8)) / 8), abs=1)
+
+
+def test_a_prompt_is_read_chunk_by_chunk() -> None:
+    stage, shapes = hold(MODEL), prefill_shapes(WORKLOAD, 64)
+    assert len(shapes) == 2
+    prompt = ModelCompute(stage, MACHINE).price(*shapes)
+    read = add_drafting(stage, MACHINE, prompt, KINDS[1])
+    assert read.drafting_ps == pytest.approx(to_ps(sum(map(use_s, shapes))), abs=2)
+
+
+def list_times(times: RequestTimes) -> list[Fraction]:
+    drafted = () if times.drafted is None else times.drafted.passes
+    decode = (times.decode, *(each.taken for each in drafted))
+    return [each.step_ps for each in (times.prefill, *decode)] + [times.token_ps]
+
+
+def test_drafts_that_are_priced_together_are_as_each_alone() -> None:
+    ref = ModelRef.model_validate(MODEL, from_attributes=True)
+    kinds = [AcceptanceProfile.of_chance(each, ref, 0.7) for each in (KINDS[0], KINDS[3])]
+    known = kinds[0].join(kinds[1])
+    for rules in ((), (rule(),), (rule("down_proj"), rule("gate_proj", "up_proj"))):
+        together = price_drafts(
+            replace(hold(MODEL), acceptance=known),
+            *(MACHINE, WORKLOAD, decide(None, *rules), [None, *KINDS]),
+        )
+        for draft, (*_, times) in zip([None, *KINDS], together, strict=True):
+            stage = replace(hold(MODEL), acceptance=known)
+            *_, alone = price_stage(stage, MACHINE, WORKLOAD, decide(draft, *rules))
+            assert list_times(times) == list_times(alone)
+
+
+def test_a_plan_reads_back_and_holds_what_it_predicts() -> None:
+    goal = Goal(packing=False, draft=Draft(kind="mtp", tokens=2))
+    question = pose(MODEL, MACHINE, WORKLOAD, UNLIMITED, goal)
+    plan = make_plan(question).plan
+    text = dump_plan(plan)
+    assert "draft: {kind: mtp, tokens: 2}\n" in text
+    assert dump_plan(parse_plan(load_yaml(text), "plan")) == text
+    assert count_held(plan, MODEL).prediction.gpu_memory == plan.prediction.gpu_memory
+    terms = {term.path: term for term in derive_prediction([hold(MODEL)], MACHINE, plan)}
+    inputs = {
+        path: {each.name: each.value for each in terms[path].inputs}
+        for path in ("gpu_memory.resident", "prefill.compute", "draft.pass_4")
+    }
+    assert inputs["gpu_memory.resident"]["prediction layers"] == layers().loaded_bytes
+    assert inputs["prefill.compute"]["prediction layers"] > 0
+    assert inputs["draft.pass_4"]["of compute, the prediction layers'"] > 0
+
+
+def test_what_no_session_drafts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = KINDS[1]
+    assert list(list_draft_refusals(draft, MODEL, way=OWN, batch=1, store="host")) == []
+    asked = MACHINE, WORKLOAD, UNLIMITED, decide(draft)
+    with pytest.raises(PlanError, match="stores no layers that predict"):
+        predict(dense_model(2), *asked)
+    monkeypatch.setattr("offplan.capabilities.drafts.GPUS_PREDICT", False)
+    with pytest.raises(PlanError, match="on the CPU alone so far"):
+        predict(MODEL, *asked)

@@ -1,0 +1,145 @@
+"""Drafts by prediction layers: as transformers' own layers make them, and texts as without."""
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from offplan.errors import PlanError
+from offplan.runtime.prediction.predictor import Predictor
+from offplan.runtime.rows import Rows
+from tests.runtime.cached import Abort, abort_in
+from tests.runtime.conftest import save_tiny
+from tests.runtime.drafted import PROMPT, open_drafted
+from tests.runtime.plans import CONTEXT, group, offload
+from tests.runtime.predicting import (
+    FAMILIES,
+    Reference,
+    check_drafts,
+    continue_text,
+    predicting,
+    save_predicting,
+)
+from tests.runtime.words import DRAWN
+from tests.tiers import first_quick
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [4, 64])
+@pytest.mark.parametrize("family", first_quick(FAMILIES))
+def test_drafts_are_those_of_transformers_own_layer(
+    tmp_path: Path, family: str, chunk: int
+) -> None:
+    folder = save_predicting(family, tmp_path)
+    reference, decision = Reference(folder), offload(group(2, 1), prefill_chunk=chunk)
+    with open_drafted(folder, predicting(decision)) as session:
+        compared = sum(check_drafts(session, reference, seed) for seed in range(4))
+    assert compared > 20
+
+
+RIGHT = {"right": [True], "half": [True, True, True, False, True, True, False]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [None, "fp8_block"])
+@pytest.mark.parametrize("family", first_quick(FAMILIES))
+def test_a_text_is_the_same_whatever_is_drafted(
+    tmp_path: Path, family: str, form: str | None
+) -> None:
+    folder = save_predicting(family, tmp_path, form)
+    decision = offload(group(2, 1), prefill_chunk=4, embeddings="host")
+    ways = {"greedy": None, "drawn": DRAWN}
+    with open_drafted(folder, decision) as session:
+        alone = {way: continue_text(session, sampling=how)[0] for way, how in ways.items()}
+    for tokens in (1, 2, 3, 7):
+        with open_drafted(folder, predicting(decision, tokens)) as session:
+            for way, sampling in ways.items():
+                assert continue_text(session, sampling=sampling)[0] == alone[way]
+                for kind, right in RIGHT.items():
+                    made, each = continue_text(
+                        session, right=right, expected=alone[way], sampling=sampling
+                    )
+                    assert made == alone[way], (way, kind, tokens)
+                    assert each.drafts is not None
+                    assert each.drafts.accepted > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", first_quick(FAMILIES))
+def test_a_chat_goes_on_from_a_text_that_was_drafted(tmp_path: Path, family: str) -> None:
+    folder, decision = save_predicting(family, tmp_path), offload(group(2, 1), prefill_chunk=3)
+    reference = Reference(folder)
+    with open_drafted(folder, decision) as session:
+        first, _ = continue_text(session, num_tokens=12)
+        more = [*PROMPT, *first, 5, 6]
+        second, _ = continue_text(session, more, 12)
+    with open_drafted(folder, predicting(decision)) as session:
+        rows = Rows(session, 1)
+        made, _ = continue_text(rows, num_tokens=12, right=[True, False], expected=first)
+        assert made == first
+        made, each = continue_text(rows, more, 12, right=[True], expected=second)
+        assert each.num_read < len(more)
+        assert made == second
+        # the layer goes on from the end of the text before, whose last hidden state waits
+        rows.join([*PROMPT, *first])
+        rows.step({0: 5})
+        rows.leave(0)
+        joined = rows.join([*PROMPT, *first, 5, 8])
+        assert joined.tokens_read == 1
+        expected = reference.logits([*PROMPT, *first, 5, 8, 9], 2)
+        assert rows._predict(9, 2) == expected.argmax(-1).tolist()
+
+
+@pytest.mark.slow
+def test_no_pass_is_padded_beyond_the_context(tmp_path: Path) -> None:
+    folder, decision = save_predicting("deepseek_v3", tmp_path), offload(group(2, 1))
+    prompt = [number % 60 for number in range(CONTEXT - 6)]
+    reference = Reference(folder)
+    with open_drafted(folder, predicting(decision)) as session:
+        rows = Rows(session, 1)
+        row, text = rows.join(prompt).row, [*prompt]
+        for token in (5, 6, 7):
+            rows.step({row: token})
+            text.append(token)
+        expected = reference.logits([*text, 8], 2)
+        assert rows._predict(8, 2) == expected.argmax(-1).tolist()
+        assert continue_text(session, prompt, 6)[0]
+
+
+@pytest.mark.slow
+def test_an_aborted_pass_costs_no_more_than_drafts(tmp_path: Path) -> None:
+    folder, decision = save_predicting("deepseek_v3", tmp_path), offload(group(2, 1))
+    reference = Reference(folder)
+    with open_drafted(folder, decision) as session:
+        expected, _ = continue_text(session)
+    with open_drafted(folder, predicting(decision)) as session:
+        rows = Rows(session, 1)
+        row = rows.join(PROMPT).row
+        token = int(rows.step({row: 5})[row].argmax())
+        drafting = session.predictor
+        assert drafting is not None
+        with patch.object(Predictor, "_choose", side_effect=Abort), pytest.raises(Abort):
+            rows._predict(token, 2)
+        assert rows._predict(token, 2) == []  # until a text begins
+        abort_in(session, 1)
+        with pytest.raises(Abort):
+            rows.check(row, [token, 1])
+        rows.check(row, [token, 1])
+        rows.take(row, 2, 1, has_nan=False)
+        assert rows._predict(3, 2) == []
+        rows.leave(row)
+        text = [*PROMPT, 5, token, 4]
+        assert rows.join(text).tokens_read == 1
+        assert rows._predict(3, 2) == []  # the layer has not read what the cache has
+        rows.leave(row)
+        rows.join(PROMPT)
+        wanted = reference.logits([*PROMPT, 3], 2)
+        assert rows._predict(3, 2) == wanted.argmax(-1).tolist()
+        rows.leave(row)
+        assert continue_text(rows, right=[True], expected=expected)[0] == expected
+
+
+@pytest.mark.parametrize(("name", "why"), [("qwen3", "stores no layers that predict")])
+def test_refused_before_anything_is_loaded(tmp_path: Path, name: str, why: str) -> None:
+    with pytest.raises(PlanError, match=f"`draft=mtp:3`: .* {why}"):
+        open_drafted(save_tiny(name, tmp_path), predicting(offload()))
