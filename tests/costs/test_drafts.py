@@ -192,7 +192,7 @@ def hybrid_model(num_linear: int) -> Model:
         for index, each in enumerate(model.layers)
     )
     sizes = {f"linear_{name}": size for name, size in LINEAR._asdict().items()}
-    return replace(model, layers=tuple(layers), config=model.config | sizes)
+    return replace(model, layers=tuple(layers), config={**model.config, **sizes})
 
 
 def test_hybrids_keep_what_each_token_adds_to_states() -> None:
