@@ -245,7 +245,7 @@ class Rows:
                     tokens = torch.tensor([(prompt * size)[:size]]).to(self.session.device)
                     for _ in range(NUM_WARMUP_STEPS * (prompt_tokens + size <= context)):
                         self._runner.check(tokens, prompt_tokens, size)
-                        self._runner.add_taken(size)
+                        self._runner.take(size)
         self.session.end_warm_up()
 
     def join(self, prompt: Sequence[int], owner: Hashable = None) -> Joined:
@@ -459,7 +459,7 @@ class Rows:
         self._checked = []
         try:
             with self._running("checking drafts"):
-                self._runner.add_taken(num_taken)
+                self._runner.take(num_taken)
                 if has_nan:
                     end = text.length + num_checked - num_taken
                     self._runner.clear_drafts(text.length, end)

@@ -243,8 +243,8 @@ class ModelRunner:
             self.tokens_embedded += tokens.shape[1]
             return self._run_step(tokens)
 
-    def add_taken(self, num_taken: int) -> None:
-        """Have states go on from the first tokens of the last ``check``, which left them alone."""
+    def take(self, num_taken: int) -> None:
+        """Say how many tokens of the last ``check`` are the text's: states go on by these."""
         assert self.layers.cache is not None
         self.layers.cache.add_taken(num_taken)
 
