@@ -66,8 +66,12 @@ class DraftedTimes:
 
 
 def graph_bytes(stage: Stage, sizes: Sequence[int]) -> int:
-    """Bytes of the graphs of passes of so many sizes, beside the tensors that they keep."""
-    return GRAPH_BYTES * len(stage.layers) * len(sizes)
+    """Bytes of the graphs of passes of so many sizes, beside the tensors that they keep.
+
+    Linear attention has RULE_LAUNCHES more kernels, and counts twice.
+    """
+    num_linear = sum(layer.kv_cache.state_bytes > 0 for layer in stage.layers)
+    return GRAPH_BYTES * (len(stage.layers) + num_linear) * len(sizes)
 
 
 _SECONDS: tuple[tuple[str, Callable[[PhaseTimes], Fraction | int]], ...] = (
