@@ -205,7 +205,9 @@ def test_hybrids_keep_what_each_token_adds_to_states() -> None:
         taken = predict(*asked, decide(draft=draft)).gpu_memory
         assert taken.kv_cache_bytes - plain.kv_cache_bytes == 3 * places * of_token
         stage = hold(hybrid_model(3))
-        assert graph_bytes(stage, list_pass_sizes(draft)) == GRAPH_BYTES * (4 + 3) * len(list_pass_sizes(draft))
+        assert graph_bytes(stage, list_pass_sizes(draft)) == GRAPH_BYTES * (4 + 3) * len(
+            list_pass_sizes(draft)
+        )
 
 
 def test_states_go_on_behind_a_pass() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.modeling_layers import MtpModel
 
 from offplan.capabilities.way import OWN
 from offplan.placement import Phase
@@ -173,9 +174,12 @@ def test_drafts_of_hybrids_keep_to_the_memory_that_is_planned(tmp_path: Path, to
             rows.take(row, 1 + tokens, 2, has_nan=False)
             torch.cuda.synchronize()
         assert torch.cuda.max_memory_allocated() - before < 2**20
-        assert torch.cuda.memory_allocated() == before
+        assert torch.cuda.memory_allocated() <= before
 
 
+@pytest.mark.skipif(
+    not hasattr(MtpModel, "forward_layer"), reason="transformers runs no single prediction layer"
+)
 @pytest.mark.usefixtures("gpus_predict")
 @pytest.mark.parametrize("family", PREDICTING)
 def test_prediction_layers_draft_as_transformers_own_do(tmp_path: Path, family: str) -> None:
