@@ -21,12 +21,11 @@ from offplan.checkpoint.gguf.places import (
     list_shards,
 )
 from offplan.checkpoint.gguf.read import Header, import_reader, read_header, size_headers
-from offplan.checkpoint.header_cache import ShardStart, find_header, keep_header
 from offplan.checkpoint.hub_errors import explaining
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.quiet import quietly
-from offplan.checkpoint.ranges import read_start, retry
+from offplan.checkpoint.ranges import ShardStart, find_header, keep_header, read_start, retry
 from offplan.errors import CheckpointError
 from offplan.progress import Progress
 
