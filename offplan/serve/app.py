@@ -24,20 +24,18 @@ from offplan.runtime.masks import Matcher
 from offplan.serve import anthropic_api, ollama_api
 from offplan.serve.answers import Answer, Choice, TokenNames, make_answer
 from offplan.serve.anthropic_api import Messages
-from offplan.serve.api import CappedChat, Translate, Translation
+from offplan.serve.api import CappedChat, OpenAi, Translate, Translation
 from offplan.serve.errors import ApiError
 from offplan.serve.grammars import has_grammar
 from offplan.serve.guard import Guard, finish_before
 from offplan.serve.metrics import Metrics
 from offplan.serve.ollama_api import Ollama
-from offplan.serve.openai_api import OpenAi
 from offplan.serve.reading import Reader, read_drawing
 from offplan.serve.requests import ChatRequest, CompletionRequest, parse_request
 from offplan.serve.requests import Request as Asked
 from offplan.serve.responses_api import NO_STATE, Responses
 from offplan.serve.tokens_api import Detokenize, Tokenize, answer_text
-from offplan.serve.turns import identify
-from offplan.serve.worker import Event, Job, WatchedThread, Worker
+from offplan.serve.worker import Event, Job, WatchedThread, Worker, identify
 
 _QUIET_S = 10.0
 """Seconds without a token after which a stream sends a comment: a long prompt takes minutes, and

@@ -7,7 +7,7 @@ import torch
 
 from offplan.machine.curve import FIT_FROM_BYTES
 from offplan.machine.measure import measure_machine
-from offplan.machine.measure_others import count_together
+from offplan.machine.measure_link import count_together
 from offplan.machine.profile import MachineProfile, dump_profile, parse_profile
 from offplan.plan import Goal
 from offplan.upkeep.local_gpu import find_local_gpu

@@ -38,7 +38,7 @@ from offplan.runtime.loading.places import assign, find_places, materialise_buff
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.model.calls import LayerCalls
 from offplan.runtime.refusal import refuse
-from offplan.runtime.stock.bound import skipping_repeats
+from offplan.runtime.stock.bounded import skipping_repeats
 from offplan.runtime.stock.chunks import (
     BLOCK_TOKENS,
     can_lengthen,
