@@ -111,18 +111,22 @@ def test_operators_tell_what_they_return(
         pairs = list(sort_pairs(torch.tensor([1], device=DEVICE), experts)[1:])
     checks = "test_faketensor"  # schemas are not checked of FP8
     weight = operators._split(form, parts)
-    torch.library.opcheck(operators._expand, (*weight, DTYPES[0]), test_utils=checks)
-    torch.library.opcheck(operators._multiply, (*weight, [x, *pairs], False), test_utils=checks)
+    torch.library.opcheck(torch.ops.offplan.expand.default, (*weight, DTYPES[0]), test_utils=checks)
+    torch.library.opcheck(
+        torch.ops.offplan.multiply.default, (*weight, [x, *pairs], False), test_utils=checks
+    )
     if not experts:
         scratch = torch.empty(coded.NUM_OUT * coded.NUM_IN, dtype=x.dtype, device=DEVICE)
         bias = torch.zeros(coded.NUM_OUT, dtype=x.dtype, device=DEVICE)
         for room in (None, scratch):
-            torch.library.opcheck(operators._linear, (*weight, x, bias, room), test_utils=checks)
+            torch.library.opcheck(
+                torch.ops.offplan.linear.default, (*weight, x, bias, room), test_utils=checks
+            )
         if form.kind is Kind.PACKED:
             for rows in (1, 100):
                 inputs = x.expand(rows, -1), bias
                 torch.library.opcheck(
-                    operators._linear_of_any, (*weight, *inputs), test_utils=checks
+                    torch.ops.offplan.linear_of_any.default, (*weight, *inputs), test_utils=checks
                 )
 
 

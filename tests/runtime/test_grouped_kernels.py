@@ -357,12 +357,18 @@ def test_operators_tell_what_they_return() -> None:
     weight, checks = operators._split(form, parts), "test_faketensor"
     for room in (None, scratch):
         arguments = (*weight, x, starts, bias, room)
-        torch.library.opcheck(operators._groups_operator, arguments, test_utils=checks)
+        torch.library.opcheck(
+            torch.ops.offplan.multiply_groups.default, arguments, test_utils=checks
+        )
     values = random(2, 40, coded.NUM_IN)
-    torch.library.opcheck(operators._values_operator, (values, x, starts, None), test_utils=checks)
-    torch.library.opcheck(operators._gate_operator, (random(3, 80), *Gate()), test_utils=checks)
+    torch.library.opcheck(
+        torch.ops.offplan.multiply_values.default, (values, x, starts, None), test_utils=checks
+    )
+    torch.library.opcheck(
+        torch.ops.offplan.gate_rows.default, (random(3, 80), *Gate()), test_utils=checks
+    )
     summed = random(6, 40), random(3, 2), None
-    torch.library.opcheck(operators._sum_operator, summed, test_utils=checks)
+    torch.library.opcheck(torch.ops.offplan.sum_pairs.default, summed, test_utils=checks)
 
 
 @pytest.mark.slow

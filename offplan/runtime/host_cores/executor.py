@@ -20,6 +20,7 @@ from offplan.errors import PlanError
 from offplan.forms.form import RAW, Component, Form
 from offplan.placement import Phase
 from offplan.runtime.forms import tasks
+from offplan.runtime.forms.declared import declare
 from offplan.runtime.forms.experts import SHARE
 from offplan.runtime.forms.reference import Components
 from offplan.runtime.forms.runnable import is_transposed
@@ -297,20 +298,14 @@ def _make_experts(
     return ExpertsTask(server, experts, [held, own])
 
 
+@declare(
+    "by_cores",
+    "(Tensor task, Tensor[] inputs, int num_out) -> Tensor",
+    lambda task, inputs, num_out: inputs[0].new_empty(*inputs[0].shape[:-1], num_out),
+)
 def _compute(task: torch.Tensor, inputs: list[torch.Tensor], num_out: int) -> torch.Tensor:
     made: torch.Tensor = tasks.find(task).compute(*inputs)
     return made
-
-
-_operator = torch.library.custom_op(
-    "offplan::by_cores",
-    _compute,
-    mutates_args=(),
-    schema="(Tensor task, Tensor[] inputs, int num_out) -> Tensor",
-)
-_operator.register_fake(
-    lambda task, inputs, num_out: inputs[0].new_empty(*inputs[0].shape[:-1], num_out)
-)
 
 
 class ByCoresModule(nn.Module):
@@ -333,8 +328,7 @@ class ByCoresModule(nn.Module):
         if own.ends_in_block:
             return tasks.begin(task, inputs)
         num_out = own.out_features if is_linear else inputs[0].shape[-1]
-        compute = _operator if torch.compiler.is_compiling() else _compute
-        out: torch.Tensor = compute(task, inputs, num_out)
+        out = _compute(task, inputs, num_out)
         return out + own.bias if is_linear and own.bias is not None else out
 
 
