@@ -128,9 +128,10 @@ def retry(ask: Callable[[], _Result]) -> _Result:
 def _read(url: str, first: int, end: int) -> ShardStart:
     """Read bytes ``first`` to ``end`` (exclusive; fewer where the file ends)."""
     timeout_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
+    headers = build_hf_headers(library_name=AGENT, headers={"Range": f"bytes={first}-{end - 1}"})
     with (
         checked_session() as session,
-        session.stream("GET", url, headers=_headers(first, end), timeout=timeout_s) as response,
+        session.stream("GET", url, headers=headers, timeout=timeout_s) as response,
     ):
         ranged = response.status_code == 206
         file_bytes = _file_bytes(response, ranged)
@@ -153,11 +154,6 @@ def _read(url: str, first: int, end: int) -> ShardStart:
     if len(data) < present:
         raise Cut(f"{len(data)} of {present} bytes came")
     return ShardStart(bytes(data[skip:wanted]), file_bytes)
-
-
-def _headers(first: int, end: int) -> dict[str, str]:
-    """Return the headers of a request for bytes ``first`` to ``end`` (exclusive)."""
-    return build_hf_headers(library_name=AGENT, headers={"Range": f"bytes={first}-{end - 1}"})
 
 
 def _file_bytes(response: Any, ranged: bool) -> int | None:
