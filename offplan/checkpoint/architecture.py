@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from offplan.checkpoint import model_types
 from offplan.checkpoint.config import MAX_COUNT, class_type, read_count, read_dtype, text_config
 from offplan.checkpoint.jsontext import quote
-from offplan.checkpoint.tensors import CONFIG_NAME
+from offplan.checkpoint.tensors import CONFIG_NAME, FLOAT_BITS
 from offplan.checkpoint.windows import Mixer, read_windows
 from offplan.errors import CheckpointError
 from offplan.forms.methods import read_quantisation
@@ -181,11 +181,15 @@ class Architecture:
     notes: tuple[str, ...]
     """Sentences on what the config leaves open."""
 
-    def keeps_float32(self, name: str, dtype: str, *, is_wide: bool) -> bool:
-        """Return True if a parameter stays in float32 in a model that is computed in ``dtype``.
+    def kept_bits(self, name: str, dtype: str, *, is_wide: bool) -> int:
+        """Return the bits of an element of loaded floats in a model computed in ``dtype``.
 
-        ``is_wide`` is True if it is stored in float32.
+        ``is_wide`` says whether they are stored in float32.
         """
+        return 32 if self.keeps_float32(name, dtype, is_wide=is_wide) else FLOAT_BITS[dtype]
+
+    def keeps_float32(self, name: str, dtype: str, *, is_wide: bool) -> bool:
+        """Return True if a parameter stays in float32 in a model that is computed in ``dtype``."""
         parts = self.float32_parts if dtype in ("bfloat16", "float16") else ()
         parts += self.float32_parts_in_float16 if dtype == "float16" else ()
         parts += self.routers if is_wide and dtype in ("bfloat16", "float16") else ()

@@ -8,14 +8,7 @@ from math import prod
 from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.parameter import ATTENTION_OUTPUTS, MLP_OUTPUTS, Parameter
-from offplan.checkpoint.tensors import (
-    DTYPE_BITS,
-    FLOAT_BITS,
-    FLOATS,
-    TensorInfo,
-    Tensors,
-    split_expert,
-)
+from offplan.checkpoint.tensors import DTYPE_BITS, FLOATS, TensorInfo, Tensors, split_expert
 from offplan.errors import CheckpointError
 from offplan.forms.form import OTHER, Component
 from offplan.forms.recognise import CODE_TYPES, Shape, recognise
@@ -86,8 +79,7 @@ def resize(parameter: Parameter, architecture: Architecture, dtype: str) -> Para
     if not parameter.form.is_raw:
         return parameter
     is_wide = any(tensor.dtype == "F32" for tensor in parameter.tensors)
-    keeps_float32 = architecture.keeps_float32(parameter.name, dtype, is_wide=is_wide)
-    kept = 32 if keeps_float32 else FLOAT_BITS[dtype]
+    kept = architecture.kept_bits(parameter.name, dtype, is_wide=is_wide)
     changes = any(t.dtype in FLOATS and DTYPE_BITS[t.dtype] != kept for t in parameter.tensors)
     return replace(parameter, resized=kept) if changes else parameter
 
