@@ -12,6 +12,7 @@ from pathlib import Path
 from huggingface_hub import constants, hf_hub_url
 from huggingface_hub.utils import logging
 
+from offplan.checkpoint.answers import NoSuchFile, explaining
 from offplan.checkpoint.config import GENERATION_NAME, NO_GENERATION, states_quantisation
 from offplan.checkpoint.download import (
     PATIENCE_S,
@@ -32,7 +33,6 @@ from offplan.checkpoint.folder import (
     read_index,
     read_shard,
 )
-from offplan.checkpoint.hub_errors import NoSuchFile, explaining
 from offplan.checkpoint.quiet import quietly
 from offplan.checkpoint.ranges import find_header, keep_header, read_header
 from offplan.checkpoint.tensors import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Stored, TensorInfo

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 from huggingface_hub import constants, errors
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-from offplan.checkpoint.answers import AGENT, checked_session
+from offplan.checkpoint.answers import AGENT, HTTPError, checked_session
 from offplan.checkpoint.headers import LENGTH_BYTES, MAX_HEADER_BYTES, header_length, parse_header
-from offplan.checkpoint.hub_errors import HTTPError
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.disk_cache import KeptAnswers
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from huggingface_hub import HfApi, constants, hf_hub_url
 from huggingface_hub.utils import logging
 
-from offplan.checkpoint.answers import AGENT, checked_session
+from offplan.checkpoint.answers import AGENT, checked_session, explaining
 from offplan.checkpoint.gguf.places import (
     QUANTISATION,
     SHARD,
@@ -21,7 +21,6 @@ from offplan.checkpoint.gguf.places import (
     list_shards,
 )
 from offplan.checkpoint.gguf.read import Header, import_reader, read_header, size_headers
-from offplan.checkpoint.hub_errors import explaining
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.quiet import quietly

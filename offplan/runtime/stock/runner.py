@@ -22,8 +22,7 @@ from offplan.runtime.passes.forward import require_prompt, require_step
 from offplan.runtime.passes.link import Link, PassSchedules
 from offplan.runtime.passes.nan import NanFoundError, NanWatch
 from offplan.runtime.refusal import refuse
-from offplan.runtime.stock.chunks import reads_chunks
-from offplan.runtime.stock.generation import StockGeneration
+from offplan.runtime.stock.generation import StockGeneration, reads_chunks
 from offplan.runtime.stock.passes import try_to_count
 from offplan.runtime.stock.skeleton import build_stock
 from offplan.schedule import (
