@@ -13,11 +13,7 @@ from tests.hostcores.cores import require_cores
 from tests.runtime.plans import group, offload, open_session
 from tests.runtime.quantise import save_stored
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 require_cores()
 

@@ -23,15 +23,7 @@ from tests.runtime.coded import (
     tame,
 )
 from tests.runtime.columns import expand, hold
-from tests.runtime.interpreted import (
-    INTERPRETED,
-    TARGETS,
-    compile_ptx,
-    need_triton,
-    run_interpreted,
-    runs_itself,
-    runs_kernels,
-)
+from tests.runtime.interpreted import INTERPRETED, TARGETS, compile_ptx, need_triton, runs_kernels
 from tests.tiers import each_value_once, others_in_sweep
 
 LENGTHS = [coded.NUM_IN, coded.NUM_IN - 24]
@@ -52,13 +44,6 @@ def limits_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from offplan.runtime.forms import products
 
     monkeypatch.setattr(products, "gpu_limits", lambda index: (99 << 10, 128))
-
-
-@pytest.mark.slow
-@runs_itself
-@pytest.mark.parametrize("tier", ["not sweep", pytest.param("sweep", marks=pytest.mark.sweep)])
-def test_on_the_cpu(tier: str) -> None:
-    assert "passed" in run_interpreted(__file__, tier=tier)
 
 
 @pytest.mark.gpu

@@ -30,15 +30,7 @@ from offplan.runtime.forms.stored import (
 )
 from tests.runtime import coded
 from tests.runtime.columns import expand, hold
-from tests.runtime.interpreted import (
-    INTERPRETED,
-    TARGETS,
-    compile_ptx,
-    need_triton,
-    run_interpreted,
-    runs_itself,
-    runs_kernels,
-)
+from tests.runtime.interpreted import INTERPRETED, TARGETS, compile_ptx, need_triton, runs_kernels
 from tests.tiers import each_value_once, others_in_sweep
 
 DEVICE, DTYPE = coded.DEVICE, coded.DTYPES[0]
@@ -55,13 +47,6 @@ def limits_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for launcher in (grouped, products):
         monkeypatch.setattr(launcher, "gpu_limits", lambda index: (99 << 10, 2))
     monkeypatch.setattr(grouped, "compute_capability", lambda index: (8, 9))
-
-
-@pytest.mark.slow
-@runs_itself
-@pytest.mark.parametrize("tier", ["not sweep", pytest.param("sweep", marks=pytest.mark.sweep)])
-def test_on_the_cpu(tier: str) -> None:
-    assert "passed" in run_interpreted(__file__, tier=tier)
 
 
 def random(*shape: int) -> torch.Tensor:
