@@ -22,7 +22,7 @@ from offplan.checkpoint.gguf.places import (  # noqa: E402
     parse_hub,
     parse_ollama,
 )
-from offplan.checkpoint.gguf.read import (  # noqa: E402  # noqa: E402
+from offplan.checkpoint.gguf.read import (  # noqa: E402
     ARCHITECTURES,
     COMMON,
     describe_gguf,
