@@ -16,8 +16,6 @@ from offplan.errors import PlanError
 from offplan.plan import Offload, Rule
 from offplan.routing.use_order import UseOrder
 from offplan.runtime.cached_experts import experts as cached
-from offplan.runtime.model.layers import DecoderLayers
-from offplan.runtime.passes import runner
 from offplan.runtime.rows import Rows
 from tests.runtime.cached import (
     FEW,
@@ -33,7 +31,7 @@ from tests.runtime.cached import (
     run_resident,
 )
 from tests.runtime.conftest import SIZES, save_tiny
-from tests.runtime.plans import offload, open_session
+from tests.runtime.plans import compiled_layers, offload, open_session
 from tests.runtime.quantise import FEW_FORMS, FORMS, save_stored
 from tests.tiers import each_value_once, first_quick, others_in_sweep
 
@@ -170,9 +168,7 @@ def count_copied_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.slow
-def test_compiled_layers_with_slots_run_no_code_of_those_without(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_layers_with_slots_run_no_code_of_those_without(folder: Path) -> None:
     """All layers of a class share what was compiled: of resident experts, and of those that go."""
     checkpoint, decision = saved("qwen3_moe_tied", folder), offload(keeping(1), prefill_chunk=7)
     traced: list[int] = []
@@ -187,19 +183,12 @@ def test_compiled_layers_with_slots_run_no_code_of_those_without(
 
     logits, counts = run(decision)
     assert all(found.hits and found.copied for found in counts.values())
-    own = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda of, **_: own(of, backend=trace, dynamic=False))
-    compile_all = functools.partial(DecoderLayers, compiled=True)
-    monkeypatch.setattr(runner, "DecoderLayers", lambda layers, **_: compile_all(layers))
-    torch.compiler.reset()
-    try:
+    with compiled_layers(trace):
         assert all(map(torch.equal, run(offload(prefill_chunk=7))[0], logits))
         for _ in range(2):
             got, found = run(decision)
             assert all(map(torch.equal, got, logits))
             assert found == counts
-    finally:
-        torch.compiler.reset()
     assert traced
 
 

@@ -3,7 +3,6 @@
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,13 @@ from torch._dynamo.utils import counters
 
 from offplan.checkpoint.open import open_model
 from offplan.errors import InputError, MemoryLimitError
-from offplan.runtime.model.layers import DecoderLayers
 from offplan.runtime.passes.forward import Forward
 from offplan.runtime.rows import Rows
 from offplan.runtime.session import Session
 from offplan.transformers_private import list_experts
 from tests.runtime.conftest import save_tiny
 from tests.runtime.greedy import Alone, Greedy
-from tests.runtime.plans import CONTEXT, group, offload, open_session
+from tests.runtime.plans import CONTEXT, compiled_layers, group, offload, open_session
 from tests.tiers import each_value_once, first_quick, others_in_sweep
 
 LONG = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 11, 23, 45, 4, 33, 6, 21, 50, 2, 12]
@@ -530,18 +528,10 @@ def test_texts_lie_where_the_smallest_step_finds_them(tmp_path: Path, name: str)
 @pytest.mark.parametrize(
     "name", others_in_sweep(["qwen3", "chunked", "deepseek_v2", "linear"], ["qwen3", "linear"])
 )
-def test_no_row_is_compiled_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_no_row_is_compiled_for(tmp_path: Path, name: str) -> None:
     """What the first texts have compiled serves every row, position and length of a text."""
-    own = DecoderLayers.__init__
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(
-        DecoderLayers,
-        "__init__",
-        lambda layers, modules, compiled: own(layers, modules, compiled=True),
-    )
-    torch.compiler.reset()
     folder = save_tiny(name, tmp_path)
-    with open_session(folder, offload(group(2, 1), prefill_chunk=5)) as session:
+    with compiled_layers(), open_session(folder, offload(group(2, 1), prefill_chunk=5)) as session:
         texts = Greedy(Rows(session, 3))
         texts.rows.warm_up(11)
         compiled = counters["stats"]["unique_graphs"]
@@ -556,4 +546,3 @@ def test_no_row_is_compiled_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         texts.step()
         assert counters["stats"]["unique_graphs"] == compiled > 0
         texts.check(Alone(folder, 5))
-    torch.compiler.reset()

@@ -6,7 +6,6 @@ import mmap
 import sys
 import weakref
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from offplan.transformers_private import chosen_experts
 from tests.held import input_embedding
 from tests.runtime.conftest import CONFIGS, NUM_LAYERS, SIZES, save_tiny
 from tests.runtime.interpreted import need_triton
-from tests.runtime.plans import CONTEXT, group, offload, open_session
+from tests.runtime.plans import CONTEXT, compiled_layers, group, offload, open_session
 from tests.tiers import each_value_once, first_quick, others_in_sweep
 
 NUM_TOKENS = 6
@@ -230,23 +229,13 @@ def test_a_step_after_calls_of_a_prompt_were_noted(checkpoint: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", others_in_sweep(["qwen3", "chunked", "gptj"], ["qwen3"]))
-def test_prompts_and_steps_in_turn_compile_nothing_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    own = DecoderLayers.__init__
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(
-        DecoderLayers,
-        "__init__",
-        lambda layers, modules, compiled: own(layers, modules, compiled=True),
-    )
-    torch.compiler.reset()
-    with open_session(save_tiny(name, tmp_path), offload(prefill_chunk=5)) as session:
+def test_prompts_and_steps_in_turn_compile_nothing_more(tmp_path: Path, name: str) -> None:
+    folder = save_tiny(name, tmp_path)
+    with compiled_layers(), open_session(folder, offload(prefill_chunk=5)) as session:
         tokens = tokens_of(session)
         compiled = counters["stats"]["unique_graphs"]
         assert tokens_of(session) == tokens
         assert counters["stats"]["unique_graphs"] == compiled > 0
-    torch.compiler.reset()
 
 
 @pytest.mark.slow
