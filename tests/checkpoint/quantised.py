@@ -111,16 +111,23 @@ AWQ_WORDS = ("qweight I32 inner out//8", *_ZEROS_AND_SCALES)
 """Words of 4 bits along the outputs, in groups of 128 inputs."""
 
 
-def weights(**arguments: Any) -> dict[str, Any]:
-    """The config of compressed-tensors for one group of all linear layers but head and router."""
-    layout, inputs = arguments.pop("format"), arguments.pop("inputs", None)
-    group = {"targets": ["Linear"], "weights": arguments, "input_activations": inputs}
+def compressed(
+    layout: str, weights: Mapping[str, Any], inputs: Any = None, *ignore: str
+) -> dict[str, Any]:
+    """The config of compressed-tensors for one group of all linear layers but those ignored."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors",
         "format": layout,
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head", "re:.*mlp\\.gate$"],
+        "ignore": [*ignore],
     }
+
+
+def weights(**arguments: Any) -> dict[str, Any]:
+    """The config of compressed-tensors for all linear layers but head and router."""
+    layout, inputs = arguments.pop("format"), arguments.pop("inputs", None)
+    return compressed(layout, arguments, inputs, "lm_head", "re:.*mlp\\.gate$")
 
 
 INT4 = {"format": "pack-quantized", "num_bits": 4, "type": "int", "group_size": 128}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM, PhimoeConfig
 
 from offplan.capabilities.cached_experts import ExpertSlots
@@ -171,11 +172,7 @@ def count_copied_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_compiled_layers_with_slots_run_no_code_of_those_without(folder: Path) -> None:
     """All layers of a class share what was compiled: of resident experts, and of those that go."""
     checkpoint, decision = saved("qwen3_moe_tied", folder), offload(keeping(1), prefill_chunk=7)
-    traced: list[int] = []
-
-    def trace(graph: torch.fx.GraphModule, _: object) -> Any:
-        traced.append(1)
-        return graph.forward
+    traced = CompileCounter()
 
     def run(rules: Offload) -> tuple[list[torch.Tensor], dict[int, Any]]:
         with open_session(checkpoint, rules) as session:
@@ -183,13 +180,13 @@ def test_compiled_layers_with_slots_run_no_code_of_those_without(folder: Path) -
 
     logits, counts = run(decision)
     assert all(found.hits and found.copied for found in counts.values())
-    with compiled_layers(trace):
+    with compiled_layers(traced):
         assert all(map(torch.equal, run(offload(prefill_chunk=7))[0], logits))
         for _ in range(2):
             got, found = run(decision)
             assert all(map(torch.equal, got, logits))
             assert found == counts
-    assert traced
+    assert traced.frame_count
 
 
 def test_more_pairs_than_kernels_sort(folder: Path) -> None:

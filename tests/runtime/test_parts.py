@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -371,23 +372,18 @@ def test_layers_compiled_by_their_pieces(folder: Path) -> None:
     """A prompt's layer is cut at its experts; a step's is compiled whole, as without parts."""
     checkpoint = saved("qwen3_moe_tied", folder)
     decision = offload(in_parts(2, every=2), prefill_chunk=7)
-    traced: list[int] = []
-
-    def trace(graph: torch.fx.GraphModule, _: object) -> Any:
-        traced.append(1)
-        return graph.forward
-
+    traced = CompileCounter()
     expected = run_resident(checkpoint, 7, *FEW)
     before = torch._dynamo.config.recompile_limit
-    with compiled_layers(trace):
+    with compiled_layers(traced):
         for _ in range(2):
             with open_session(checkpoint, decision) as session:
                 assert all(map(torch.equal, run_hostile(session, *FEW), expected))
-                num_traced = len(traced)
+                num_traced = traced.frame_count
                 logits = session.prefill(torch.arange(28).view(2, 14))
                 for _ in range(2):
                     logits = session.decode(logits.argmax(-1, keepdim=True))
-        assert traced
+        assert traced.frame_count
         assert num_traced
         assert torch._dynamo.config.recompile_limit == before
 

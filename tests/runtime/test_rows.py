@@ -165,17 +165,23 @@ def test_a_prefix_that_another_text_holds_is_copied(tmp_path: Path, name: str) -
         texts.steps(3)
 
 
+def note_batches(session: Session) -> list[int]:
+    """Return where each step adds how many rows it is for."""
+    step, batches = session.runner.step, list[int]()
+
+    def note(tokens: torch.Tensor, *others: Any) -> torch.Tensor:
+        batches.append(len(tokens))
+        return step(tokens, *others)
+
+    session.runner.step = note  # type: ignore
+    return batches
+
+
 @pytest.mark.slow
 def test_a_step_for_fewer_rows_than_there_are(tmp_path: Path) -> None:
-    folder, batches = save_tiny("qwen3_moe_tied", tmp_path), list[int]()
+    folder = save_tiny("qwen3_moe_tied", tmp_path)
     with open_session(folder, offload(group(2, 1))) as session:
-        step = session.runner.step
-
-        def note(tokens: torch.Tensor, *others: Any) -> torch.Tensor:
-            batches.append(len(tokens))
-            return step(tokens, *others)
-
-        session.runner.step = note  # type: ignore
+        batches = note_batches(session)
         texts = Greedy(Rows(session, 4, sizes=(1, 2)))
         for prompt in (*PROMPTS[:3], [9, 9]):
             texts.join(prompt)
@@ -496,15 +502,9 @@ def test_passes_of_transformers_own_have_one_text_at_a_time(tmp_path: Path) -> N
 @pytest.mark.parametrize("name", first_quick(["qwen3", "deepseek_v2", "linear", "shared_keys"]))
 @pytest.mark.slow
 def test_texts_lie_where_the_smallest_step_finds_them(tmp_path: Path, name: str) -> None:
-    folder, batches = save_tiny(name, tmp_path), list[int]()
+    folder = save_tiny(name, tmp_path)
     with open_session(folder, offload(group(2, 1))) as session:
-        step = session.runner.step
-
-        def note(tokens: torch.Tensor, *others: Any) -> torch.Tensor:
-            batches.append(len(tokens))
-            return step(tokens, *others)
-
-        session.runner.step = note  # type: ignore
+        batches = note_batches(session)
         texts = Greedy(Rows(session, 4, sizes=(1, 2)))
         texts.join(*PROMPTS)
         texts.step()

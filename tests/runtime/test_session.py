@@ -430,21 +430,18 @@ def test_layers_of_other_sessions_do_not_count(monkeypatch: pytest.MonkeyPatch) 
             return hidden * by
 
     compiled = CompileCounter()
-    compile_so = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda of, **_: compile_so(of, backend=compiled, dynamic=False)
-    )
     monkeypatch.setattr("offplan.runtime.model.layers.MAX_VARIANTS", 2)
-    for number in range(1, 5):
-        layers = DecoderLayers(torch.nn.ModuleList([Layer(), Layer()]), compiled=True)
-        for index in range(2):
-            hidden = torch.full((number,), float(number))
-            assert torch.equal(layers.step(index, Call(hidden, {})), 2 * hidden)
-        assert compiled.frame_count == number
+    with compiled_layers(compiled):
+        for number in range(1, 5):
+            layers = DecoderLayers(torch.nn.ModuleList([Layer(), Layer()]), compiled=True)
+            for index in range(2):
+                hidden = torch.full((number,), float(number))
+                assert torch.equal(layers.step(index, Call(hidden, {})), 2 * hidden)
+            assert compiled.frame_count == number
 
 
 @pytest.mark.slow
-def test_a_layer_cut_at_its_experts_shares_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_cut_at_its_experts_shares_no_code() -> None:
     """What is compiled for it, guarded by nothing behind the cut, must not serve whole layers.
 
     In a capture, where nothing can be compiled, these would be compiled once more.
@@ -479,14 +476,11 @@ def test_a_layer_cut_at_its_experts_shares_no_code(monkeypatch: pytest.MonkeyPat
             return self.block(hidden * 5) + 1
 
     compiled = CompileCounter()
-    compile_so = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda of, **_: compile_so(of, backend=compiled, dynamic=False)
-    )
-    layers = DecoderLayers(torch.nn.ModuleList([Layer(Whole()), Layer(Cut())]), compiled=True)
-    for again in range(2):
-        for index, expected in enumerate((34.0, 37.0)):
-            assert layers.step(index, Call(torch.ones(1), {})).item() == expected
-        if not again:
-            before = compiled.frame_count
+    with compiled_layers(compiled):
+        layers = DecoderLayers(torch.nn.ModuleList([Layer(Whole()), Layer(Cut())]), compiled=True)
+        for again in range(2):
+            for index, expected in enumerate((34.0, 37.0)):
+                assert layers.step(index, Call(torch.ones(1), {})).item() == expected
+            if not again:
+                before = compiled.frame_count
     assert compiled.frame_count == before
