@@ -119,18 +119,23 @@ def open_session(
 
 
 @contextmanager
-def compiled_layers(backend: str | Callable[..., Any] = "eager") -> Iterator[None]:
-    """Let sessions that open meanwhile compile their layers for a backend, on a CPU too."""
-    own, of_layers = torch.compile, DecoderLayers.__init__
+def compiled_layers(
+    backend: Callable[..., Any] = lambda graph, _: graph.forward,
+) -> Iterator[None]:
+    """Let sessions that open meanwhile compile their layers, on a CPU too, by a backend.
 
-    def compile_with(of: Any, dynamic: bool | None = None, **_: object) -> Any:
-        return own(of, backend=backend, dynamic=dynamic)
+    It is in the compiler's place: other options than another layer's have torch compile it again.
+    """
+    own = DecoderLayers.__init__
 
     def compile_all(layers: DecoderLayers, modules: torch.nn.ModuleList, **_: object) -> None:
-        of_layers(layers, modules, compiled=True)
+        own(layers, modules, compiled=True)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", compile_with)
+        patch.setattr(
+            "torch._inductor.compile_fx.compile_fx",
+            lambda graph, inputs, **_: backend(graph, inputs),
+        )
         patch.setattr(DecoderLayers, "__init__", compile_all)
         torch.compiler.reset()
         try:

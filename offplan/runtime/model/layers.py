@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -51,8 +52,9 @@ class Call:
     """Other arguments by name: masks, positions, rotary tables, the layer's cache."""
 
 
+@cache  # torch compiles a layer again for options that do not equal another layer's
 def _options() -> dict[str, Any]:
-    """Return what layers are compiled with."""
+    """Return what all layers are compiled with."""
     from offplan.runtime.model.step_graph import FewerLaunches  # needs torch's compiler
 
     return {**COMPILE_OPTIONS, "post_grad_custom_pre_pass": FewerLaunches()}
