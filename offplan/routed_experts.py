@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from offplan.capabilities.rule import LayerExperts
-from offplan.checkpoint.experts import SECOND_PROJECTIONS, count_experts
+from offplan.checkpoint.assemble import SECOND_PROJECTIONS, count_experts
 from offplan.checkpoint.model import Layer
 from offplan.errors import PlanError
 from offplan.forms.form import Component, Kind

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -67,8 +68,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what the whole suite leaves out as slow too, so that ``-m 'not slow'`` is the loop.
 
     Coverage is that of the quick tier: slow tests take half as long again when traced, and thrice
-    as long where they look at thousands of plans.
+    as long where they look at thousands of plans. A test marked ``gpu`` needs a CUDA device.
     """
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not import_module("torch").cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
     for item in items:
         if item.get_closest_marker("sweep") or item.get_closest_marker("engines"):
             item.add_marker("slow")

@@ -14,11 +14,11 @@ from huggingface_hub import constants
 from offplan import disk_cache
 from offplan.capabilities.cached_experts import MissRates
 from offplan.capabilities.stock import STOCK
-from offplan.checkpoint import header_cache
+from offplan.checkpoint import ranges
 from offplan.checkpoint.assemble import assemble
-from offplan.checkpoint.header_cache import ShardStart
+from offplan.checkpoint.config_only import SIZED, sized_key
 from offplan.checkpoint.model import Model
-from offplan.checkpoint.model_cache import SIZED, sized_key
+from offplan.checkpoint.ranges import ShardStart
 from offplan.checkpoint.tensors import Stored, TensorInfo
 from offplan.disk_cache import KeptAnswers, installed_versions
 from offplan.held import stock
@@ -107,7 +107,7 @@ KINDS = [
         (sized(14336), sized(7168, num_experts=12)),
     ),
     Kind(alternatives._LONGEST, (ASKED, {**ASKED, "held": ["x"]}), (98_304, 0)),
-    Kind(header_cache._HEADERS, (SHARD, {**SHARD, "shard": "other"}), (start(3), start(300))),
+    Kind(ranges._HEADERS, (SHARD, {**SHARD, "shard": "other"}), (start(3), start(300))),
     Kind(LAYER_TIMES, (TIMED, {**TIMED, "torch": "3"}), (times(0.1 + 0.2), times(1e-5))),
     Kind(HOST_CORES, (TIMED, {**TIMED, "torch": "3"}), ({"cores": 9e10}, {"cores": 1.5e10})),
     Kind(

@@ -11,7 +11,6 @@ from offplan.checkpoint.parameter import ATTENTION_OUTPUTS, MLP_OUTPUTS, Paramet
 from offplan.checkpoint.tensors import DTYPE_BITS, FLOATS, TensorInfo, Tensors, split_expert
 from offplan.errors import CheckpointError
 from offplan.forms.form import OTHER, Component
-from offplan.forms.names import part_of
 from offplan.forms.recognise import CODE_TYPES, Shape, recognise
 
 _EXPERTS = frozenset(("experts", "switch_mlp"))
@@ -175,3 +174,49 @@ def _is_fused(name: str, tensor: TensorInfo, num_experts: int | None) -> bool:
     # Granite names no experts: block_sparse_moe.input_linear.weight [E, 2I, H].
     in_moe = any("moe" in part for part in parts)
     return in_moe and len(tensor.shape) == 3 and tensor.shape[0] == num_experts
+
+
+_AFTER = {
+    Component.WEIGHT: "_packed _blocks",
+    Component.SCALE: "_scale _scales _scale_inv .absmax",
+    Component.ZERO: "_zero_point",
+    Component.GROUP_INDEX: "_g_idx",
+    Component.GLOBAL_SCALE: "_scale_2",
+    Component.GLOBAL_DIVISOR: "_global_scale",
+    Component.INPUT_SCALE: "_input_scale _activation_scale",
+    Component.SHAPE: "_shape",
+    Component.CODES: ".quant_map",
+    Component.NESTED_SCALE: ".nested_absmax",
+    Component.NESTED_CODES: ".nested_quant_map",
+    Component.STATE: "_format .quant_state.bitsandbytes__nf4 .quant_state.bitsandbytes__fp4",
+}
+"""Ends that follow a weight's own name: ``q_proj.weight_scale``, ``gate_up_proj_blocks``."""
+_INSTEAD = {
+    Component.WEIGHT: ".qweight ._weight_qdata",
+    Component.SCALE: ".scales .scale .SCB ._weight_scale ._weight_scale_and_zero",
+    Component.ZERO: ".qzeros ._weight_zero_point",
+    Component.OFFSET: ".biases",
+    Component.GROUP_INDEX: ".g_idx",
+    Component.INPUT_SCALE: ".input_scale .activation_scale .input_global_scale",
+}
+"""Ends that stand where the weight's name ends in ``.weight``: ``q_proj.qzeros``."""
+_ENDS = {
+    end: (part, tail)
+    for ends_of, tail in ((_AFTER, ""), (_INSTEAD, ".weight"))
+    for part, ends in ends_of.items()
+    for end in ends.split()
+}
+_LONGEST_FIRST = sorted(_ENDS, key=len, reverse=True)
+
+
+def part_of(name: str) -> tuple[str, Component]:
+    """Tell which weight a tensor of this name may belong to, and what it would be to it.
+
+    ``q_proj.qzeros`` gives ``q_proj.weight`` and its ZERO. It is only a name: whether it belongs
+    there is for the weight's type to say.
+    """
+    for end in _LONGEST_FIRST:
+        if name.endswith(end):
+            part, tail = _ENDS[end]
+            return name.removesuffix(end) + tail, part
+    return name, Component.WEIGHT

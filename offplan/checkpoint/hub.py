@@ -12,25 +12,30 @@ from pathlib import Path
 from huggingface_hub import constants, hf_hub_url
 from huggingface_hub.utils import logging
 
-from offplan.checkpoint.config import states_quantisation
-from offplan.checkpoint.download import PATIENCE_S, fetch, fetch_where_present, find_file, is_absent
+from offplan.checkpoint.answers import NoSuchFile, explaining
+from offplan.checkpoint.config import GENERATION_NAME, NO_GENERATION, states_quantisation
+from offplan.checkpoint.download import (
+    PATIENCE_S,
+    fetch,
+    fetch_where_present,
+    find_file,
+    in_threads,
+    is_absent,
+)
 from offplan.checkpoint.folder import (
     ADAPTER_ALONE,
     ADAPTER_NAME,
     QUANTISATION_NAME,
+    Index,
+    check_against_index,
     read_config,
     read_generation,
     read_index,
     read_shard,
 )
-from offplan.checkpoint.header_cache import find_header, keep_header
-from offplan.checkpoint.hub_errors import NoSuchFile, explaining
-from offplan.checkpoint.identity import GENERATION_NAME, NO_GENERATION
-from offplan.checkpoint.index import Index, check_against_index
 from offplan.checkpoint.quiet import quietly
-from offplan.checkpoint.ranges import read_header
+from offplan.checkpoint.ranges import find_header, keep_header, read_header
 from offplan.checkpoint.tensors import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Stored, TensorInfo
-from offplan.checkpoint.threads import in_threads
 from offplan.errors import CheckpointError, HubError
 from offplan.forms.recognise import CODE_TYPES
 from offplan.progress import Progress

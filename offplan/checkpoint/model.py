@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from offplan.checkpoint.architecture import Architecture, read_architecture
+from offplan.checkpoint.config import fingerprint
 from offplan.checkpoint.gguf.origin import GGUF
 from offplan.checkpoint.group import group_outside, resize
-from offplan.checkpoint.identity import fingerprint
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tables import INPUT_EMBEDDINGS, Table, group_rows
 from offplan.checkpoint.tensors import TensorInfo, Tensors

@@ -137,8 +137,8 @@ def _read(source: str, revision: str | None, dtype: str | None, on_progress: Pro
 
 def _read_hub(source: str, revision: str | None, on_progress: Progress, dtype: str | None) -> Model:
     """Read a checkpoint on the Hub, or what a repository without one has in GGUF files."""
+    from offplan.checkpoint.answers import NoSuchFile
     from offplan.checkpoint.hub import read_hub
-    from offplan.checkpoint.hub_errors import NoSuchFile
 
     try:
         return assemble(source, read_hub(source, revision, on_progress))

@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from offplan.checkpoint.architecture import Architecture, read_architecture
-from offplan.checkpoint.experts import describe_experts
+from offplan.checkpoint.assemble import describe_experts, describe_kv_caches
 from offplan.checkpoint.group import group_parameters, resize
-from offplan.checkpoint.kv_cache import describe_kv_caches
 from offplan.checkpoint.layers import is_prediction
 from offplan.checkpoint.model import Layer, Model
 from offplan.checkpoint.parameter import Parameter

@@ -11,7 +11,7 @@ from offplan.checkpoint.tensors import TensorInfo, Tensors, split_expert
 from offplan.errors import CheckpointError
 from offplan.forms.methods import READ_METHODS
 from offplan.forms.quantisation import Quantisation
-from offplan.forms.scheme import Tensor as StoredPart
+from offplan.forms.quantisation import Tensor as StoredPart
 
 
 class Use(Enum):

@@ -1,16 +1,76 @@
-"""Reading the first bytes of a large file over HTTP, and no more of it."""
+"""The first bytes of large files, read over HTTP and kept on disk.
+
+A second run and offline mode need no network: each shard's header is one file under
+``HF_HOME/offplan/headers/<org--name>/<commit>/``.
+"""
 
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from huggingface_hub import constants, errors
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-from offplan.checkpoint.answers import AGENT, checked_session
-from offplan.checkpoint.header_cache import ShardStart
-from offplan.checkpoint.headers import LENGTH_BYTES, header_length
-from offplan.checkpoint.hub_errors import HTTPError
+from offplan.checkpoint.answers import AGENT, HTTPError, checked_session
+from offplan.checkpoint.headers import LENGTH_BYTES, MAX_HEADER_BYTES, header_length, parse_header
+from offplan.checkpoint.tensors import TensorInfo
+from offplan.disk_cache import KeptAnswers
+
+_SIZE_BYTES = 8
+_GGUF = b"GGUF"
+"""The first bytes of a GGUF file, whose header is as long as its reader finds."""
+
+
+class ShardStart(NamedTuple):
+    """The start of a shard."""
+
+    data: bytes
+    """Header length and JSON, as in the file, perhaps less of it; all of a GGUF file's header."""
+    file_bytes: int | None
+    """Size of the whole shard; None if the server did not say."""
+
+    def parse(self, shard: str, where: str) -> list[TensorInfo]:
+        """Return the tensors; raises CheckpointError, naming ``where``, when it is damaged."""
+        return parse_header(self.data[LENGTH_BYTES:], self.file_bytes, shard, where)
+
+
+def find_header(repo: str, commit: str, shard: str) -> ShardStart | None:
+    """Return a shard's header, or None if none is kept that can be believed."""
+    return _HEADERS.find(*_place(repo, commit, shard))
+
+
+def keep_header(repo: str, commit: str, shard: str, start: ShardStart) -> None:
+    """Keep a shard's header, where the disk takes it and it is no longer than is read again."""
+    if len(start.data) > LENGTH_BYTES + MAX_HEADER_BYTES:
+        return
+    key, name = _place(repo, commit, shard)
+    _HEADERS.keep(key, start, name)
+
+
+def _place(repo: str, commit: str, shard: str) -> tuple[dict[str, str], str]:
+    """Return the key and the file's name of a shard's header."""
+    folder, file = repo.replace("/", "--"), shard.replace("/", "--")
+    key = {"repo": repo, "commit": commit, "shard": shard}
+    return key, f"{folder}/{commit}/{file}.header"
+
+
+def _encode(start: ShardStart) -> bytes:
+    return (start.file_bytes or 0).to_bytes(_SIZE_BYTES, "little") + start.data
+
+
+def _decode(content: bytes) -> ShardStart:
+    size, data = content[:_SIZE_BYTES], content[_SIZE_BYTES:]
+    start = ShardStart(data, int.from_bytes(size, "little") or None)
+    if data.startswith(_GGUF):
+        return start
+    if len(data) != LENGTH_BYTES + header_length(data[:LENGTH_BYTES], start.file_bytes, "kept"):
+        raise ValueError("this is not a whole header")
+    return start
+
+
+_HEADERS = KeptAnswers("headers", _SIZE_BYTES + LENGTH_BYTES + MAX_HEADER_BYTES, _encode, _decode)
+"""The shard's size (8 bytes, little-endian), then its first bytes as served: all of its header."""
+
 
 RETRY_WAITS_S = (0.5, 1.0, 2.0, 4.0)
 """Seconds between attempts; one attempt more than there are waits."""
@@ -67,9 +127,10 @@ def retry(ask: Callable[[], _Result]) -> _Result:
 def _read(url: str, first: int, end: int) -> ShardStart:
     """Read bytes ``first`` to ``end`` (exclusive; fewer where the file ends)."""
     timeout_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
+    headers = build_hf_headers(library_name=AGENT, headers={"Range": f"bytes={first}-{end - 1}"})
     with (
         checked_session() as session,
-        session.stream("GET", url, headers=_headers(first, end), timeout=timeout_s) as response,
+        session.stream("GET", url, headers=headers, timeout=timeout_s) as response,
     ):
         ranged = response.status_code == 206
         file_bytes = _file_bytes(response, ranged)
@@ -92,11 +153,6 @@ def _read(url: str, first: int, end: int) -> ShardStart:
     if len(data) < present:
         raise Cut(f"{len(data)} of {present} bytes came")
     return ShardStart(bytes(data[skip:wanted]), file_bytes)
-
-
-def _headers(first: int, end: int) -> dict[str, str]:
-    """Return the headers of a request for bytes ``first`` to ``end`` (exclusive)."""
-    return build_hf_headers(library_name=AGENT, headers={"Range": f"bytes={first}-{end - 1}"})
 
 
 def _file_bytes(response: Any, ranged: bool) -> int | None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from offplan.checkpoint.architecture import Architecture, read_architecture
+from offplan.checkpoint.assemble import describe_experts
 from offplan.checkpoint.config_only import with_dtype
-from offplan.checkpoint.experts import describe_experts
 from offplan.checkpoint.group import group_parameters, resize
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter, Role, role_of

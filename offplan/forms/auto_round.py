@@ -17,8 +17,7 @@ from offplan.forms.matching import (
     names_of,
     read_words,
 )
-from offplan.forms.quantisation import Quantisation, leave_unread, note_scales
-from offplan.forms.scheme import Scheme
+from offplan.forms.quantisation import Quantisation, Scheme, leave_unread, note_scales
 
 _NAME = re.compile(r"[\w.]+\.\d+\.[\w.]+")
 """Tells names of modules from patterns, where a key may be either."""

@@ -9,8 +9,7 @@ from typing import Any
 
 from offplan.forms.form import OTHER, Component, Form, Kind, WordOrder
 from offplan.forms.matching import block_of, grouped_form, is_record, is_size, names_of, targets
-from offplan.forms.quantisation import Quantisation, note_scales
-from offplan.forms.scheme import Scheme
+from offplan.forms.quantisation import Quantisation, Scheme, note_scales
 
 
 def read_compressed_tensors(stated: Mapping[str, Any], float_type: str) -> Quantisation:

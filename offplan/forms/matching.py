@@ -10,8 +10,8 @@ from typing import Any, TypeGuard
 
 from offplan.errors import CheckpointError
 from offplan.forms.form import OTHER, Component, Form, Kind, WordOrder
+from offplan.forms.quantisation import Scheme
 from offplan.forms.recognise import FEW_BITS, WHOLE_KINDS
-from offplan.forms.scheme import Scheme
 
 _MAX_PATTERN = 2_000
 _MAX_REPEATS = 6

@@ -23,8 +23,13 @@ from offplan.forms.matching import (
     skips,
     targets,
 )
-from offplan.forms.quantisation import Quantisation, leave_unread, note_scales
-from offplan.forms.scheme import BNB4_STATE_BYTES, Scheme
+from offplan.forms.quantisation import (
+    BNB4_STATE_BYTES,
+    Quantisation,
+    Scheme,
+    leave_unread,
+    note_scales,
+)
 
 _E4M3 = ("e4m3", "float8_e4m3fn")
 _MODELOPT_FORMS = {

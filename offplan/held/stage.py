@@ -11,8 +11,8 @@ from offplan.capabilities.drafts import Draft, most_drafted
 from offplan.capabilities.table import Recoding
 from offplan.capabilities.way import OWN, Way
 from offplan.checkpoint.architecture import Architecture
+from offplan.checkpoint.assemble import addition_bytes
 from offplan.checkpoint.group import resize
-from offplan.checkpoint.kv_cache import addition_bytes
 from offplan.checkpoint.model import Experts, Layer, Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tables import Table

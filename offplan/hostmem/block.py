@@ -61,9 +61,11 @@ class HostBlock:
         status = int(cudart.cudaHostRegister(address, self.nbytes, _PORTABLE))
         if status != 0:
             _clear_error()
+            limit = lock_limit()
+            lock = "unlimited" if limit is None else format_bytes(limit)
             raise MemoryLimitError(
                 f"the driver could not page-lock {format_bytes(self.nbytes)} of host memory (CUDA "
-                f"error {status}): check `ulimit -l` (now {_lock_limit()}), the container's "
+                f"error {status}): check `ulimit -l` (now {lock}), the container's "
                 f"memory limit and free memory, or {self._remedy}"
             )
         # Registered pages must be unregistered before they are freed: a later registration of the
@@ -109,9 +111,3 @@ def _clear_error() -> None:
     if torch.cuda.is_initialized():
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device="cuda")
-
-
-def _lock_limit() -> str:
-    """Say how much memory the process may lock, as ``ulimit -l`` would."""
-    limit = lock_limit()
-    return "unlimited" if limit is None else format_bytes(limit)

@@ -30,23 +30,27 @@ def memory_groups(proc: Path, cgroup: Path) -> Iterator[MemoryGroup]:
     or that cannot be read, are left out. Source: the kernel's cgroup-v2.rst and
     cgroup-v1/memory.rst.
     """
+    for is_unified, folder in _list_groups(proc, cgroup, "memory"):
+        names, prefix = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"
+        if is_unified:
+            names, prefix = ("memory.max", "memory.current"), ""
+        limit, used = (read_text(folder / name).strip() for name in names)
+        if limit.isdecimal() and used.isdecimal():
+            stat = read_numbers(folder / "memory.stat")
+            cached = stat.get(f"{prefix}active_file", 0) + stat.get(f"{prefix}inactive_file", 0)
+            yield MemoryGroup(folder, int(limit), int(used) - cached)
+
+
+def _list_groups(proc: Path, cgroup: Path, controller: str) -> Iterator[tuple[bool, Path]]:
+    """Yield folders of a controller's groups, from this process's own up; True for cgroup v2's."""
     for line in read_text(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, names, prefix = cgroup, ("memory.max", "memory.current"), ""
-        elif controllers == "memory":
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            base, prefix = cgroup / "memory", "total_"
-        else:
+        if controllers and controller not in controllers.split(","):
             continue
-        group = base / path.strip("/")
+        group = (cgroup / controller if controllers else cgroup) / path.strip("/")
         # a limit of any group above holds too; in a container the path may not be visible
         for folder in [group, *group.parents][: len(Path(path).parts)]:
-            limit, used = (read_text(folder / name).strip() for name in names)
-            if limit.isdecimal() and used.isdecimal():
-                stat = read_numbers(folder / "memory.stat")
-                cached = stat.get(f"{prefix}active_file", 0) + stat.get(f"{prefix}inactive_file", 0)
-                yield MemoryGroup(folder, int(limit), int(used) - cached)
+            yield not controllers, folder
 
 
 def core_quota(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
@@ -55,19 +59,11 @@ def core_quota(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
     Source: the kernel's cgroup-v2.rst (``cpu.max``) and scheduler/sched-bwc.rst.
     """
     quotas = []
-    for line in read_text(proc / "self" / "cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, names = cgroup, ["cpu.max"]
-        elif "cpu" in controllers.split(","):
-            base, names = cgroup / "cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
-        else:
-            continue
-        group = base / path.strip("/")
-        for folder in [group, *group.parents][: len(Path(path).parts)]:
-            words = " ".join(read_text(folder / name) for name in names).split()
-            if len(words) == 2 and all(word.isdecimal() for word in words):  # not "max", not -1
-                quotas.append(int(words[0]) / int(words[1]))
+    for is_unified, folder in _list_groups(proc, cgroup, "cpu"):
+        names = ["cpu.max"] if is_unified else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        words = " ".join(read_text(folder / name) for name in names).split()
+        if len(words) == 2 and all(word.isdecimal() for word in words):  # not "max", not -1
+            quotas.append(int(words[0]) / int(words[1]))
     return min(quotas, default=None)
 
 

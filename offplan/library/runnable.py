@@ -195,8 +195,7 @@ def _offload_nothing(stage: Stage) -> Offload:
 def find_obstacle(stage: Stage, offload: Offload | None = None, on_gpu: bool = False) -> str | None:
     """Say what ``why_not_run`` does, without the context; imports torch."""
     from offplan.runtime.executors import EXECUTORS
-    from offplan.runtime.loading.alike import shorten
-    from offplan.runtime.loading.prepared import fit
+    from offplan.runtime.loading.prepared import fit, shorten
 
     asked, device = offload or _offload_nothing(stage), "cuda" if on_gpu else "cpu"
     try:

@@ -105,7 +105,7 @@ def complete_figures(figures: dict[str, Any]) -> dict[str, Any]:
     """Return a profile's data with what it leaves out, so far as it can be assumed."""
     complete = {"link": "host link", **figures} if "h2d" in figures else dict(figures)
     for key, (value, source) in _EVERYWHERE.items():
-        complete.setdefault(key, _estimate(value, source))
+        complete.setdefault(key, estimate(value, source))
     for key, share in ACHIEVED_SHARES.items():
         if key in complete:
             complete[key] = _achieve(complete[key], share, _PARSERS[key])
@@ -113,10 +113,10 @@ def complete_figures(figures: dict[str, Any]) -> dict[str, Any]:
         peak = link.lanes * _LANE_BYTES_PER_S[link.generation]
         efficiency, seen = _EFFICIENCY[link.generation]
         source = f"{format_rate(peak)}, the peak of {link}, x {efficiency} as in {seen}"
-        complete["h2d"] = _estimate(format_rate(efficiency * peak), source)
+        complete["h2d"] = estimate(format_rate(efficiency * peak), source)
     if "uva" not in complete and (h2d := _read_rate(complete.get("h2d"))) is not None:
         source = f"{UVA_SHARE} of h2d, as measured on an H200: 51 of 55.4 GB/s"
-        complete["uva"] = _estimate(format_rate(UVA_SHARE * h2d), source)
+        complete["uva"] = estimate(format_rate(UVA_SHARE * h2d), source)
     return complete
 
 
@@ -136,7 +136,7 @@ def parse_link(text: object) -> PCIeLink | None:
     return PCIeLink(int(found[1]), int(found[2])) if found else None
 
 
-def rate_of_memory(text: str) -> dict[str, str]:
+def rate_of_memory(text: str) -> dict[str, Any]:
     """Estimate what cores read of memory by its name: ``5-6000x2``; raises InputError for none."""
     if (found := _MEMORY.fullmatch(text)) is None:
         raise InputError(
@@ -155,10 +155,11 @@ def rate_of_memory(text: str) -> dict[str, str]:
     is_desktop_ddr4 = generation == 4 and number <= _DESKTOP_CHANNELS
     share, in_words = _DESKTOP_DDR4_SHARE if is_desktop_ddr4 else _CORES_SHARE
     source = f"{channels}: {format_rate(peak)}, of which cores read {in_words}"
-    return _estimate(format_rate(share * peak), source)
+    return estimate(format_rate(share * peak), source)
 
 
-def _estimate(value: str, source: str) -> dict[str, str]:
+def estimate(value: Any, source: str) -> dict[str, Any]:
+    """Return a figure that was estimated, as a profile's data."""
     return {"value": value, "basis": "estimated", "source": source}
 
 

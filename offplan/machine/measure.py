@@ -10,8 +10,13 @@ import torch
 
 from offplan.errors import MemoryLimitError
 from offplan.machine.measure_host import measure_pinning, measure_place
-from offplan.machine.measure_link import measure_in_place, measure_pageable, measure_pinned
-from offplan.machine.measure_others import measure_concurrent, measure_peer
+from offplan.machine.measure_link import (
+    measure_concurrent,
+    measure_in_place,
+    measure_pageable,
+    measure_peer,
+    measure_pinned,
+)
 from offplan.machine.measure_time import figure, time_work
 from offplan.machine.profile import LAUNCHES, MachineProfile
 from offplan.progress import Progress

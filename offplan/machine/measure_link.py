@@ -1,16 +1,77 @@
-"""Measures the link of the current CUDA device: DMA by size, and kernels that read in place."""
+"""Measures links of the current CUDA device: DMA by size, beside other GPUs and from them, and
+kernels that read in place.
 
-from collections.abc import Callable
+Other GPUs keep a CUDA context until the process ends. Which tiles a product is cut into, and so how
+often it reads a weight, differs from shape to shape.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
+from math import prod
 
 import torch
+from torch.nn.functional import grouped_mm, linear
 
 from offplan.hostmem.block import view_in_place
 from offplan.machine.curve import FIT_FROM_BYTES, CopyRate, fit_latency
 from offplan.machine.measure_host import PINNED_BYTES, pinned
-from offplan.machine.measure_products import measure_in_place_reads
-from offplan.machine.measure_time import Timing, figure, table, time_work
+from offplan.machine.measure_time import NUM_SAMPLES, Timing, figure, summarise, table, time_work
+from offplan.machine.profile import InPlaceRead
+from offplan.progress import Progress
+from offplan.stores import SECOND_GPU_LINK
 from offplan.units import format_bytes
+
+
+def measure_in_place_reads(
+    products: Sequence[tuple[tuple[int, ...], int]],
+    pairs_per_token: int,
+    uva: float,
+    on_progress: Progress | None = None,
+) -> tuple[InPlaceRead, ...]:
+    """Time bf16 products on the current CUDA device, their weight in pinned memory.
+
+    Each product is a shape and a number of tokens; products are sorted by both, in this order. A
+    shape is [out, in], or [experts, out, in] for routed experts. Each token goes to
+    ``pairs_per_token`` of the experts. ``uva`` is the rate of reading once, in bytes per second. A
+    weight of more than PINNED_BYTES is cut along its first dimension: whole tiles are left out.
+    Noise does not make more tokens read less. Raises MemoryLimitError.
+    """
+    reads: list[InPlaceRead] = []
+    with pinned(PINNED_BYTES) as host:
+        device = torch.device("cuda", torch.cuda.current_device())
+        memory = view_in_place(host, device).view(torch.bfloat16)
+        for number, (shape, tokens) in enumerate(products):
+            weight = _cut(memory, shape)
+            seconds = time_work(_product(weight, shape, tokens, pairs_per_token)).seconds
+            least = reads[-1].factor if reads and reads[-1].shape == shape else 1.0
+            factor = max(least, seconds * uva / weight.nbytes)
+            reads.append(InPlaceRead(shape=shape, tokens=tokens, factor=factor))
+            if on_progress is not None:
+                on_progress(number + 1, len(products))
+    return tuple(reads)
+
+
+def _cut(memory: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """View as much of a weight of this shape as the memory holds."""
+    first, *rest = shape
+    held = min(first, memory.numel() // prod(rest))
+    return memory[: held * prod(rest)].view(held, *rest)
+
+
+def _product(
+    weight: torch.Tensor, shape: tuple[int, ...], tokens: int, pairs_per_token: int
+) -> Callable[[], torch.Tensor]:
+    """Return the product as the runtime makes it; every expert has as many pairs."""
+    size, dtype = weight.shape[-1], weight.dtype
+    if weight.dim() == 2:
+        hidden = torch.zeros(tokens, size, dtype=dtype, device="cuda")
+        return lambda: linear(hidden, weight)
+    pairs = max(1, tokens * pairs_per_token // shape[0])
+    ends = torch.arange(1, len(weight) + 1, dtype=torch.int32, device="cuda") * pairs
+    routed = torch.zeros(pairs * len(weight), size, dtype=dtype, device="cuda")
+    return lambda: grouped_mm(routed, weight.mT, offs=ends)
+
 
 CURVE_BYTES = (*(4096 * 4**power for power in range(8)), PINNED_BYTES)
 """Sizes of copies, 4 KiB to 256 MiB; the rate is flat from 64 MiB on."""
@@ -112,3 +173,82 @@ def _time_beside_copies(host: torch.Tensor, weight: torch.Tensor, vector: torch.
     timing = time_work(work)
     copies.synchronize()  # before `device` goes
     return timing
+
+
+_SHARE_BYTES = 64 * 2**20
+"""Bytes of each GPU's own pinned block; from this size on the rate is flat."""
+_REPEATS = 16
+"""Copies of that block in a sample, so that their beginnings and ends weigh little."""
+
+
+def measure_concurrent() -> dict[str, object]:
+    """Measure host to device while 2, 4, ... and all GPUs copy, the first ones of the host.
+
+    Engines give processes these. A number of them of which one is taken is left out.
+    """
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    rates: list[dict[str, object]] = []
+    for number in count_together(len(devices)):
+        try:
+            samples = _copy_together(devices[:number])
+        except RuntimeError:  # out of memory, or in use by a process that shares it with none
+            break
+        for device, column in zip(devices, zip(*samples, strict=True), strict=False):
+            timing = summarise(column)
+            rate = {"rate": _SHARE_BYTES / timing.seconds, "spread": timing.spread}
+            rates.append({"device": device.index, **rate, "num_gpus": number})
+    how = "pinned DMA of so many GPUs at once, each from a block of its own"
+    return {"h2d_concurrent": table(rates, how)} if rates else {}
+
+
+def count_together(num_gpus: int) -> list[int]:
+    """List the numbers of GPUs that copy at once: 2, 4, ... and all."""
+    powers = (2**power for power in range(1, num_gpus.bit_length()))
+    return sorted({*powers, num_gpus} - {0, 1})
+
+
+def _copy_together(devices: list[torch.device]) -> list[list[float]]:
+    """Return the seconds of one copy, a row a sample, a column a device; waits for all of them."""
+    with ExitStack() as stack:
+        hosts = [stack.enter_context(pinned(_SHARE_BYTES)) for _ in devices]
+        targets = [torch.empty(_SHARE_BYTES, dtype=torch.uint8, device=each) for each in devices]
+        streams = [torch.cuda.Stream(each) for each in devices]
+        samples = []
+        for _ in range(NUM_SAMPLES + 1):  # the first one warms up
+            marks = []
+            for host, target, stream in zip(hosts, targets, streams, strict=True):
+                with torch.cuda.stream(stream):  # makes the stream's device current, too
+                    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    start.record()
+                    for _ in range(_REPEATS):
+                        target.copy_(host, non_blocking=True)
+                    stop.record()
+                marks.append((start, stop))
+            for _, stop in marks:
+                stop.synchronize()
+            samples.append([start.elapsed_time(stop) / 1e3 / _REPEATS for start, stop in marks])
+        return samples[1:]
+
+
+def measure_peer() -> dict[str, object]:
+    """Measure DMA from the nearest other GPU's memory; nothing if none can be reached."""
+    this = torch.cuda.current_device()
+    curves: list[list[CopyRate]] = []
+    for other in range(torch.cuda.device_count()):
+        # torch copies from the source's side: it is the peer that needs access
+        if other != this and torch.cuda.can_device_access_peer(other, this):
+            with suppress(RuntimeError):  # as above: a GPU that cannot be used is no store
+                curves.append(_copy_from(torch.device("cuda", other)))
+    if not curves:
+        return {}
+    fastest = max(curves, key=lambda curve: curve[-1].rate)
+    return {
+        **describe_dma(fastest, SECOND_GPU_LINK.rate, SECOND_GPU_LINK.latency),
+        "peer_curve": table(fastest, "DMA from another GPU, queued back to back"),
+    }
+
+
+def _copy_from(other: torch.device) -> list[CopyRate]:
+    store = torch.empty(PINNED_BYTES, dtype=torch.uint8, device=other)
+    target = torch.empty(PINNED_BYTES, dtype=torch.uint8, device="cuda")
+    return copy_curve(lambda size: target[:size].copy_(store[:size], non_blocking=True))

@@ -13,7 +13,7 @@ from typing_extensions import TypeAliasType
 
 from offplan.errors import ProfileError
 from offplan.kernel_sizes import ASSUMED_CORES_BYTES_PER_S, ASSUMED_TRIP_S
-from offplan.machine.assumed import change_figures, complete_figures
+from offplan.machine.assumed import change_figures, complete_figures, estimate
 from offplan.machine.curve import MAX_FACTOR, Curve, Rereads
 from offplan.machine.name import SHIPPED, MachineName, parse_name
 from offplan.machine.name import shipped_profiles as shipped_profiles
@@ -281,8 +281,8 @@ class MachineProfile(Record):
         if self.host_reads is None:
             return alone
         left = max(0.1 * alone.value, self.host_reads.value - self.h2d.value)
-        said = {"value": min(alone.value, left), "basis": "estimated"}
-        return alone.model_copy(update={**said, "source": "host_reads less h2d, cores at most"})
+        said = estimate(min(alone.value, left), "host_reads less h2d, cores at most")
+        return alone.model_copy(update=said)
 
     @property
     def cores_trip(self) -> Figure[float]:
@@ -367,16 +367,12 @@ class MachineProfile(Record):
         source = "asked for; the rate is of threads that the profile does not count"
         if known is not None:
             source = f"asked for; the rate was found with {known.value} threads"
-        threads = {"value": num_threads, "basis": "estimated", "source": source}
-        changes: dict[str, Any] = {"host_threads": threads}
+        changes: dict[str, Any] = {"host_threads": estimate(num_threads, source)}
         if known is not None and num_threads < known.value:
             for name in ("cores", "cores_beside_copies"):
                 if (figure := getattr(self, name)) is not None:
-                    changes[name] = {
-                        "value": figure.value * num_threads / known.value,
-                        "basis": "estimated",
-                        "source": f"{num_threads} of {known.value} threads of: {figure.source}",
-                    }
+                    source = f"{num_threads} of {known.value} threads of: {figure.source}"
+                    changes[name] = estimate(figure.value * num_threads / known.value, source)
         return self._change(changes)
 
     def with_gpus(self, use: Use) -> "MachineProfile":
@@ -429,27 +425,20 @@ class MachineProfile(Record):
 
 
 ASSUMED_CORES = Figure[LinkRate].model_validate(
-    {
-        "value": ASSUMED_CORES_BYTES_PER_S,
-        "basis": "estimated",
-        "source": "two channels of DDR5-5600 have 90 GB/s, of which cores read two thirds",
-    }
+    estimate(
+        ASSUMED_CORES_BYTES_PER_S,
+        "two channels of DDR5-5600 have 90 GB/s, of which cores read two thirds",
+    )
 )
 """Rate that offplan assumes of the host's cores where a profile has none."""
 ASSUMED_RANKS_OVERHEAD = Figure[Capacity].model_validate(
-    {
-        "value": 1152 << 20,
-        "basis": "estimated",
-        "source": "0.83 to 1.1 GiB of NCCL and vLLM 0.33.0 on two H200s, and on two H100s",
-    }
+    estimate(1152 << 20, "0.83 to 1.1 GiB of NCCL and vLLM 0.33.0 on two H200s, and on two H100s")
 )
 """Bytes that offplan assumes of ``ranks_overhead`` where a profile has none."""
 ASSUMED_TRIP = Figure[ShortTime].model_validate(
-    {
-        "value": ASSUMED_TRIP_S,
-        "basis": "estimated",
-        "source": "two copies of some KB, a bell that is heard, and a stream that goes on",
-    }
+    estimate(
+        ASSUMED_TRIP_S, "two copies of some KB, a bell that is heard, and a stream that goes on"
+    )
 )
 """Seconds that offplan assumes of a hand-over to the cores where a profile has none."""
 

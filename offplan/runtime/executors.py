@@ -4,8 +4,8 @@ from offplan.runtime.cached_experts.executor import CachedExperts
 from offplan.runtime.host_cores.executor import HostCores
 from offplan.runtime.loading.capability import CapabilityExecutor
 from offplan.runtime.parts.executor import PartsExecutor
-from offplan.runtime.peer.executor import PeerExecutor
-from offplan.runtime.stock.executor import StockPasses
+from offplan.runtime.peer import PeerExecutor
+from offplan.runtime.stock.runner import StockPasses
 
 EXECUTORS: dict[str, type[CapabilityExecutor]] = {
     "parts": PartsExecutor,

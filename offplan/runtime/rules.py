@@ -18,7 +18,7 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from offplan.checkpoint.identity import GENERATION_NAME as _FILE
+from offplan.checkpoint.config import GENERATION_NAME as _FILE
 from offplan.checkpoint.jsontext import describe, quote
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.weights import find_small_files

@@ -27,7 +27,7 @@ from offplan.serve.api import (
     write_event,
 )
 from offplan.serve.errors import ApiError
-from offplan.serve.requests import MAX_STOP_STRINGS, Short, StopString, parse_request
+from offplan.serve.requests import MAX_STOP_STRINGS, Short, StopString, list_parts, parse_request
 
 _TYPES = {
     401: "authentication_error",
@@ -41,10 +41,6 @@ _TYPES = {
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def _list_blocks(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
 class _Block(Fields):
     ignored = frozenset({"cache_control", "citations", "signature", "caller", "is_error"})
 
@@ -54,7 +50,7 @@ class _Text(_Block):
     text: str
 
 
-_Texts = Annotated[list[_Text], Field(fail_fast=True), BeforeValidator(_list_blocks)]
+_Texts = Annotated[list[_Text], Field(fail_fast=True), BeforeValidator(list_parts)]
 
 
 class _Thinking(_Block):
@@ -87,7 +83,7 @@ _AnyBlock = Annotated[
 
 class _Message(Fields):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[_AnyBlock], Field(fail_fast=True), BeforeValidator(_list_blocks)]
+    content: Annotated[list[_AnyBlock], Field(fail_fast=True), BeforeValidator(list_parts)]
 
 
 class _Tool(Fields):

@@ -24,20 +24,18 @@ from offplan.runtime.masks import Matcher
 from offplan.serve import anthropic_api, ollama_api
 from offplan.serve.answers import Answer, Choice, TokenNames, make_answer
 from offplan.serve.anthropic_api import Messages
-from offplan.serve.api import CappedChat, Translate, Translation
+from offplan.serve.api import CappedChat, OpenAi, Translate, Translation
 from offplan.serve.errors import ApiError
 from offplan.serve.grammars import has_grammar
 from offplan.serve.guard import Guard, finish_before
 from offplan.serve.metrics import Metrics
 from offplan.serve.ollama_api import Ollama
-from offplan.serve.openai_api import OpenAi
 from offplan.serve.reading import Reader, read_drawing
 from offplan.serve.requests import ChatRequest, CompletionRequest, parse_request
 from offplan.serve.requests import Request as Asked
 from offplan.serve.responses_api import NO_STATE, Responses
-from offplan.serve.tokens_api import Detokenize, Tokenize, answer_text
-from offplan.serve.turns import identify
-from offplan.serve.worker import Event, Job, WatchedThread, Worker
+from offplan.serve.tokens_api import Detokenize, Tokenize
+from offplan.serve.worker import Event, Job, WatchedThread, Worker, identify
 
 _QUIET_S = 10.0
 """Seconds without a token after which a stream sends a comment: a long prompt takes minutes, and
@@ -117,31 +115,21 @@ class Service:
     num_open: int = 0
     """Requests that are being answered."""
     is_draining: bool = False
-    tokenizing: WatchedThread = field(
-        default_factory=lambda: WatchedThread("offplan-tokenizer", "the tokenizer")
-    )
-    """A long prompt takes its time, and the event loop goes on."""
-    rendering: WatchedThread = field(
-        default_factory=lambda: WatchedThread("offplan-templates", "the chat template")
-    )
-    """A thread of its own: no completion waits for a template."""
-    parsing: WatchedThread = field(
-        default_factory=lambda: WatchedThread("offplan-parser", "the parser of bodies")
-    )
-    """One thread: the objects of one large body after the other are in memory."""
-    compiling: WatchedThread = field(
-        default_factory=lambda: WatchedThread("offplan-grammars", "the compiler of grammars")
-    )
-    """A grammar may take a second, and only those with one wait for it."""
-    dividing: WatchedThread = field(
-        default_factory=lambda: WatchedThread("offplan-answers", "the response template")
-    )
-    """Its patterns came with a model, and what a model says may take them for ever."""
     _ending: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once no request waits for a thread any more."""
 
     def __post_init__(self) -> None:
-        """Make what names tokens."""
+        """Make threads that the event loop hands requests to, and what names tokens."""
+        self.tokenizing = WatchedThread("offplan-tokenizer", "the tokenizer")
+        """A long prompt takes its time, and the event loop goes on."""
+        self.rendering = WatchedThread("offplan-templates", "the chat template")
+        """A thread of its own: no completion waits for a template."""
+        self.parsing = WatchedThread("offplan-parser", "the parser of bodies")
+        """One thread: the objects of one large body after the other are in memory."""
+        self.compiling = WatchedThread("offplan-grammars", "the compiler of grammars")
+        """A grammar may take a second, and only those with one wait for it."""
+        self.dividing = WatchedThread("offplan-answers", "the response template")
+        """Its patterns came with a model, and what a model says may take them for ever."""
         self.names = TokenNames(self.reader.tokenizer)
         self._ignored: set[str] = set()
 
@@ -345,8 +333,7 @@ class _Endpoints:
     async def tokenize(self, request: Request) -> Response:
         asked = await self._read(request, partial(parse_request, Tokenize))
         service = self._service
-        if asked.model is not None:
-            _check_name(service, asked.model)
+        _check_name(service, asked.model)
         if (chat := asked.chat) is not None:
             tokens = await self._tokenize_chat(chat)
         else:
@@ -366,12 +353,12 @@ class _Endpoints:
     async def detokenize(self, request: Request) -> Response:
         asked = await self._read(request, partial(parse_request, Detokenize))
         service = self._service
-        if asked.model is not None:
-            _check_name(service, asked.model)
+        _check_name(service, asked.model)
         asked.check(service.reader.model.architecture.vocabulary_size)
         decode = service.reader.tokenizer.decode
         text = await service.call(service.tokenizing, decode, asked.tokens)
-        return JSONResponse(answer_text(text))
+        # by the names that vLLM and llama.cpp have for it
+        return JSONResponse({"prompt": text, "content": text})
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": ollama_api.VERSION})
@@ -406,8 +393,7 @@ class _Endpoints:
 
     async def _tokenize_chat(self, asked: CappedChat) -> list[int]:
         service = self._service
-        if asked.model is not None:
-            _check_name(service, asked.model)
+        _check_name(service, asked.model)
         rendered = await service.call(service.rendering, service.reader.render, asked)
         return await service.call(service.tokenizing, service.reader.tokenize, rendered, False)
 
@@ -433,8 +419,7 @@ class _Generating:
         service = self._service
         translated = await service.parse(self._read, body)
         asked = translated.asked
-        if asked.model is not None:
-            _check_name(service, asked.model)
+        _check_name(service, asked.model)
         if translated.at_once is not None:
             await _send_whole(send, 200, translated.at_once)
             return
@@ -617,8 +602,9 @@ async def _wait_gone(receive: Receive) -> None:
         pass
 
 
-def _check_name(service: Service, name: str) -> None:
-    if name != service.name:
+def _check_name(service: Service, name: str | None) -> None:
+    """Raise ApiError with 404 for the name of another model; None is for whichever there is."""
+    if name not in (None, service.name):
         raise ApiError(
             404,
             f"there is no such model here; the one that is served is {service.name}",

@@ -66,7 +66,8 @@ Token = Annotated[int, Field(ge=0, lt=2**31)]
 TokenPrompt = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 
 
-def _list_parts(content: Any) -> Any:
+def list_parts(content: Any) -> Any:
+    """Make a text one part of a message; what is no text stays as it is."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
@@ -148,7 +149,7 @@ class Message(ApiObject):
     role: Annotated[str, Field(min_length=1, max_length=64)]
     """Role of the author; the chat template knows which there are."""
     content: Annotated[
-        Annotated[list[TextPart], Field(fail_fast=True)] | None, BeforeValidator(_list_parts)
+        Annotated[list[TextPart], Field(fail_fast=True)] | None, BeforeValidator(list_parts)
     ] = None
     name: Short | None = None
     reasoning_content: str | None = None

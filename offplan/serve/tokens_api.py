@@ -100,8 +100,3 @@ class Detokenize(Fields):
         largest = max(self.tokens, default=0)
         if vocabulary is not None and largest >= vocabulary:
             raise refuse_token(largest, vocabulary, "tokens")
-
-
-def answer_text(text: str) -> dict[str, Any]:
-    """Return the text of tokens, by the names that vLLM and llama.cpp have for it."""
-    return {"prompt": text, "content": text}

@@ -4,9 +4,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from offplan.checkpoint.digests import find_hub_digest, locate_shards, read_digest
 from offplan.checkpoint.model import Model
-from offplan.checkpoint.weights import shard_bytes
+from offplan.checkpoint.weights import find_hub_digest, locate_shards, read_digest, shard_bytes
 from offplan.errors import InputError, OffplanError
 from offplan.files import write_whole
 from offplan.progress import Progress

@@ -30,7 +30,7 @@ import json, os, resource, sys, time
 # huggingface_hub reads the environment where it is imported
 for name in [name for name in sys.modules if name.startswith("huggingface_hub")]:
     del sys.modules[name]
-assert "offplan.checkpoint.hub_errors" not in sys.modules
+assert "offplan.checkpoint.answers" not in sys.modules
 from offplan.checkpoint import answers, download, ranges
 sleep = time.sleep
 waits = [0]

@@ -88,31 +88,46 @@ class Format(NamedTuple):
     """Whether the config alone says what is stored."""
 
 
-def gptq_words(out: int, inner: int) -> Components:
-    """Words of 4 bits along the inputs, in groups of 128, without an index."""
-    return {"qweight": ("I32", (inner // 8, out)), **_zeros_and_scales(out, inner)}
+def stores(*described: str) -> Callable[[int, int], Components]:
+    """Make what is stored of a layer [out, inner].
+
+    Each tensor is described by the end of its name, its type and its sizes, as Python has them.
+    """
+
+    def store(out: int, inner: int) -> Components:
+        stored = {}
+        for each in described:
+            name, dtype, *sizes = each.split()
+            stored[name] = dtype, tuple(eval(size, {"out": out, "inner": inner}) for size in sizes)
+        return stored
+
+    return store
 
 
-def awq_words(out: int, inner: int) -> Components:
-    """Words of 4 bits along the outputs, in groups of 128 inputs."""
-    return {"qweight": ("I32", (inner, out // 8)), **_zeros_and_scales(out, inner)}
+_ZEROS_AND_SCALES = ("qzeros I32 inner//128 out//8", "scales F16 inner//128 out")
+GPTQ_WORDS = ("qweight I32 inner//8 out", *_ZEROS_AND_SCALES)
+"""Words of 4 bits along the inputs, in groups of 128, without an index."""
+AWQ_WORDS = ("qweight I32 inner out//8", *_ZEROS_AND_SCALES)
+"""Words of 4 bits along the outputs, in groups of 128 inputs."""
 
 
-def _zeros_and_scales(out: int, inner: int) -> Components:
-    groups = inner // 128
-    return {"qzeros": ("I32", (groups, out // 8)), "scales": ("F16", (groups, out))}
-
-
-def weights(**arguments: Any) -> dict[str, Any]:
-    """The config of compressed-tensors for one group of all linear layers but head and router."""
-    layout, inputs = arguments.pop("format"), arguments.pop("inputs", None)
-    group = {"targets": ["Linear"], "weights": arguments, "input_activations": inputs}
+def compressed(
+    layout: str, weights: Mapping[str, Any], inputs: Any = None, *ignore: str
+) -> dict[str, Any]:
+    """The config of compressed-tensors for one group of all linear layers but those ignored."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors",
         "format": layout,
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head", "re:.*mlp\\.gate$"],
+        "ignore": [*ignore],
     }
+
+
+def weights(**arguments: Any) -> dict[str, Any]:
+    """The config of compressed-tensors for all linear layers but head and router."""
+    layout, inputs = arguments.pop("format"), arguments.pop("inputs", None)
+    return compressed(layout, arguments, inputs, "lm_head", "re:.*mlp\\.gate$")
 
 
 INT4 = {"format": "pack-quantized", "num_bits": 4, "type": "int", "group_size": 128}
@@ -123,10 +138,7 @@ AUTO_ROUND_FLOATS = AUTO_ROUND | {"packing_format": "auto_round:llm_compressor"}
 FORMATS = {
     "fp8 blocks": Format(
         {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
-        lambda out, inner: {
-            "weight": ("F8_E4M3", (out, inner)),
-            "weight_scale_inv": ("BF16", (out // 128, inner // 128)),
-        },
+        stores("weight F8_E4M3 out inner", "weight_scale_inv BF16 out//128 inner//128"),
         Form(Kind.FP8_BLOCK, (128, 128)),
     ),
     "fp8 tensor": Format(
@@ -136,21 +148,14 @@ FORMATS = {
             "activation_scheme": "static",
             "modules_to_not_convert": ["lm_head", "model.layers.1.mlp.gate"],
         },
-        lambda out, inner: {
-            "weight": ("F8_E4M3", (out, inner)),
-            "weight_scale_inv": ("BF16", ()),
-            "activation_scale": ("BF16", ()),
-        },
+        stores("weight F8_E4M3 out inner", "weight_scale_inv BF16", "activation_scale BF16"),
         Form(Kind.FP8_TENSOR),
     ),
     "compressed-tensors fp8 channel": Format(
         weights(
             format="float-quantized", num_bits=8, type="float", strategy="channel", symmetric=True
         ),
-        lambda out, inner: {
-            "weight": ("F8_E4M3", (out, inner)),
-            "weight_scale": ("BF16", (out, 1)),
-        },
+        stores("weight F8_E4M3 out inner", "weight_scale BF16 out 1"),
         Form(Kind.FP8_CHANNEL),
     ),
     "compressed-tensors fp8 tensor": Format(
@@ -161,11 +166,7 @@ FORMATS = {
             strategy="tensor",
             inputs={"dynamic": False, "num_bits": 8},
         ),
-        lambda out, inner: {
-            "weight": ("F8_E4M3", (out, inner)),
-            "weight_scale": ("BF16", (1,)),
-            "input_scale": ("BF16", (1,)),
-        },
+        stores("weight F8_E4M3 out inner", "weight_scale BF16 1", "input_scale BF16 1"),
         Form(Kind.FP8_TENSOR),
     ),
     "compressed-tensors fp8 blocks": Format(
@@ -176,39 +177,36 @@ FORMATS = {
             strategy="block",
             block_structure=[128, 128],
         ),
-        lambda out, inner: {
-            "weight": ("F8_E4M3", (out, inner)),
-            "weight_scale": ("BF16", (out // 128, inner // 128)),
-        },
+        stores("weight F8_E4M3 out inner", "weight_scale BF16 out//128 inner//128"),
         Form(Kind.FP8_BLOCK, (128, 128)),
     ),
     "compressed-tensors int4": Format(
         weights(**INT4, strategy="group", symmetric=True),
-        lambda out, inner: {
-            "weight_packed": ("I32", (out, inner // 8)),
-            "weight_scale": ("BF16", (out, inner // 128)),
-            "weight_shape": ("I64", (2,)),
-        },
+        stores(
+            "weight_packed I32 out inner//8",
+            "weight_scale BF16 out inner//128",
+            "weight_shape I64 2",
+        ),
         Form(Kind.W4A16, (1, 128), WordOrder.COMPRESSED_TENSORS),
     ),
     "compressed-tensors int4 with zeros, by activation": Format(
         weights(**INT4, strategy="group", symmetric=False, actorder="group"),
-        lambda out, inner: {
-            "weight_packed": ("I32", (out, inner // 8)),
-            "weight_scale": ("BF16", (out, inner // 128)),
-            "weight_zero_point": ("I32", (out // 8, inner // 128)),
-            "weight_shape": ("I64", (2,)),
-            "weight_g_idx": ("I32", (inner,)),
-        },
+        stores(
+            "weight_packed I32 out inner//8",
+            "weight_scale BF16 out inner//128",
+            "weight_zero_point I32 out//8 inner//128",
+            "weight_shape I64 2",
+            "weight_g_idx I32 inner",
+        ),
         Form(Kind.W4A16, (1, 128), WordOrder.COMPRESSED_TENSORS),
     ),
     "compressed-tensors int8 packed": Format(
         weights(format="pack-quantized", num_bits=8, type="int", group_size=64, strategy="group"),
-        lambda out, inner: {
-            "weight_packed": ("I32", (out, inner // 4)),
-            "weight_scale": ("BF16", (out, inner // 64)),
-            "weight_shape": ("I64", (2,)),
-        },
+        stores(
+            "weight_packed I32 out inner//4",
+            "weight_scale BF16 out inner//64",
+            "weight_shape I64 2",
+        ),
         Form(Kind.W8A16, (1, 64), WordOrder.COMPRESSED_TENSORS),
     ),
     "compressed-tensors nvfp4": Format(
@@ -220,20 +218,17 @@ FORMATS = {
             group_size=16,
             inputs={"dynamic": "local", "num_bits": 4},
         ),
-        lambda out, inner: {
-            "weight_packed": ("U8", (out, inner // 2)),
-            "weight_scale": ("F8_E4M3", (out, inner // 16)),
-            "weight_global_scale": ("F32", (1,)),
-            "input_global_scale": ("F32", (1,)),
-        },
+        stores(
+            "weight_packed U8 out inner//2",
+            "weight_scale F8_E4M3 out inner//16",
+            "weight_global_scale F32 1",
+            "input_global_scale F32 1",
+        ),
         Form(Kind.NVFP4, (1, 16)),
     ),
     "compressed-tensors mxfp4": Format(
         weights(format="mxfp4-pack-quantized", num_bits=4, type="float", group_size=32),
-        lambda out, inner: {
-            "weight_packed": ("U8", (out, inner // 2)),
-            "weight_scale": ("U8", (out, inner // 32)),
-        },
+        stores("weight_packed U8 out inner//2", "weight_scale U8 out inner//32"),
         Form(Kind.MXFP4, (1, 32)),
     ),
     "modelopt nvfp4": Format(
@@ -242,50 +237,39 @@ FORMATS = {
             "quant_algo": "NVFP4",
             "ignore": ["lm_head", "model.layers.*.mlp.gate"],
         },
-        lambda out, inner: {
-            "weight": ("U8", (out, inner // 2)),
-            "weight_scale": ("F8_E4M3", (out, inner // 16)),
-            "weight_scale_2": ("F32", ()),
-            "input_scale": ("F32", ()),
-        },
+        stores(
+            "weight U8 out inner//2",
+            "weight_scale F8_E4M3 out inner//16",
+            "weight_scale_2 F32",
+            "input_scale F32",
+        ),
         Form(Kind.NVFP4, (1, 16)),
     ),
     "modelopt fp8": Format(
         {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head*"]},
-        lambda out, inner: {
-            "weight": ("F8_E4M3", (out, inner)),
-            "weight_scale": ("F32", ()),
-            "input_scale": ("F32", ()),
-        },
+        stores("weight F8_E4M3 out inner", "weight_scale F32", "input_scale F32"),
         Form(Kind.FP8_TENSOR),
     ),
     "gptq": Format(
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True},
-        lambda out, inner: {**gptq_words(out, inner), "g_idx": ("I32", (inner,))},
+        stores(*GPTQ_WORDS, "g_idx I32 inner"),
         Form(Kind.W4A16, (1, 128), WordOrder.GPTQ),
     ),
     "gptq of 8 bits, a scale a row": Format(
         {"quant_method": "gptq", "bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"},
-        lambda out, inner: {
-            "qweight": ("I32", (inner // 4, out)),
-            "qzeros": ("I32", (1, out // 4)),
-            "scales": ("F16", (1, out)),
-            "g_idx": ("I32", (inner,)),
-        },
+        stores(
+            "qweight I32 inner//4 out", "qzeros I32 1 out//4", "scales F16 1 out", "g_idx I32 inner"
+        ),
         Form(Kind.W8A16, None, WordOrder.GPTQ_V2),
     ),
     "awq": Format(
         {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
-        awq_words,
+        stores(*AWQ_WORDS),
         Form(Kind.W4A16, (1, 128), WordOrder.AWQ),
     ),
     "mlx": Format(
         {"bits": 4, "group_size": 64},
-        lambda out, inner: {
-            "weight": ("U32", (out, inner // 8)),
-            "scales": ("BF16", (out, inner // 64)),
-            "biases": ("BF16", (out, inner // 64)),
-        },
+        stores("weight U32 out inner//8", "scales BF16 out inner//64", "biases BF16 out inner//64"),
         Form(Kind.W4A16, (1, 64), WordOrder.MLX),
         takes_all=True,
         from_config=False,
@@ -297,57 +281,44 @@ FORMATS = {
             "bnb_4bit_quant_type": "nf4",
             "bnb_4bit_use_double_quant": True,
         },
-        lambda out, inner: {
-            "weight": ("U8", (out * inner // 2, 1)),
-            "weight.absmax": ("U8", (out * inner // 64,)),
-            "weight.nested_absmax": ("F32", (-(-out * inner // 64 // 256),)),
-            "weight.nested_quant_map": ("F32", (256,)),
-            "weight.quant_map": ("F32", (16,)),
-            "weight.quant_state.bitsandbytes__nf4": ("U8", (96,)),
-        },
+        stores(
+            "weight U8 out*inner//2 1",
+            "weight.absmax U8 out*inner//64",
+            "weight.nested_absmax F32 -(-out*inner//64//256)",
+            "weight.nested_quant_map F32 256",
+            "weight.quant_map F32 16",
+            "weight.quant_state.bitsandbytes__nf4 U8 96",
+        ),
         Form(Kind.NF4),
     ),
     "bitsandbytes fp4": Format(
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
-        lambda out, inner: {
-            "weight": ("U8", (out * inner // 2, 1)),
-            "weight.absmax": ("F32", (out * inner // 64,)),
-            "weight.quant_map": ("F32", (16,)),
-            "weight.quant_state.bitsandbytes__fp4": ("U8", (96,)),
-        },
+        stores(
+            "weight U8 out*inner//2 1",
+            "weight.absmax F32 out*inner//64",
+            "weight.quant_map F32 16",
+            "weight.quant_state.bitsandbytes__fp4 U8 96",
+        ),
         Form(Kind.FP4),
     ),
     "bitsandbytes int8": Format(
         {"quant_method": "bitsandbytes", "load_in_8bit": True},
-        lambda out, inner: {
-            "weight": ("I8", (out, inner)),
-            "SCB": ("F32", (out,)),
-            "weight_format": ("U8", ()),
-        },
+        stores("weight I8 out inner", "SCB F32 out", "weight_format U8"),
         Form(Kind.BNB8),
     ),
     "torchao int8": Format(
         {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}},
-        lambda out, inner: {
-            "_weight_qdata": ("I8", (out, inner)),
-            "_weight_scale": ("BF16", (out, 1)),
-        },
+        stores("_weight_qdata I8 out inner", "_weight_scale BF16 out 1"),
         Form(Kind.W8A16, None, WordOrder.NONE),
     ),
     "torchao float8": Format(
         {"quant_method": "torchao", "quant_type": {"default": {"_type": "Float8WeightOnlyConfig"}}},
-        lambda out, inner: {
-            "_weight_qdata": ("F8_E4M3", (out, inner)),
-            "_weight_scale": ("F32", (out, 1)),
-        },
+        stores("_weight_qdata F8_E4M3 out inner", "_weight_scale F32 out 1"),
         Form(Kind.FP8_CHANNEL),
     ),
     "torchao, in a way that is not known": Format(
         {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}},
-        lambda out, inner: {
-            "_weight_qdata": ("I8", (out, inner)),
-            "_weight_scale": ("BF16", (out, 1)),
-        },
+        stores("_weight_qdata I8 out inner", "_weight_scale BF16 out 1"),
         OTHER,
         from_config=False,
     ),
@@ -359,10 +330,7 @@ FORMATS = {
             "activation_scheme": "dynamic",
             "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
         },
-        lambda out, inner: {
-            "weight": ("F8_E4M3", (out, inner)),
-            "weight_scale_inv": ("BF16", (out // 128, inner // 128)),
-        },
+        stores("weight F8_E4M3 out inner", "weight_scale_inv BF16 out//128 inner//128"),
         Form(Kind.FP8_BLOCK, (128, 128)),
     ),
     "modelopt nvfp4 of weights alone, layer by layer": Format(
@@ -374,11 +342,9 @@ FORMATS = {
                 name: {"quant_algo": "W4A16_NVFP4", "group_size": 16} for name in LINEAR
             },
         },
-        lambda out, inner: {
-            "weight": ("U8", (out, inner // 2)),
-            "weight_scale": ("F8_E4M3", (out, inner // 16)),
-            "weight_scale_2": ("F32", ()),
-        },
+        stores(
+            "weight U8 out inner//2", "weight_scale F8_E4M3 out inner//16", "weight_scale_2 F32"
+        ),
         Form(Kind.NVFP4, (1, 16)),
     ),
     "modelopt mxfp8, named by what modules lie in": Format(
@@ -387,19 +353,12 @@ FORMATS = {
             "quant_algo": "MIXED_PRECISION",
             "quantized_layers": {"model.layers": {"quant_algo": "MXFP8"}},
         },
-        lambda out, inner: {
-            "weight": ("F8_E4M3", (out, inner)),
-            "weight_scale": ("U8", (out, inner // 32)),
-        },
+        stores("weight F8_E4M3 out inner", "weight_scale U8 out inner//32"),
         Form(Kind.FP8_BLOCK, (1, 32)),
     ),
     "modelopt without a method": Format(
         {"producer": {"name": "modelopt"}, "quant_algo": "FP8", "ignore": ["lm_head"]},
-        lambda out, inner: {
-            "weight": ("F8_E4M3", (out, inner)),
-            "weight_scale": ("F32", ()),
-            "input_scale": ("F32", ()),
-        },
+        stores("weight F8_E4M3 out inner", "weight_scale F32", "input_scale F32"),
         Form(Kind.FP8_TENSOR),
     ),
     "auto-round": Format(
@@ -412,70 +371,57 @@ FORMATS = {
             "packing_format": "auto_round:auto_gptq",
             "extra_config": {"lm_head": {"bits": 16}},
         },
-        gptq_words,
+        stores(*GPTQ_WORDS),
         Form(Kind.W4A16, (1, 128), WordOrder.GPTQ),
     ),
     "auto-round of 3 bits": Format(
         AUTO_ROUND | {"bits": 3, "packing_format": "auto_round:auto_gptq"},
-        lambda out, inner: {
-            "qweight": ("I32", (3 * inner // 32, out)),
-            "qzeros": ("I32", (inner // 128, 3 * out // 32)),
-            "scales": ("F16", (inner // 128, out)),
-        },
+        stores(
+            "qweight I32 3*inner//32 out",
+            "qzeros I32 inner//128 3*out//32",
+            "scales F16 inner//128 out",
+        ),
         OTHER,
     ),
     "auto-round awq": Format(
         AUTO_ROUND | {"sym": False, "packing_format": "auto_round:auto_awq"},
-        awq_words,
+        stores(*AWQ_WORDS),
         Form(Kind.W4A16, (1, 128), WordOrder.AWQ),
     ),
     "auto-round gptqmodel": Format(
         AUTO_ROUND | {"packing_format": "auto_round:gptqmodel"},
-        lambda out, inner: {**gptq_words(out, inner), "g_idx": ("I32", (inner,))},
+        stores(*GPTQ_WORDS, "g_idx I32 inner"),
         Form(Kind.W4A16, (1, 128), WordOrder.GPTQ_V2),
     ),
     "auto-round fp8 static": Format(
         AUTO_ROUND_FP8
         | {"group_size": -1, "act_bits": 8, "packing_format": "auto_round:fp8_static"},
-        lambda out, inner: {
-            "weight": ("F8_E4M3", (out, inner)),
-            "weight_scale": ("BF16", (out,)),
-            "input_scale": ("BF16", (1,)),
-        },
+        stores("weight F8_E4M3 out inner", "weight_scale BF16 out", "input_scale BF16 1"),
         Form(Kind.FP8_CHANNEL),
     ),
     "auto-round fp8 of weights alone": Format(
         AUTO_ROUND_FP8 | {"group_size": 0},
-        lambda out, inner: {
-            "weight": ("F8_E4M3", (out, inner)),
-            "weight_scale": ("BF16", (1,)),
-        },
+        stores("weight F8_E4M3 out inner", "weight_scale BF16 1"),
         Form(Kind.FP8_TENSOR),
     ),
     "auto-round mxfp4": Format(
         AUTO_ROUND_FLOATS | {"data_type": "mx_fp", "bits": 4, "group_size": 32, "act_bits": 4},
-        lambda out, inner: {
-            "weight_packed": ("U8", (out, inner // 2)),
-            "weight_scale": ("U8", (out, inner // 32)),
-        },
+        stores("weight_packed U8 out inner//2", "weight_scale U8 out inner//32"),
         Form(Kind.MXFP4, (1, 32)),
     ),
     "auto-round mxfp8": Format(
         AUTO_ROUND_FLOATS | {"data_type": "mx_fp", "bits": 8, "group_size": 32, "act_bits": 8},
-        lambda out, inner: {
-            "weight": ("F8_E4M3", (out, inner)),
-            "weight_scale": ("U8", (out, inner // 32)),
-        },
+        stores("weight F8_E4M3 out inner", "weight_scale U8 out inner//32"),
         Form(Kind.FP8_BLOCK, (1, 32)),
     ),
     "auto-round nvfp4": Format(
         AUTO_ROUND_FLOATS | {"data_type": "nv_fp", "bits": 4, "group_size": 16, "act_bits": 4},
-        lambda out, inner: {
-            "weight_packed": ("U8", (out, inner // 2)),
-            "weight_scale": ("F8_E4M3", (out, inner // 16)),
-            "weight_global_scale": ("F32", (1,)),
-            "input_global_scale": ("F32", (1,)),
-        },
+        stores(
+            "weight_packed U8 out inner//2",
+            "weight_scale F8_E4M3 out inner//16",
+            "weight_global_scale F32 1",
+            "input_global_scale F32 1",
+        ),
         Form(Kind.NVFP4, (1, 16)),
     ),
     "torchao 0.18 int8": Format(
@@ -488,27 +434,19 @@ FORMATS = {
                 }
             },
         },
-        lambda out, inner: {
-            "_weight_qdata": ("I8", (out, inner)),
-            "_weight_scale": ("F32", (out, 1)),
-            "_weight_zero_point": ("I8", (out, 1)),
-        },
+        stores(
+            "_weight_qdata I8 out inner", "_weight_scale F32 out 1", "_weight_zero_point I8 out 1"
+        ),
         Form(Kind.W8A16, None, WordOrder.NONE),
     ),
     "compressed-tensors mxfp8": Format(
         weights(format="mxfp8-quantized", num_bits=8, type="float", group_size=32),
-        lambda out, inner: {
-            "weight": ("F8_E4M3", (out, inner)),
-            "weight_scale": ("U8", (out, inner // 32)),
-        },
+        stores("weight F8_E4M3 out inner", "weight_scale U8 out inner//32"),
         Form(Kind.FP8_BLOCK, (1, 32)),
     ),
     "4-bit floats in a type of their own": Format(
         {"quant_method": "fp8", "expert_dtype": "fp4"},
-        lambda out, inner: {
-            "weight": ("F4", (out, inner)),
-            "scale": ("F8_E8M0", (out, inner // 32)),
-        },
+        stores("weight F4 out inner", "scale F8_E8M0 out inner//32"),
         Form(Kind.MXFP4, (1, 32)),
         from_config=False,
     ),

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from offplan.checkpoint.index import parse_index
+from offplan.checkpoint.folder import parse_index
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError
 from tests.checkpoint.files import (

@@ -22,8 +22,13 @@ from offplan.checkpoint.gguf.places import (  # noqa: E402
     parse_hub,
     parse_ollama,
 )
-from offplan.checkpoint.gguf.read import describe_gguf, read_header  # noqa: E402
-from offplan.checkpoint.gguf.shape import ARCHITECTURES, COMMON, find_config  # noqa: E402
+from offplan.checkpoint.gguf.read import (  # noqa: E402
+    ARCHITECTURES,
+    COMMON,
+    describe_gguf,
+    find_config,
+    read_header,
+)
 from offplan.checkpoint.open import open_model  # noqa: E402
 from offplan.errors import CheckpointError  # noqa: E402
 from offplan.forms.form import Kind  # noqa: E402

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from offplan.checkpoint.identity import GENERATION_NAME, NO_GENERATION, fingerprint_generation
+from offplan.checkpoint.config import GENERATION_NAME, NO_GENERATION, fingerprint_generation
 from offplan.checkpoint.open import open_model
 from offplan.held.held import hold
 from tests.checkpoint.files import (

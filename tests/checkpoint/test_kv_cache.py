@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from offplan.checkpoint.architecture import read_architecture
-from offplan.checkpoint.kv_cache import describe_kv_caches
+from offplan.checkpoint.assemble import describe_kv_caches
 from offplan.checkpoint.model import KVCache
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo

@@ -4,7 +4,7 @@ from threading import Event
 
 import pytest
 
-from offplan.checkpoint.threads import in_threads
+from offplan.checkpoint.download import in_threads
 
 
 def test_results_come_as_they_are_ready() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.checkpoint.hub_server import COMMIT, REPO, Hub, start
 from tests.cli import CLI, ROOT, TINY_MOE
@@ -163,7 +162,6 @@ def test_a_folder_is_planned_and_the_plan_kept(
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_a_gpu_is_measured_once(cli: CLI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
     asked = ("run", TINY_MOE, "--context", 64, "--gpu-memory", "2GiB", *PROMPT)

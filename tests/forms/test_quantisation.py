@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from offplan.forms.form import Form, Kind, WordOrder
 from offplan.forms.methods import read_quantisation
+from tests.checkpoint.quantised import compressed
 
 METHODS = (
     *("fp8", "mxfp4", "bitsandbytes", "gptq", "awq"),
@@ -174,15 +175,6 @@ def test_auto_round_names_exceptions_or_has_patterns_of_them() -> None:
 
 ROWS = {"num_bits": 8, "type": "float", "symmetric": True}
 INPUTS = {"num_bits": 4, "type": "float", "dynamic": True}
-
-
-def compressed(layout: str, weights: dict[str, Any], inputs: Any = None) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": layout,
-        "config_groups": {"group_0": group},
-    }
 
 
 MIXED = {"model.layers.0": {"quant_algo": "FP8"}, "model.layers.1": {"quant_algo": "W4A16_NVFP4"}}

@@ -8,7 +8,7 @@ import torch
 
 from offplan.errors import MemoryLimitError, OffplanError
 from offplan.library.machines import measure_here
-from offplan.machine import measure_host, measure_link, measure_others, measure_products
+from offplan.machine import measure_host, measure_link
 from offplan.machine.measure_time import Timing, summarise
 from offplan.machine.profile import MachineProfile, load_profile
 from offplan.plan import Goal
@@ -28,12 +28,10 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch, name, on_cpu(getattr(torch, name)))
     monkeypatch.setattr(measure_link, "CURVE_BYTES", (4096, MIB, 2 * MIB))
     monkeypatch.setattr(measure_link, "REREAD_BYTES", MIB)
-    for module in (measure_link, measure_products):
-        monkeypatch.setattr(module, "PINNED_BYTES", 2 * MIB)
-        monkeypatch.setattr(
-            module, "pinned", lambda size: nullcontext(torch.zeros(size, dtype=torch.uint8))
-        )
-        monkeypatch.setattr(module, "view_in_place", lambda block, device: block)
+    monkeypatch.setattr(measure_link, "PINNED_BYTES", 2 * MIB)
+    memory = lambda size: nullcontext(torch.zeros(size, dtype=torch.uint8))  # noqa: E731
+    monkeypatch.setattr(measure_link, "pinned", memory)
+    monkeypatch.setattr(measure_link, "view_in_place", lambda block, device: block)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
@@ -77,8 +75,8 @@ def test_in_place_nothing_comes_faster_than_once_and_alone(
     monkeypatch.setattr(measure_link, "_time_beside_copies", lambda *tensors: beside)
     # the products read half of the block: 0.8, 1, 2, 1.9, 5 and 17 times
     seconds = iter([once, *(once / 2 * times for times in (0.8, 1, 2, 1.9, 5, 17))])
-    for module in (measure_link, measure_products):
-        monkeypatch.setattr(module, "time_work", lambda work: (work(), Timing(next(seconds), 0))[1])
+    taken = lambda work: (work(), Timing(next(seconds), 0))[1]  # noqa: E731
+    monkeypatch.setattr(measure_link, "time_work", taken)
     profile = with_keys(measure_link.measure_in_place())
     assert profile.uva.value == pytest.approx(1e9)
     assert profile.uva_beside_copies is not None
@@ -108,8 +106,8 @@ def test_products_read_their_own_shapes_and_never_less_for_more_tokens(
         "grouped_mm": lambda x, weight, offs: x @ weight[0],
         "time_work": time_work,
     }.items():
-        monkeypatch.setattr(measure_products, name, stand_in)
-    reads = measure_products.measure_in_place_reads(products, 8, 1e9)
+        monkeypatch.setattr(measure_link, name, stand_in)
+    reads = measure_link.measure_in_place_reads(products, 8, 1e9)
     assert [(read.shape, read.tokens) for read in reads] == products
     assert [read.factor for read in reads] == [pytest.approx(2.2), pytest.approx(2.2), 1]
     # half of the experts fit the block, with one pair each of 8 x 512 pairs for all
@@ -124,20 +122,20 @@ def test_other_gpus_that_are_not_there_or_taken_are_left_out(
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda other, this: True)
-    monkeypatch.setattr(measure_others, "_copy_together", taken)
-    monkeypatch.setattr(measure_others, "_copy_from", taken)
+    monkeypatch.setattr(measure_link, "_copy_together", taken)
+    monkeypatch.setattr(measure_link, "_copy_from", taken)
     for count in (1, 2):
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
-        assert measure_others.measure_concurrent() == {}
-        assert measure_others.measure_peer() == {}
+        assert measure_link.measure_concurrent() == {}
+        assert measure_link.measure_peer() == {}
 
 
 def test_each_gpu_has_its_rate_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    share = measure_others._SHARE_BYTES
+    share = measure_link._SHARE_BYTES
     samples = [[share / 50e9, share / 25e9]] * 6 + [[share / 50e9, share / 20e9]]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(measure_others, "_copy_together", lambda devices: samples)
-    concurrent = with_keys(measure_others.measure_concurrent()).h2d_concurrent
+    monkeypatch.setattr(measure_link, "_copy_together", lambda devices: samples)
+    concurrent = with_keys(measure_link.measure_concurrent()).h2d_concurrent
     assert concurrent is not None
     assert [each.rate for each in concurrent.value] == [pytest.approx(r) for r in (50e9, 25e9)]
     assert [each.spread for each in concurrent.value] == [0, 0.25]
@@ -151,15 +149,15 @@ def test_so_many_gpus_copy_at_once_as_plans_may_be_for(
     num_gpus: int, together: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On this host two have the link to themselves, and all beyond share one."""
-    share = measure_others._SHARE_BYTES
+    share = measure_link._SHARE_BYTES
 
     def copy_together(devices: list[torch.device]) -> list[list[float]]:
         slowed = max(1, len(devices) / 2)
         return [[slowed * share / 50e9 for _ in devices]] * 3
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    monkeypatch.setattr(measure_others, "_copy_together", copy_together)
-    found = measure_others.measure_concurrent()
+    monkeypatch.setattr(measure_link, "_copy_together", copy_together)
+    found = measure_link.measure_concurrent()
     if not together:
         assert found == {}
         return
@@ -180,8 +178,8 @@ def test_gpus_that_are_taken_leave_those_before_them(monkeypatch: pytest.MonkeyP
         return [[0.1, 0.1]] * 3
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(measure_others, "_copy_together", copy_together)
-    assert [*with_keys(measure_others.measure_concurrent()).concurrent_rates] == [2]
+    monkeypatch.setattr(measure_link, "_copy_together", copy_together)
+    assert [*with_keys(measure_link.measure_concurrent()).concurrent_rates] == [2]
 
 
 def test_a_driver_that_refuses_to_pin_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

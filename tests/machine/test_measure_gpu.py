@@ -7,15 +7,12 @@ import torch
 
 from offplan.machine.curve import FIT_FROM_BYTES
 from offplan.machine.measure import measure_machine
-from offplan.machine.measure_others import count_together
+from offplan.machine.measure_link import count_together
 from offplan.machine.profile import MachineProfile, dump_profile, parse_profile
 from offplan.plan import Goal
 from offplan.upkeep.local_gpu import find_local_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+pytestmark = pytest.mark.gpu
 
 OF_ONE_GPU = ("h2d", "uva", "uva_beside_copies", "hbm", "matmul", "layer_overhead", "pinning")
 TABLES = ("h2d_curve", "h2d_pageable_curve", "d2h_curve", "uva_rereads")

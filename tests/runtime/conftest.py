@@ -1,5 +1,6 @@
 """Tiny real checkpoints: random float32 weights, saved by transformers in shards."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
+
+from tests.warm import Warm
 
 NUM_LAYERS = 5
 
@@ -239,3 +242,11 @@ def save_tiny(name: str, folder: Path) -> Path:
 @pytest.fixture(scope="session", params=sorted(CONFIGS))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def counted_by_warm_processes(warm: Warm) -> Iterator[None]:
+    """What passes take is counted in a process of its own, most of whose time are imports."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("offplan.held.stock.subprocess", warm.as_subprocess())
+        yield

@@ -30,7 +30,7 @@ from offplan.held.held import hold
 from offplan.plan import Offload, Rule
 from offplan.planner.classes import expert_class
 from offplan.runtime.model.frequencies import RENEWING
-from offplan.runtime.stock.chunks import reads_chunks
+from offplan.runtime.stock.generation import reads_chunks
 from offplan.transformers_private import complete_outputs
 from tests.runtime.plans import group, in_parts, offload, open_session
 

@@ -53,6 +53,11 @@ class Greedy:
         for row in chosen:
             self.texts[row][1].append(made[row].clone())
 
+    def steps(self, number: int) -> None:
+        """Make steps of all texts."""
+        for _ in range(number):
+            self.step()
+
     def next(self, row: int) -> int:
         return int(self.texts[row][1][-1].argmax())
 

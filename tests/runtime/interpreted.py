@@ -14,9 +14,8 @@ import torch
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton interprets: how ``run_interpreted`` starts a file again."""
 HAS_GPU = torch.cuda.is_available()
-runs_kernels = pytest.mark.skipif(not HAS_GPU and not INTERPRETED, reason="no CUDA device here")
-runs_itself = pytest.mark.skipif(
-    HAS_GPU or INTERPRETED, reason="the file's other tests run themselves"
+runs_kernels = pytest.mark.skipif(
+    not HAS_GPU and not INTERPRETED, reason="no CUDA device here; test_interpreted.py runs it"
 )
 
 
@@ -82,30 +81,18 @@ def compile_ptx(
     return str(made.asm["ptx"])
 
 
-def run_interpreted(path: str, named: str = "", tier: str = "not sweep") -> str:
-    """Run a file's tests with kernels interpreted, all or those ``named`` so, as ``-k`` takes it.
+def run_interpreted(path: str, tier: str = "not sweep") -> str:
+    """Run a file's tests with kernels interpreted; return what pytest prints, no test failing.
 
-    Returns what pytest prints, no test failing. ``tier`` is which of them, as ``-m`` takes it.
+    ``tier`` is which of them, as ``-m`` takes it.
 
     Triton decides at its import whether it interprets, so that takes another process: one without
     workers of its own, for few tests.
     """
     need_triton()
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--noconftest",  # which has the command line imported, and a dozen families
-        "-p",
-        "no:cacheprovider",
-        "-n",
-        "0",
-        path,
-        "-k",
-        named,
-        "-m",
-        tier,
-    ]
+    # --noconftest: that has the command line imported, and a dozen families
+    options = ["--noconftest", "-p", "no:cacheprovider", "-n", "0", "-m", tier]
+    command = [sys.executable, "-m", "pytest", *options, path]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

@@ -1,9 +1,11 @@
 """Offload decisions for tests, made without the planner, and sessions that carry them out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 
 from offplan.capabilities.stock import STOCK
@@ -15,6 +17,7 @@ from offplan.runtime.executors import EXECUTORS
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.prepared import prepare
 from offplan.runtime.measuring.bench import Bench
+from offplan.runtime.model.layers import DecoderLayers
 from offplan.runtime.passes.link import Link
 from offplan.runtime.session import Session
 from offplan.schedule import Copy, Wait
@@ -113,6 +116,32 @@ def open_session(
         way=STOCK if stock else OWN,
         wrap_link=LateLink if late_copies else lambda link: link,
     )
+
+
+@contextmanager
+def compiled_layers(
+    backend: Callable[..., Any] = lambda graph, _: graph.forward,
+) -> Iterator[None]:
+    """Let sessions that open meanwhile compile their layers, on a CPU too, by a backend.
+
+    It is in the compiler's place: other options than another layer's have torch compile it again.
+    """
+    own = DecoderLayers.__init__
+
+    def compile_all(layers: DecoderLayers, modules: torch.nn.ModuleList, **_: object) -> None:
+        own(layers, modules, compiled=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "torch._inductor.compile_fx.compile_fx",
+            lambda graph, inputs, **_: backend(graph, inputs),
+        )
+        patch.setattr(DecoderLayers, "__init__", compile_all)
+        torch.compiler.reset()
+        try:
+            yield
+        finally:
+            torch.compiler.reset()
 
 
 def make_bench(folder: Path, decision: Offload, prompt: torch.Tensor, device: str) -> Bench:

@@ -14,6 +14,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from offplan.capabilities.packing import Packing
+from tests.checkpoint.quantised import compressed
 from tests.runtime.families import PUBLISHED
 
 Tensors = dict[str, torch.Tensor]
@@ -349,13 +350,7 @@ _FP8_ARGS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False
 
 
 def _compressed(layout: str, weights: dict[str, Any]) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": layout,
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head", "re:.*mlp.gate$", "re:.*router.*"],
-    }
+    return compressed(layout, weights, None, "lm_head", "re:.*mlp.gate$", "re:.*router.*")
 
 
 FORMS: dict[str, tuple[Callable[[torch.Tensor], Quantised], dict[str, Any]]] = {

@@ -82,7 +82,6 @@ def test_what_torch_makes_without_sinks_leaves_them_their_share(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("cudnn", [False, True])
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("sizes", [*LENGTHS, (768, 2048, None), (1000, 1500, 128)])

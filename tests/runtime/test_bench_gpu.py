@@ -11,10 +11,7 @@ from offplan.runtime.measuring.versus import measure_accelerate as under_acceler
 from tests.held import place
 from tests.runtime.plans import group, make_bench, offload
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture

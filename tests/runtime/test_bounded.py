@@ -9,8 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from offplan.checkpoint.open import open_model
-from offplan.runtime.stock.bound import bounded_by, list_blocks, skipping_repeats
-from offplan.runtime.stock.bounded import bound_by_blocks, is_bounded
+from offplan.runtime.stock.bounded import (
+    bound_by_blocks,
+    bounded_by,
+    is_bounded,
+    list_blocks,
+    skipping_repeats,
+)
 from offplan.runtime.stock.generation import StockGeneration
 from offplan.runtime.stock.passes import LiveBytes, count_passes
 from tests.runtime.families import make_config, require, save

@@ -8,17 +8,12 @@ import torch
 from offplan.backends import Backend
 from offplan.errors import OffplanError
 from offplan.runtime.host_cores.handover import Handover
-from offplan.runtime.host_cores.server import ByCores
 from offplan.runtime.session import Session
 from tests.hostcores.cores import require_cores
 from tests.runtime.plans import group, offload, open_session
 from tests.runtime.quantise import save_stored
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 require_cores()
 
@@ -77,11 +72,10 @@ def test_a_failure_ends_with_an_error_and_leaves_the_device_usable(tmp_path: Pat
     with open_session(stored, decision, "cuda") as session:
         step_fed(session)
         server = session.loaded.store.servers[Backend.HOST]
-        assert isinstance(server, ByCores)
-        assert server._handover is not None
-        slow = server._handover._coordinator.add_sleep(1.0, limit_s=0.1)
+        assert isinstance(server, Handover)
+        slow = server._coordinator.add_sleep(1.0, limit_s=0.1)
         with session.stream():
-            server._handover.exchange.enqueue(slow)
+            server.exchange.enqueue(slow)
         with pytest.raises(OffplanError, match="did not answer in time"):
             step_fed(session)
     assert run_fed(stored, "cuda", "host").isfinite().all()

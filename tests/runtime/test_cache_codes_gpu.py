@@ -12,10 +12,7 @@ from tests.runtime.coded_cache import FP8, PROMPT
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import CONTEXT, group, offload
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+pytestmark = pytest.mark.gpu
 NAMES = ["qwen3", "sinks", "latents", "mistral_windowed", "chunked", "soft_caps"]
 LEAST, MORE = 0.01, 3.0
 """Part of the largest logit by which logits may differ, and times by which they may differ more."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM, PhimoeConfig
 
 from offplan.capabilities.cached_experts import ExpertSlots
@@ -16,8 +17,6 @@ from offplan.errors import PlanError
 from offplan.plan import Offload, Rule
 from offplan.routing.use_order import UseOrder
 from offplan.runtime.cached_experts import experts as cached
-from offplan.runtime.model.layers import DecoderLayers
-from offplan.runtime.passes import runner
 from offplan.runtime.rows import Rows
 from tests.runtime.cached import (
     FEW,
@@ -33,7 +32,7 @@ from tests.runtime.cached import (
     run_resident,
 )
 from tests.runtime.conftest import SIZES, save_tiny
-from tests.runtime.plans import offload, open_session
+from tests.runtime.plans import compiled_layers, offload, open_session
 from tests.runtime.quantise import FEW_FORMS, FORMS, save_stored
 from tests.tiers import each_value_once, first_quick, others_in_sweep
 
@@ -170,16 +169,10 @@ def count_copied_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.slow
-def test_compiled_layers_with_slots_run_no_code_of_those_without(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_layers_with_slots_run_no_code_of_those_without(folder: Path) -> None:
     """All layers of a class share what was compiled: of resident experts, and of those that go."""
     checkpoint, decision = saved("qwen3_moe_tied", folder), offload(keeping(1), prefill_chunk=7)
-    traced: list[int] = []
-
-    def trace(graph: torch.fx.GraphModule, _: object) -> Any:
-        traced.append(1)
-        return graph.forward
+    traced = CompileCounter()
 
     def run(rules: Offload) -> tuple[list[torch.Tensor], dict[int, Any]]:
         with open_session(checkpoint, rules) as session:
@@ -187,20 +180,13 @@ def test_compiled_layers_with_slots_run_no_code_of_those_without(
 
     logits, counts = run(decision)
     assert all(found.hits and found.copied for found in counts.values())
-    own = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda of, **_: own(of, backend=trace, dynamic=False))
-    compile_all = functools.partial(DecoderLayers, compiled=True)
-    monkeypatch.setattr(runner, "DecoderLayers", lambda layers, **_: compile_all(layers))
-    torch.compiler.reset()
-    try:
+    with compiled_layers(traced):
         assert all(map(torch.equal, run(offload(prefill_chunk=7))[0], logits))
         for _ in range(2):
             got, found = run(decision)
             assert all(map(torch.equal, got, logits))
             assert found == counts
-    finally:
-        torch.compiler.reset()
-    assert traced
+    assert traced.frame_count
 
 
 def test_more_pairs_than_kernels_sort(folder: Path) -> None:

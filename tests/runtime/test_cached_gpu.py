@@ -22,10 +22,7 @@ from tests.runtime.cached import (
 from tests.runtime.plans import offload, open_session
 from tests.runtime.quantise import save_routed
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+pytestmark = pytest.mark.gpu
 
 FORMS = ["fp8_block", "fp8_tensor", "int4_zeros", "int8_zeros", "int8_bytes", "awq", "nvfp4"]
 CASES = [("qwen3_moe", form) for form in ("values", "packed", *FORMS)]

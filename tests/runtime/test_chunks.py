@@ -9,8 +9,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from offplan.runtime.model.attention import _attend_up_to, without_cudnn
 from offplan.runtime.passes.chunks import as_planned
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 @pytest.mark.parametrize(
     ("num_tokens", "start", "with_cudnn"),
@@ -24,7 +22,6 @@ def test_cudnn_plans_for_whole_chunks_alone(num_tokens: int, start: int, with_cu
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("sizes", [(64, 64), (192, 128)], ids=["alike", "of MLA"])
 @pytest.mark.parametrize("start", [0, 300])
 def test_a_remainder_attends_as_its_part_of_the_whole(sizes: tuple[int, int], start: int) -> None:

@@ -15,8 +15,6 @@ from tests.runtime.interpreted import (
     TARGETS,
     compile_ptx,
     need_triton,
-    run_interpreted,
-    runs_itself,
     runs_kernels,
 )
 from tests.runtime.seen import find_seen
@@ -34,12 +32,6 @@ CASES = each_value_once(
     product(SEES, [(4, 2, 16, 16), (71, 1, 64, 64), (8, 8, 24, 40)], [False, True], [None, 5.0])
 )
 """What is seen; heads, KV heads and widths; sinks; a soft cap."""
-
-
-@pytest.mark.slow
-@runs_itself
-def test_kernels_interpreted() -> None:
-    run_interpreted(__file__)
 
 
 def values_of(kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """Kept experts of which cores and link divide those missed, on the CPU."""
 
-import functools
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -16,8 +15,6 @@ from offplan.runtime.cached_experts import experts as cached
 from offplan.runtime.host_cores.executor import ExpertsTask, HostCores
 from offplan.runtime.host_cores.handover import Handover
 from offplan.runtime.host_cores.server import ByCores
-from offplan.runtime.model.layers import DecoderLayers
-from offplan.runtime.passes import runner
 from offplan.runtime.rows import Rows
 from offplan.runtime.session import Session
 from tests.hostcores.cores import require_cores
@@ -25,7 +22,7 @@ from tests.runtime.cached import Abort, cached_of, count_experts, keeping, promp
 from tests.runtime.divided import dividing, run_beside_lists, save, sharing, wide
 from tests.runtime.families import MOST_ROUNDING
 from tests.runtime.fed import run_fed, run_in_float32, typical_error
-from tests.runtime.plans import group, offload, open_session
+from tests.runtime.plans import compiled_layers, group, offload, open_session
 from tests.runtime.quantise import save_stored
 from tests.runtime.stream import AtOnce
 from tests.tiers import each_value_once, others_in_sweep
@@ -184,10 +181,8 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[AtOnce]:
     at_once = AtOnce()
 
     def serve(device: torch.device) -> ByCores:
-        server = ByCores(device)
-        server._handover = Handover(device, at_once)
-        made.append(server._handover)
-        return server
+        made.append(Handover(device, at_once))
+        return made[-1]
 
     monkeypatch.setattr(HostCores, "servers", {Backend.HOST: serve})
     yield at_once
@@ -331,15 +326,8 @@ def test_compiled_layers_run_no_code_of_others(
     logits, counts = run()
     # on a GPU it is called within an operator
     monkeypatch.setattr(ExpertsTask, "begin", torch.compiler.disable(ExpertsTask.begin))
-    own = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda of, **_: own(of, backend="eager", dynamic=False))
-    compile_all = functools.partial(DecoderLayers, compiled=True)
-    monkeypatch.setattr(runner, "DecoderLayers", lambda layers, **_: compile_all(layers))
-    torch.compiler.reset()
-    try:
+    with compiled_layers():
         got, found = run()
-    finally:
-        torch.compiler.reset()
     assert all(map(torch.equal, got, logits))
     assert found == counts
     assert sorted(bool(each.by_cores) for each in found.values()) == [False, False, True]

@@ -19,11 +19,7 @@ from tests.runtime.cached import Abort, abort_in, cached_of, count_experts, keep
 from tests.runtime.divided import check_contents, dividing, run_beside_lists, save, sharing, wide
 from tests.runtime.plans import offload, open_session
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 require_cores()
 

@@ -37,10 +37,7 @@ from tests.runtime.predicting import (
 from tests.runtime.quantise import save_stored
 from tests.runtime.words import DRAWN, Words
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+pytestmark = pytest.mark.gpu
 
 FLOAT32 = ["qwen3_wide", "deepseek_v2", "mistral_windowed", "sinks", "chunked", "shared_rings"]
 FLOAT32 += ["longrope", "qwen3_moe_tied"]

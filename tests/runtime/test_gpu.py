@@ -22,10 +22,7 @@ from tests.runtime.resident import (
     run_resident,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+pytestmark = pytest.mark.gpu
 
 OTHERS = ["sinks", "soft_caps", "mistral_windowed", "olmo3_windowed"]
 OTHERS += ["dynamic", "longrope", "shared_keys", "linear", "linear_experts"]

@@ -30,15 +30,7 @@ from offplan.runtime.forms.stored import (
 )
 from tests.runtime import coded
 from tests.runtime.columns import expand, hold
-from tests.runtime.interpreted import (
-    INTERPRETED,
-    TARGETS,
-    compile_ptx,
-    need_triton,
-    run_interpreted,
-    runs_itself,
-    runs_kernels,
-)
+from tests.runtime.interpreted import INTERPRETED, TARGETS, compile_ptx, need_triton, runs_kernels
 from tests.tiers import each_value_once, others_in_sweep
 
 DEVICE, DTYPE = coded.DEVICE, coded.DTYPES[0]
@@ -55,13 +47,6 @@ def limits_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for launcher in (grouped, products):
         monkeypatch.setattr(launcher, "gpu_limits", lambda index: (99 << 10, 2))
     monkeypatch.setattr(grouped, "compute_capability", lambda index: (8, 9))
-
-
-@pytest.mark.slow
-@runs_itself
-@pytest.mark.parametrize("tier", ["not sweep", pytest.param("sweep", marks=pytest.mark.sweep)])
-def test_on_the_cpu(tier: str) -> None:
-    assert "passed" in run_interpreted(__file__, tier=tier)
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -357,12 +342,18 @@ def test_operators_tell_what_they_return() -> None:
     weight, checks = operators._split(form, parts), "test_faketensor"
     for room in (None, scratch):
         arguments = (*weight, x, starts, bias, room)
-        torch.library.opcheck(operators._groups_operator, arguments, test_utils=checks)
+        torch.library.opcheck(
+            torch.ops.offplan.multiply_groups.default, arguments, test_utils=checks
+        )
     values = random(2, 40, coded.NUM_IN)
-    torch.library.opcheck(operators._values_operator, (values, x, starts, None), test_utils=checks)
-    torch.library.opcheck(operators._gate_operator, (random(3, 80), *Gate()), test_utils=checks)
+    torch.library.opcheck(
+        torch.ops.offplan.multiply_values.default, (values, x, starts, None), test_utils=checks
+    )
+    torch.library.opcheck(
+        torch.ops.offplan.gate_rows.default, (random(3, 80), *Gate()), test_utils=checks
+    )
     summed = random(6, 40), random(3, 2), None
-    torch.library.opcheck(operators._sum_operator, summed, test_utils=checks)
+    torch.library.opcheck(torch.ops.offplan.sum_pairs.default, summed, test_utils=checks)
 
 
 @pytest.mark.slow

@@ -6,23 +6,9 @@ import pytest
 import torch
 
 from tests.runtime.bells import make_bell, require_one_bell, require_rung
-from tests.runtime.interpreted import (
-    INTERPRETED,
-    TARGETS,
-    compile_ptx,
-    need_triton,
-    run_interpreted,
-    runs_itself,
-    runs_kernels,
-)
+from tests.runtime.interpreted import INTERPRETED, TARGETS, compile_ptx, need_triton, runs_kernels
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-
-
-@pytest.mark.slow
-@runs_itself
-def test_on_the_cpu() -> None:
-    assert "passed" in run_interpreted(__file__)
 
 
 @pytest.mark.gpu

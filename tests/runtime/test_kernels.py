@@ -12,14 +12,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from offplan.kernel_sizes import EXPERT_MULTIPLE
 from tests.runtime.conftest import LATENTS, SIZES
-from tests.runtime.interpreted import (
-    HAS_GPU,
-    INTERPRETED,
-    need_triton,
-    run_interpreted,
-    runs_itself,
-    runs_kernels,
-)
+from tests.runtime.interpreted import HAS_GPU, INTERPRETED, need_triton, runs_kernels
 from tests.runtime.plans import group, offload, open_session
 
 DEVICE, DTYPE = ("cpu", torch.float16) if INTERPRETED else ("cuda", torch.bfloat16)
@@ -51,12 +44,6 @@ def make_experts(
         _apply_gate=lambda both: silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1],
         **form,
     )
-
-
-@pytest.mark.slow
-@runs_itself
-def test_on_the_cpu() -> None:
-    assert f"{len(TOKENS) + len(LATENT_CASES)} passed" in run_interpreted(__file__)
 
 
 @pytest.mark.gpu

@@ -27,10 +27,8 @@ from offplan.runtime.executors import EXECUTORS
 from offplan.runtime.loading import loader, staging
 from offplan.runtime.loading.checks import map_tensors, verify_places
 from offplan.runtime.loading.fill import Target
-from offplan.runtime.loading.loaded import LoadedModel
-from offplan.runtime.loading.offloaded import find_offloaded
-from offplan.runtime.loading.places import assign
-from offplan.runtime.loading.prepared import prepare
+from offplan.runtime.loading.loaded import LoadedModel, assign
+from offplan.runtime.loading.prepared import find_offloaded, prepare
 from offplan.runtime.loading.skeleton import build_skeleton
 from offplan.runtime.memory import store
 from offplan.schedule import slots_read

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -20,15 +21,13 @@ from offplan.forms.form import Form, Kind
 from offplan.plan import Offload
 from offplan.runtime.forms.experts import multiply_sorted
 from offplan.runtime.model import attention
-from offplan.runtime.model.layers import DecoderLayers
 from offplan.runtime.parts import experts as parted_experts
 from offplan.runtime.parts.experts import ExpertsInParts, Meeting
-from offplan.runtime.passes import runner
 from offplan.runtime.rows import Rows
 from tests.held import place
 from tests.runtime.cached import FEW, Abort, abort_in, run_hostile, run_resident
 from tests.runtime.conftest import save_tiny
-from tests.runtime.plans import group, in_parts, offload, open_session
+from tests.runtime.plans import compiled_layers, group, in_parts, offload, open_session
 from tests.runtime.quantise import FEW_FORMS, FORMS, save_stored
 from tests.tiers import each_value_once, first_quick, others_in_sweep
 
@@ -369,36 +368,24 @@ def test_a_layer_that_does_not_call_its_experts(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_layers_compiled_by_their_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_compiled_by_their_pieces(folder: Path) -> None:
     """A prompt's layer is cut at its experts; a step's is compiled whole, as without parts."""
     checkpoint = saved("qwen3_moe_tied", folder)
     decision = offload(in_parts(2, every=2), prefill_chunk=7)
-    traced: list[int] = []
-
-    def trace(graph: torch.fx.GraphModule, _: object) -> Any:
-        traced.append(1)
-        return graph.forward
-
+    traced = CompileCounter()
     expected = run_resident(checkpoint, 7, *FEW)
-    own = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda of, **_: own(of, backend=trace, dynamic=False))
-    compile_all = functools.partial(DecoderLayers, compiled=True)
-    monkeypatch.setattr(runner, "DecoderLayers", lambda layers, **_: compile_all(layers))
     before = torch._dynamo.config.recompile_limit
-    torch.compiler.reset()
-    try:
+    with compiled_layers(traced):
         for _ in range(2):
             with open_session(checkpoint, decision) as session:
                 assert all(map(torch.equal, run_hostile(session, *FEW), expected))
-                num_traced = len(traced)
+                num_traced = traced.frame_count
                 logits = session.prefill(torch.arange(28).view(2, 14))
                 for _ in range(2):
                     logits = session.decode(logits.argmax(-1, keepdim=True))
-        assert traced
+        assert traced.frame_count
         assert num_traced
         assert torch._dynamo.config.recompile_limit == before
-    finally:
-        torch.compiler.reset()
 
 
 def test_stock_passes_stream_no_parts(folder: Path) -> None:

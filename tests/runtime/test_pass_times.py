@@ -1,6 +1,5 @@
 """Times of layers in transformers' own passes, and plans that are made from them."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,17 +20,9 @@ from offplan.runtime.session import Session
 from tests.runtime.families import require, save
 from tests.runtime.plans import CONTEXT, group, offload
 from tests.runtime.quantise import save_stored
-from tests.warm import Warm
 
+pytestmark = pytest.mark.usefixtures("counted_by_warm_processes")
 WORKLOAD = Workload(batch=2, prompt_tokens=14, output_tokens=8, context=48)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def counted_by_warm_processes(warm: Warm) -> Iterator[None]:
-    """What passes take is counted in a process of its own, most of whose time are imports."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("offplan.held.stock.subprocess", warm.as_subprocess())
-        yield
 
 
 @pytest.fixture(autouse=True)

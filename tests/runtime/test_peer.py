@@ -16,8 +16,7 @@ from offplan.plan import Offload, Rule
 from offplan.runtime.executors import EXECUTORS
 from offplan.runtime.loading.prepared import fit
 from offplan.runtime.memory.store import allocate
-from offplan.runtime.peer import executor
-from offplan.runtime.peer.executor import PeerExecutor, find_peer
+from offplan.runtime.peer import PeerExecutor, find_peer
 from offplan.runtime.session import Session
 from tests.held import input_embedding
 from tests.runtime.conftest import CONFIGS
@@ -160,7 +159,9 @@ def test_a_gpu_is_asked_for_the_slabs_alone(
 ) -> None:
     peer = torch.device("cuda", 1)
     asked = []
-    monkeypatch.setattr(executor, "find_peer", lambda *given: asked.append(given) or peer)
+    monkeypatch.setattr(
+        "offplan.runtime.peer.find_peer", lambda *given: asked.append(given) or peer
+    )
     prepared = fit(hold(open_model(str(checkpoint))), decision, EXECUTORS, CUDA_0)
     for each in prepared.executors.values():
         each.prepare(CUDA_0, None)

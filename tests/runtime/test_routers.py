@@ -14,8 +14,6 @@ from tests.runtime.interpreted import (
     TARGETS,
     compile_ptx,
     need_triton,
-    run_interpreted,
-    runs_itself,
     runs_kernels,
 )
 from tests.tiers import each_value_once
@@ -24,12 +22,6 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 DTYPES = [torch.float32] if INTERPRETED else [torch.bfloat16, torch.float16, torch.float32]
 SIZES = [(1, 8, 2), (1, 128, 8), (3, 32, 4), (16, 60, 6), (64, 33, 8)]
 """Tokens, experts, and experts of a token."""
-
-
-@pytest.mark.slow
-@runs_itself
-def test_on_the_cpu() -> None:
-    assert "passed" in run_interpreted(__file__)
 
 
 def make_router(name: str, num_experts: int, num_chosen: int, normalises: bool) -> Any:

@@ -1,7 +1,8 @@
 """Texts of unlike lengths together: each as if it were alone, whatever joins, leaves and fails."""
 
 import random
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,13 @@ from torch._dynamo.utils import counters
 
 from offplan.checkpoint.open import open_model
 from offplan.errors import InputError, MemoryLimitError
-from offplan.runtime.model.layers import DecoderLayers
 from offplan.runtime.passes.forward import Forward
 from offplan.runtime.rows import Rows
 from offplan.runtime.session import Session
 from offplan.transformers_private import list_experts
 from tests.runtime.conftest import save_tiny
 from tests.runtime.greedy import Alone, Greedy
-from tests.runtime.plans import CONTEXT, group, offload, open_session
+from tests.runtime.plans import CONTEXT, compiled_layers, group, offload, open_session
 from tests.tiers import each_value_once, first_quick, others_in_sweep
 
 LONG = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 11, 23, 45, 4, 33, 6, 21, 50, 2, 12]
@@ -31,34 +31,40 @@ CANNOT_WAIT = ("linear", "linear_experts")
 """Families whose texts have to be extended in every step."""
 
 
+@contextmanager
+def greedy(
+    name: str, folder: Path, num_rows: int, sizes: Sequence[int] | None = None, *, chunk: int = 64
+) -> Iterator[Greedy]:
+    """Texts in rows of a tiny model, which are checked in the end."""
+    save_tiny(name, folder)
+    with open_session(folder, offload(group(2, 1), prefill_chunk=chunk)) as session:
+        texts = Greedy(Rows(session, num_rows, sizes=sizes))
+        yield texts
+        texts.check(Alone(folder, chunk))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "chunk"),
     each_value_once(product(FAMILIES, [4, 64]), of=[*product(FAMILIES[1::2], [4, 64])]),
 )
 def test_every_text_is_as_if_alone(tmp_path: Path, name: str, chunk: int) -> None:
-    folder = save_tiny(name, tmp_path)
-    with open_session(folder, offload(group(2, 1), prefill_chunk=chunk)) as session:
-        texts = Greedy(Rows(session, 3))
+    with greedy(name, tmp_path, 3, chunk=chunk) as texts:
         first, second = texts.join(*PROMPTS[:2])
-        for _ in range(3):
-            texts.step()
+        texts.steps(3)
         (third,) = texts.join(PROMPTS[2])
         texts.step()
         if name not in CANNOT_WAIT:
             texts.step(third)
             texts.step(first, third)
         texts.leave(first)
-        for _ in range(4):
-            texts.step()
+        texts.steps(4)
         texts.leave(second)
         texts.step()
         (fourth,) = texts.join(PROMPTS[3])
         assert fourth != third
         texts.join(PROMPTS[1])
-        for _ in range(5):
-            texts.step()
-        texts.check(Alone(folder, chunk))
+        texts.steps(5)
 
 
 @pytest.mark.slow
@@ -79,8 +85,7 @@ def test_a_scored_prompt_leaves_the_others_as_they_are(tmp_path: Path, name: str
             assert texts.rows.num_free == 2
         texts.step()
         texts.join(LONG, PROMPTS[3])
-        for _ in range(3):
-            texts.step()
+        texts.steps(3)
         with pytest.raises(InputError, match="no row is free"):
             texts.rows.score(LONG, None, seen.append)
         texts.check(Alone(folder, 4))
@@ -112,27 +117,21 @@ def test_texts_that_join_and_leave_at_random(tmp_path: Path, name: str) -> None:
     "name", first_quick(["qwen3", "deepseek_v2", "mistral_windowed", "linear"])
 )
 def test_the_next_turn_of_a_chat_reads_what_is_new(tmp_path: Path, name: str) -> None:
-    folder = save_tiny(name, tmp_path)
-    with open_session(folder, offload(group(2, 1), prefill_chunk=3)) as session:
-        texts = Greedy(Rows(session, 1))
+    with greedy(name, tmp_path, 1, chunk=3) as texts:
         prompt = LONG[:7]
         for _ in range(3):
             (row,) = texts.join(prompt)
-            for _ in range(4):
-                texts.step()
+            texts.steps(4)
             prompt = [*texts.leave(row), 11, 12, 13]
         # the last token that a text makes was read by no pass
         assert texts.read == [7, 4, 4]
         texts.join(LONG[:5])  # of the beginning, where a state can go back
         assert texts.read[3:] == [5 if name in ("linear", "mistral_windowed") else 1]
-        texts.check(Alone(folder, 3))
 
 
 @pytest.mark.slow
 def test_a_prompt_goes_on_from_the_row_that_has_most_of_it(tmp_path: Path) -> None:
-    folder = save_tiny("qwen3", tmp_path)
-    with open_session(folder, offload(group(2, 1))) as session:
-        texts = Greedy(Rows(session, 3))
+    with greedy("qwen3", tmp_path, 3) as texts:
         first, second, third = texts.join(LONG[:4], LONG[:9], [40, 41])
         texts.step()
         for row in (first, second, third):
@@ -144,18 +143,14 @@ def test_a_prompt_goes_on_from_the_row_that_has_most_of_it(tmp_path: Path) -> No
         with pytest.raises(InputError, match="1 prompts for 0 free rows of 3"):
             texts.join([1])
         texts.step()
-        texts.check(Alone(folder, 64))
 
 
 @pytest.mark.parametrize("name", first_quick(["qwen3", "deepseek_v2", "shared_keys", "linear"]))
 @pytest.mark.slow
 def test_a_prefix_that_another_text_holds_is_copied(tmp_path: Path, name: str) -> None:
-    folder = save_tiny(name, tmp_path)
-    with open_session(folder, offload(group(2, 1), prefill_chunk=3)) as session:
-        texts = Greedy(Rows(session, 4))
+    with greedy(name, tmp_path, 4, chunk=3) as texts:
         (first,) = texts.join(LONG[:12])
-        for _ in range(3):
-            texts.step()
+        texts.steps(3)
         texts.join([*LONG[:9], 40], LONG[:12])
         texts.step()
         (last,) = texts.join([*LONG[:10], 50])
@@ -167,22 +162,26 @@ def test_a_prefix_that_another_text_holds_is_copied(tmp_path: Path, name: str) -
         texts.leave(first)
         texts.leave(last)
         assert texts.join([*LONG[:9], 41]) == [first]
-        for _ in range(3):
-            texts.step()
-        texts.check(Alone(folder, 3))
+        texts.steps(3)
+
+
+def note_batches(session: Session) -> list[int]:
+    """Return where each step adds how many rows it is for."""
+    step, batches = session.runner.step, list[int]()
+
+    def note(tokens: torch.Tensor, *others: Any) -> torch.Tensor:
+        batches.append(len(tokens))
+        return step(tokens, *others)
+
+    session.runner.step = note  # type: ignore
+    return batches
 
 
 @pytest.mark.slow
 def test_a_step_for_fewer_rows_than_there_are(tmp_path: Path) -> None:
-    folder, batches = save_tiny("qwen3_moe_tied", tmp_path), list[int]()
+    folder = save_tiny("qwen3_moe_tied", tmp_path)
     with open_session(folder, offload(group(2, 1))) as session:
-        step = session.runner.step
-
-        def note(tokens: torch.Tensor, *others: Any) -> torch.Tensor:
-            batches.append(len(tokens))
-            return step(tokens, *others)
-
-        session.runner.step = note  # type: ignore
+        batches = note_batches(session)
         texts = Greedy(Rows(session, 4, sizes=(1, 2)))
         for prompt in (*PROMPTS[:3], [9, 9]):
             texts.join(prompt)
@@ -197,9 +196,7 @@ def test_a_step_for_fewer_rows_than_there_are(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_row_that_is_full_is_left_as_it_is(tmp_path: Path) -> None:
     """Steps of the others write to idle rows, of which one has no place left."""
-    folder = save_tiny("qwen3", tmp_path)
-    with open_session(folder, offload(group(2, 1))) as session:
-        texts = Greedy(Rows(session, 3))
+    with greedy("qwen3", tmp_path, 3) as texts:
         whole = [number % 50 for number in range(CONTEXT)]
         full, almost, other = texts.join(whole, whole[::-1][:-1], [5, 6])
         texts.step(almost, other)
@@ -215,22 +212,17 @@ def test_a_row_that_is_full_is_left_as_it_is(tmp_path: Path) -> None:
         assert texts.read[3:] == [1]
         with pytest.raises(InputError, match="the prompt has 49 tokens; the plan's context is 48"):
             texts.join([*whole, 1])
-        texts.check(Alone(folder, 64))
 
 
 @pytest.mark.slow
 def test_tokens_on_the_device(tmp_path: Path) -> None:
-    folder = save_tiny("qwen3", tmp_path)
-    with open_session(folder, offload(group(2, 1))) as session:
-        texts = Greedy(Rows(session, 2))
+    with greedy("qwen3", tmp_path, 2) as texts:
         texts.next = lambda row: texts.texts[row][1][-1].argmax()  # type: ignore
         texts.join(*PROMPTS[:2])
-        for _ in range(3):
-            texts.step()
+        texts.steps(3)
         made = texts.leave(0)
         texts.join([*made, 3])
         assert texts.read[2:] == [2]
-        texts.check(Alone(folder, 64))
 
 
 class Broken(Exception):
@@ -273,8 +265,7 @@ def test_a_pass_that_fails_leaves_the_other_rows_right(
             texts.texts.clear()
             texts.join(PROMPTS[0])
             assert texts.read[-1] == len(PROMPTS[0])
-        for _ in range(6):
-            texts.step()
+        texts.steps(6)
         texts.check(Alone(folder, 4))
 
 
@@ -298,8 +289,7 @@ def test_a_nan_that_a_text_left_behind_is_not_seen(tmp_path: Path, name: str) ->
         texts.join(PROMPTS[1])
         rows.leave(first)
         assert "first NaN" in rows.find_nan(bad)
-        for _ in range(2):
-            texts.step()
+        texts.steps(2)
         texts.join(PROMPTS[2])
         texts.step()
         texts.check(Alone(folder, 8))
@@ -451,8 +441,7 @@ def test_idle_rows_are_sent_where_a_text_is(tmp_path: Path, name: str) -> None:
             texts.leave(2)
             for experts in list_experts(session.loaded.module):
                 experts.register_forward_pre_hook(lambda _, arguments: sent.append(arguments[1]))
-            for _ in range(3):
-                texts.step()
+            texts.steps(3)
             made.append(texts.texts[second][1])
     assert sent
     assert all((rows == rows[0]).all() for rows in (each.view(3, -1) for each in sent))
@@ -461,16 +450,13 @@ def test_idle_rows_are_sent_where_a_text_is(tmp_path: Path, name: str) -> None:
 
 def test_a_step_of_several_passes_fills_a_row(tmp_path: Path) -> None:
     """Llama 4 knows one position of a pass: a row that one pass has filled is idle in the next."""
-    folder = save_tiny("chunked", tmp_path)
-    with open_session(folder, offload(group(2, 1))) as session:
-        texts = Greedy(Rows(session, 2))
+    with greedy("chunked", tmp_path, 2) as texts:
         full, other = texts.join([*range(1, CONTEXT)], PROMPTS[1])
         texts.step(full, other)
         texts.step(other)
         text = texts.leave(full)
         texts.join([*text[: CONTEXT - 1], 5])
         texts.step(other)
-        texts.check(Alone(folder, 64))
 
 
 class WithoutRows:
@@ -491,8 +477,7 @@ def test_a_runner_without_rows_has_one_text_at_a_time(tmp_path: Path) -> None:
         texts = Greedy(Rows(session, 1))
         texts.rows.warm_up(CONTEXT - 1)
         texts.join(LONG)
-        for _ in range(3):
-            texts.step()
+        texts.steps(3)
         made = texts.leave(0)
         texts.join([*made, 1])
         assert texts.read == [len(LONG), len(made) + 1]
@@ -508,8 +493,7 @@ def test_passes_of_transformers_own_have_one_text_at_a_time(tmp_path: Path) -> N
         texts.rows.warm_up(5)
         for prompt in PROMPTS[:2]:
             (row,) = texts.join(prompt)
-            for _ in range(3):
-                texts.step()
+            texts.steps(3)
             texts.leave(row)
         assert texts.read == [len(each) for each in PROMPTS[:2]]
         texts.check(Alone(folder, 64))
@@ -518,15 +502,9 @@ def test_passes_of_transformers_own_have_one_text_at_a_time(tmp_path: Path) -> N
 @pytest.mark.parametrize("name", first_quick(["qwen3", "deepseek_v2", "linear", "shared_keys"]))
 @pytest.mark.slow
 def test_texts_lie_where_the_smallest_step_finds_them(tmp_path: Path, name: str) -> None:
-    folder, batches = save_tiny(name, tmp_path), list[int]()
+    folder = save_tiny(name, tmp_path)
     with open_session(folder, offload(group(2, 1))) as session:
-        step = session.runner.step
-
-        def note(tokens: torch.Tensor, *others: Any) -> torch.Tensor:
-            batches.append(len(tokens))
-            return step(tokens, *others)
-
-        session.runner.step = note  # type: ignore
+        batches = note_batches(session)
         texts = Greedy(Rows(session, 4, sizes=(1, 2)))
         texts.join(*PROMPTS)
         texts.step()
@@ -542,8 +520,7 @@ def test_texts_lie_where_the_smallest_step_finds_them(tmp_path: Path, name: str)
         assert texts.join([*ended, 5], LONG) == [2, 0]
         moves_on = name in ("linear", "shared_keys")
         assert texts.read[4:] == [2, len(LONG) if moves_on else 1]
-        for _ in range(3):
-            texts.step()
+        texts.steps(3)
         texts.check(Alone(folder, 64))
 
 
@@ -551,18 +528,10 @@ def test_texts_lie_where_the_smallest_step_finds_them(tmp_path: Path, name: str)
 @pytest.mark.parametrize(
     "name", others_in_sweep(["qwen3", "chunked", "deepseek_v2", "linear"], ["qwen3", "linear"])
 )
-def test_no_row_is_compiled_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_no_row_is_compiled_for(tmp_path: Path, name: str) -> None:
     """What the first texts have compiled serves every row, position and length of a text."""
-    own = DecoderLayers.__init__
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(
-        DecoderLayers,
-        "__init__",
-        lambda layers, modules, compiled: own(layers, modules, compiled=True),
-    )
-    torch.compiler.reset()
     folder = save_tiny(name, tmp_path)
-    with open_session(folder, offload(group(2, 1), prefill_chunk=5)) as session:
+    with compiled_layers(), open_session(folder, offload(group(2, 1), prefill_chunk=5)) as session:
         texts = Greedy(Rows(session, 3))
         texts.rows.warm_up(11)
         compiled = counters["stats"]["unique_graphs"]
@@ -577,4 +546,3 @@ def test_no_row_is_compiled_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         texts.step()
         assert counters["stats"]["unique_graphs"] == compiled > 0
         texts.check(Alone(folder, 5))
-    torch.compiler.reset()

@@ -15,10 +15,7 @@ from offplan.runtime.session import Session
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import group, offload, open_session
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+pytestmark = pytest.mark.gpu
 
 NAMES = ["qwen3_wide", "deepseek_v2", "mistral_windowed", "sinks", "chunked", "shared_keys"]
 NAMES += ["linear", "dynamic", "longrope"]

@@ -6,7 +6,6 @@ import mmap
 import sys
 import weakref
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from offplan.transformers_private import chosen_experts
 from tests.held import input_embedding
 from tests.runtime.conftest import CONFIGS, NUM_LAYERS, SIZES, save_tiny
 from tests.runtime.interpreted import need_triton
-from tests.runtime.plans import CONTEXT, group, offload, open_session
+from tests.runtime.plans import CONTEXT, compiled_layers, group, offload, open_session
 from tests.tiers import each_value_once, first_quick, others_in_sweep
 
 NUM_TOKENS = 6
@@ -230,23 +229,13 @@ def test_a_step_after_calls_of_a_prompt_were_noted(checkpoint: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", others_in_sweep(["qwen3", "chunked", "gptj"], ["qwen3"]))
-def test_prompts_and_steps_in_turn_compile_nothing_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    own = DecoderLayers.__init__
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(
-        DecoderLayers,
-        "__init__",
-        lambda layers, modules, compiled: own(layers, modules, compiled=True),
-    )
-    torch.compiler.reset()
-    with open_session(save_tiny(name, tmp_path), offload(prefill_chunk=5)) as session:
+def test_prompts_and_steps_in_turn_compile_nothing_more(tmp_path: Path, name: str) -> None:
+    folder = save_tiny(name, tmp_path)
+    with compiled_layers(), open_session(folder, offload(prefill_chunk=5)) as session:
         tokens = tokens_of(session)
         compiled = counters["stats"]["unique_graphs"]
         assert tokens_of(session) == tokens
         assert counters["stats"]["unique_graphs"] == compiled > 0
-    torch.compiler.reset()
 
 
 @pytest.mark.slow
@@ -440,22 +429,19 @@ def test_layers_of_other_sessions_do_not_count(monkeypatch: pytest.MonkeyPatch) 
         def forward(self, hidden: torch.Tensor, *, by: int = 2) -> torch.Tensor:
             return hidden * by
 
-    # in the compiler's place, as other options than another layer's have it compile again, too
     compiled = CompileCounter()
-    monkeypatch.setattr(
-        "torch._inductor.compile_fx.compile_fx", lambda graph, inputs, **_: compiled(graph, inputs)
-    )
     monkeypatch.setattr("offplan.runtime.model.layers.MAX_VARIANTS", 2)
-    for number in range(1, 5):
-        layers = DecoderLayers(torch.nn.ModuleList([Layer(), Layer()]), compiled=True)
-        for index in range(2):
-            hidden = torch.full((number,), float(number))
-            assert torch.equal(layers.step(index, Call(hidden, {})), 2 * hidden)
-        assert compiled.frame_count == number
+    with compiled_layers(compiled):
+        for number in range(1, 5):
+            layers = DecoderLayers(torch.nn.ModuleList([Layer(), Layer()]), compiled=True)
+            for index in range(2):
+                hidden = torch.full((number,), float(number))
+                assert torch.equal(layers.step(index, Call(hidden, {})), 2 * hidden)
+            assert compiled.frame_count == number
 
 
 @pytest.mark.slow
-def test_a_layer_cut_at_its_experts_shares_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_cut_at_its_experts_shares_no_code() -> None:
     """What is compiled for it, guarded by nothing behind the cut, must not serve whole layers.
 
     In a capture, where nothing can be compiled, these would be compiled once more.
@@ -490,14 +476,11 @@ def test_a_layer_cut_at_its_experts_shares_no_code(monkeypatch: pytest.MonkeyPat
             return self.block(hidden * 5) + 1
 
     compiled = CompileCounter()
-    compile_so = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda of, **_: compile_so(of, backend=compiled, dynamic=False)
-    )
-    layers = DecoderLayers(torch.nn.ModuleList([Layer(Whole()), Layer(Cut())]), compiled=True)
-    for again in range(2):
-        for index, expected in enumerate((34.0, 37.0)):
-            assert layers.step(index, Call(torch.ones(1), {})).item() == expected
-        if not again:
-            before = compiled.frame_count
+    with compiled_layers(compiled):
+        layers = DecoderLayers(torch.nn.ModuleList([Layer(Whole()), Layer(Cut())]), compiled=True)
+        for again in range(2):
+            for index, expected in enumerate((34.0, 37.0)):
+                assert layers.step(index, Call(torch.ones(1), {})).item() == expected
+            if not again:
+                before = compiled.frame_count
     assert compiled.frame_count == before

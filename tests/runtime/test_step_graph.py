@@ -10,15 +10,7 @@ from torch.nn.functional import linear
 
 from tests.runtime import coded
 from tests.runtime.columns import hold
-from tests.runtime.interpreted import (
-    INTERPRETED,
-    TARGETS,
-    compile_ptx,
-    need_triton,
-    run_interpreted,
-    runs_itself,
-    runs_kernels,
-)
+from tests.runtime.interpreted import INTERPRETED, TARGETS, compile_ptx, need_triton, runs_kernels
 
 DEVICE, DTYPE = coded.DEVICE, coded.DTYPES[0]
 
@@ -30,12 +22,6 @@ def limits_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(products, "gpu_limits", lambda index: (99 << 10, 128))
     monkeypatch.setattr(step_graph, "DEVICES", ("cuda", "cpu"))
-
-
-@pytest.mark.slow
-@runs_itself
-def test_on_the_cpu() -> None:
-    assert "passed" in run_interpreted(__file__)
 
 
 def random(*shape: int) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """Transformers' own passes with offplan's movement of weights: the same bits, or a refusal."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -49,7 +48,6 @@ from tests.runtime.families import (
 from tests.runtime.plans import group, offload, open_session, run_each_greedily, run_greedily
 from tests.runtime.quantise import ALONE, FORMS, save_stored
 from tests.tiers import first_quick, others_in_sweep
-from tests.warm import Warm
 
 EXACT = """
 bamba bloom deepseek_v4 falcon falcon_h1 granitemoehybrid hrm_text jamba jetmoe kimi_linear lfm3
@@ -80,13 +78,7 @@ FEW_STORED = [
 ]
 """Which layers own codes, and codes of each sort: transformers' passes see their values alone."""
 
-
-@pytest.fixture(scope="module", autouse=True)
-def counted_by_warm_processes(warm: Warm) -> Iterator[None]:
-    """What passes take is counted in a process of its own, most of whose time are imports."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("offplan.held.stock.subprocess", warm.as_subprocess())
-        yield
+pytestmark = pytest.mark.usefixtures("counted_by_warm_processes")
 
 
 @pytest.mark.slow

@@ -9,10 +9,7 @@ from transformers import AutoModelForCausalLM
 from tests.runtime.families import BATCH, PROMPT, PUBLISHED, draw_weights, make_config, require
 from tests.runtime.plans import group, offload, run_greedily
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+pytestmark = pytest.mark.gpu
 
 FAMILIES = ("deepseek_v4", "nemotron_h", "kimi_linear", "granitemoehybrid", "jamba", "falcon")
 

@@ -12,10 +12,7 @@ from tests.runtime.plans import group, offload
 from tests.runtime.quantise import ALONE, FORMS, save_stored
 from tests.runtime.resident import BATCH, PROMPT, check_against_resident, run_resident
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+pytestmark = pytest.mark.gpu
 
 CASES = [("qwen3", form) for form in FORMS | ALONE]
 CASES += [("qwen3_moe", "fp8_block"), ("qwen3_moe", "int4_zeros"), ("qwen3_moe", "fp8_tensor")]

@@ -54,21 +54,12 @@ from tests.runtime.interpreted import (
     TARGETS,
     compile_ptx,
     need_triton,
-    run_interpreted,
-    runs_itself,
     runs_kernels,
 )
 from tests.tiers import each_value_once
 
 DEVICE, DTYPE = ("cpu", torch.float16) if INTERPRETED else ("cuda", torch.bfloat16)
 LIMITS = (232448, 132)
-
-
-@pytest.mark.slow
-@runs_itself
-@pytest.mark.parametrize("tier", ["not sweep", pytest.param("sweep", marks=pytest.mark.sweep)])
-def test_on_the_cpu(tier: str) -> None:
-    assert "passed" in run_interpreted(__file__, tier=tier)
 
 
 @pytest.fixture(autouse=INTERPRETED)

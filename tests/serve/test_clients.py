@@ -11,8 +11,7 @@ from offplan.runtime.joined import JoinedTexts
 from offplan.runtime.rows import Rows
 from offplan.serve.guard import Guard
 from offplan.serve.requests import CompletionRequest, parse_request
-from offplan.serve.turns import Turns, identify
-from offplan.serve.worker import Job
+from offplan.serve.worker import Job, Turns, identify
 from tests.serve import (
     KEY,
     TIMEOUT_S,

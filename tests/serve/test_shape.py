@@ -75,7 +75,7 @@ def test_large_bodies_are_parsed_off_the_event_loop(
         names.append(threading.current_thread().name)
         return parse_request(kind, body)
 
-    monkeypatch.setattr("offplan.serve.openai_api.parse_request", parse)
+    monkeypatch.setattr("offplan.serve.api.parse_request", parse)
     for text in ("a", "a" * 2**14):
         scripted.ask("/v1/completions", {"prompt": text})
     assert [name.startswith("offplan-parser") for name in names] == [False, True]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from huggingface_hub import HfApi, constants, hf_hub_url
 from huggingface_hub.utils import logging
 
-from offplan.checkpoint.answers import AGENT, checked_session
+from offplan.checkpoint.answers import AGENT, checked_session, explaining
 from offplan.checkpoint.gguf.places import (
     QUANTISATION,
     SHARD,
@@ -21,12 +21,10 @@ from offplan.checkpoint.gguf.places import (
     list_shards,
 )
 from offplan.checkpoint.gguf.read import Header, import_reader, read_header, size_headers
-from offplan.checkpoint.header_cache import ShardStart, find_header, keep_header
-from offplan.checkpoint.hub_errors import explaining
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.quiet import quietly
-from offplan.checkpoint.ranges import read_start, retry
+from offplan.checkpoint.ranges import ShardStart, find_header, keep_header, read_start, retry
 from offplan.errors import CheckpointError
 from offplan.progress import Progress
 

@@ -18,6 +18,7 @@ from offplan.runtime.cached_experts.expert_table import (
     use,
 )
 from offplan.runtime.forms import tasks
+from offplan.runtime.forms.declared import declare
 from offplan.runtime.forms.experts import (
     MULTIPLIED_BY,
     SHARE,
@@ -199,36 +200,23 @@ def _join(
     return joined
 
 
-def _pick_rows(
-    slots: torch.Tensor, rows: torch.Tensor, slot_of_pair: torch.Tensor, chosen: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    own = slots[slot_of_pair.clamp(max=len(slots) - 1)]
-    has_slot = (slot_of_pair < len(slots)).unsqueeze(-1)
-    return torch.where(has_slot, own, rows[chosen]), torch.arange(len(own), device=own.device)
-
-
 # To torch.compile one operator: whatever it joined would be rounded otherwise than in layers whose
 # experts are resident, which look rows up in one table.
-_pick_operator = torch.library.custom_op(
-    "offplan::pick_rows",
-    _pick_rows,
-    mutates_args=(),
-    schema="(Tensor slots, Tensor rows, Tensor slot_of_pair, Tensor chosen) -> (Tensor, Tensor)",
-)
-_pick_operator.register_fake(
+@declare(
+    "pick_rows",
+    "(Tensor slots, Tensor rows, Tensor slot_of_pair, Tensor chosen) -> (Tensor, Tensor)",
     lambda slots, rows, slot_of_pair, chosen: (
         slots.new_empty(chosen.numel(), slots.shape[1]),
         chosen.new_empty(chosen.numel(), dtype=torch.int64),
-    )
+    ),
 )
-
-
-def _pick(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _pick(
+    slots: torch.Tensor, rows: torch.Tensor, slot_of_pair: torch.Tensor, chosen: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each pair's row, of its slot or of all experts' rows, and their places: [pairs]."""
-    if not torch.compiler.is_compiling():
-        return _pick_rows(*tensors)
-    made: tuple[torch.Tensor, torch.Tensor] = _pick_operator(*tensors)
-    return made
+    own = slots[slot_of_pair.clamp(max=len(slots) - 1)]
+    has_slot = (slot_of_pair < len(slots)).unsqueeze(-1)
+    return torch.where(has_slot, own, rows[chosen]), torch.arange(len(own), device=own.device)
 
 
 def forward_slots(

@@ -16,6 +16,7 @@ from offplan.kernel_sizes import TABLE_COUNTERS
 from offplan.runtime.cached_experts import expert_table
 from offplan.runtime.cached_experts.expert_table import Runs, Table
 from offplan.runtime.forms import tasks
+from offplan.runtime.forms.declared import declare
 from offplan.runtime.forms.gather import list_pairs
 from offplan.runtime.forms.handover_kernels import BLOCK as COPIED
 from offplan.runtime.forms.handover_kernels import copy_share, count_programs, ring
@@ -436,6 +437,29 @@ def _sizes(num_experts: int, num_pairs: int) -> dict[str, int]:
     }
 
 
+def _describe(
+    chosen: torch.Tensor,
+    table: torch.Tensor,
+    addresses: torch.Tensor,
+    num_slots: int,
+    num_experts: int,
+    divided: Sequence[torch.Tensor],
+) -> SlotPairs:
+    of_pairs = (chosen.new_empty(chosen.numel(), dtype=torch.int32) for _ in range(4))
+    slot_of_pair, order, rest, first = of_pairs
+    return slot_of_pair, order, chosen.new_empty(num_experts + 1, dtype=torch.int32), rest, first
+
+
+# That it changes table and slots is not declared: torch would copy them around the operator. What
+# reads slots takes what this returns, and all of a session runs on one stream. What another stream
+# copies into slots for later no compiled code sees change: the table gives these slots to no pair
+# before its program has waited for the copies, and it is behind that program that slots are read.
+@declare(
+    "read_slots",
+    "(Tensor chosen, Tensor table, Tensor addresses, int num_slots, int num_experts, "
+    "Tensor[] divided) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _describe,
+)
 def _read(
     chosen: torch.Tensor,
     table: torch.Tensor,
@@ -476,33 +500,6 @@ def _read(
     return made
 
 
-def _describe(
-    chosen: torch.Tensor,
-    table: torch.Tensor,
-    addresses: torch.Tensor,
-    num_slots: int,
-    num_experts: int,
-    divided: Sequence[torch.Tensor],
-) -> SlotPairs:
-    of_pairs = (chosen.new_empty(chosen.numel(), dtype=torch.int32) for _ in range(4))
-    slot_of_pair, order, rest, first = of_pairs
-    return slot_of_pair, order, chosen.new_empty(num_experts + 1, dtype=torch.int32), rest, first
-
-
-# That it changes table and slots is not declared: torch would copy them around the operator. What
-# reads slots takes what this returns, and all of a session runs on one stream. What another stream
-# copies into slots for later no compiled code sees change: the table gives these slots to no pair
-# before its program has waited for the copies, and it is behind that program that slots are read.
-_operator = torch.library.custom_op(
-    "offplan::read_slots",
-    _read,
-    mutates_args=(),
-    schema="(Tensor chosen, Tensor table, Tensor addresses, int num_slots, int num_experts, "
-    "Tensor[] divided) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-_operator.register_fake(_describe)
-
-
 def read_slots(
     chosen: torch.Tensor,
     table: torch.Tensor,
@@ -520,11 +517,7 @@ def read_slots(
     later, which may be empty, tokens and the weights of their pairs. If the cores multiply a part
     of an expert, the slot behind the table's has the rest of it.
     """
-    arguments = chosen, table, addresses, num_slots, num_experts, list(divided)
-    if not torch.compiler.is_compiling():
-        return _read(*arguments)
-    made: SlotPairs = _operator(*arguments)
-    return made
+    return _read(chosen, table, addresses, num_slots, num_experts, list(divided))
 
 
 def settle(table: Table, chosen: torch.Tensor, addresses: torch.Tensor) -> None:

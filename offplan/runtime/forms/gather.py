@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from offplan.kernel_sizes import MAX_PAIRS
+from offplan.runtime.forms.declared import declare
 from offplan.runtime.forms.reference import Components
 
 BLOCK = 1024
@@ -135,9 +136,6 @@ def sort_pairs(expert_of_pair: torch.Tensor, num_experts: int) -> Pairs:
         bounds = torch.arange(num_experts + 1, device=experts.device, dtype=experts.dtype)
         starts = torch.searchsorted(experts, bounds, out_int32=True)
         return expert_of_pair, order.to(torch.int32), starts
-    if torch.compiler.is_compiling():
-        # an operator, of which a compiled step finds that its router has made the same
-        return (expert_of_pair, *_sort_operator(expert_of_pair, num_experts))
     return (expert_of_pair, *_sort_few(expert_of_pair, num_experts))
 
 
@@ -148,18 +146,11 @@ def _empty_order(
     return order, expert_of_pair.new_empty(num_experts + 1, dtype=torch.int32)
 
 
+# an operator, of which a compiled step finds that its router has made the same
+@declare("sort_pairs", "(Tensor expert_of_pair, int num_experts) -> (Tensor, Tensor)", _empty_order)
 def _sort_few(expert_of_pair: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     order, starts = _empty_order(expert_of_pair, num_experts)
     num_pairs = expert_of_pair.numel()
     block = triton.next_power_of_2(num_pairs)
     _sort_pairs[(num_experts,)](expert_of_pair, order, starts, num_pairs, BLOCK=block)
     return order, starts
-
-
-_sort_operator = torch.library.custom_op(
-    "offplan::sort_pairs",
-    _sort_few,
-    mutates_args=(),
-    schema="(Tensor expert_of_pair, int num_experts) -> (Tensor, Tensor)",
-)
-_sort_operator.register_fake(_empty_order)

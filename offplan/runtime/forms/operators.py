@@ -13,6 +13,7 @@ from torch.nn import functional
 from offplan.forms.form import Component, Form, Kind, WordOrder
 from offplan.kernel_sizes import LAID_OUT_ROWS, PACKED_ROWS
 from offplan.runtime.forms import grouped, products, value_kernels
+from offplan.runtime.forms.declared import declare
 from offplan.runtime.forms.gates import Gate
 from offplan.runtime.forms.operands import operands_of
 from offplan.runtime.forms.reference import Components
@@ -54,44 +55,16 @@ def _lay_out(form: Form, parts: Components, x: torch.Tensor) -> torch.Tensor:
     return products.lay_out(form, parts, x)
 
 
-def multiply_groups(
-    form: Form,
-    parts: Components,
-    x: torch.Tensor,
-    starts: torch.Tensor,
-    bias: torch.Tensor | None,
-    scratch: torch.Tensor | None,
-) -> torch.Tensor:
-    """Multiply sorted rows by the values of experts' codes, as ``grouped.multiply_codes`` does."""
-    return _multiply_groups(form, parts, x, starts, bias, scratch)
-
-
-def multiply_values(
-    values: torch.Tensor, x: torch.Tensor, starts: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """Multiply sorted rows by experts' values, as ``grouped.multiply_values`` does."""
-    if not torch.compiler.is_compiling():
-        return grouped.multiply_values(values, x, starts, bias)
-    made: torch.Tensor = _values_operator(values, x, starts, bias)
-    return made
-
-
 def gate_rows(made: torch.Tensor, gate: Gate) -> torch.Tensor:
     """Return the gated activation of rows, as ``grouped.gate_rows`` does."""
-    if not torch.compiler.is_compiling():
-        return grouped.gate_rows(made, gate)
-    gated: torch.Tensor = _gate_operator(made, *gate)
-    return gated
+    return _gate_rows(made, *gate)
 
 
 def sum_pairs(
     made: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Sum up each token's products by weights, as ``grouped.sum_pairs`` does."""
-    if not torch.compiler.is_compiling():
-        return grouped.sum_pairs(made, weights, rows)
-    summed: torch.Tensor = _sum_operator(made, weights, rows)
-    return summed
+    return _sum_pairs(made, weights, rows)
 
 
 def _expand_and_multiply(
@@ -139,19 +112,17 @@ def _join(names: str, block: list[int], tensors: list[torch.Tensor]) -> tuple[Fo
     return form, dict(zip(map(Component, parts), tensors, strict=True))
 
 
-def _operator(name: str, others: str, compute: Compute, describe: Compute) -> tuple[Any, Compute]:
-    """Make an operator of what computes, and what calls it where torch.compile would analyse that.
+def _of_weight(name: str, others: str, compute: Compute, describe: Compute) -> Compute:
+    """Declare an operator of a weight; returns what calls it, or outside of torch.compile computes.
 
     ``others`` declares the arguments after form and parts; ``describe`` returns an empty tensor of
     the result's shape.
     """
-    operator = torch.library.custom_op(
-        f"offplan::{name}",
-        lambda *weight_and: compute(*_join(*weight_and[:3]), *weight_and[3:]),
-        mutates_args=(),
-        schema=f"(str names, int[] block, Tensor[] tensors, {others}) -> Tensor",
-    )
-    operator.register_fake(lambda *weight_and: describe(*_join(*weight_and[:3]), *weight_and[3:]))
+    operator = declare(
+        name,
+        f"(str names, int[] block, Tensor[] tensors, {others}) -> Tensor",
+        lambda *weight_and: describe(*_join(*weight_and[:3]), *weight_and[3:]),
+    )(lambda *weight_and: compute(*_join(*weight_and[:3]), *weight_and[3:]))
 
     def call(form: Form, parts: Components, *arguments: Any) -> torch.Tensor:
         if not torch.compiler.is_compiling():
@@ -159,17 +130,15 @@ def _operator(name: str, others: str, compute: Compute, describe: Compute) -> tu
         made: torch.Tensor = operator(*_split(form, parts), *arguments)
         return made
 
-    return operator, call
+    return call
 
 
-_expand, expand = _operator(
-    "expand", "ScalarType dtype", products.expand_on_gpu, products.empty_values
-)
+expand = _of_weight("expand", "ScalarType dtype", products.expand_on_gpu, products.empty_values)
 """``expand`` returns the values of a weight, [..., out, in], in ``dtype``."""
 
 # That it changes the scratch is not declared: what it leaves there nobody reads. All of a session
 # runs on one stream, and no view of the scratch is returned; otherwise it would be wrong.
-_linear, linear = _operator(
+linear = _of_weight(
     "linear",
     "Tensor x, Tensor? bias, Tensor? scratch",
     _expand_and_multiply,
@@ -180,7 +149,7 @@ _linear, linear = _operator(
 They are made in ``scratch``, if there is one: see ``products.expand_on_gpu``.
 """
 
-_linear_of_any, linear_of_any = _operator(
+linear_of_any = _of_weight(
     "linear_of_any",
     "Tensor x, Tensor? bias",
     _choose_and_multiply,
@@ -189,7 +158,7 @@ _linear_of_any, linear_of_any = _operator(
 """``linear_of_any`` does the same for however many rows, which the compiler need not know: few
 rows multiply packed codes, many their values."""
 
-_multiply, _multiply_all = _operator(
+_multiply_all = _of_weight(
     "multiply",
     "Tensor[] inputs, bool in_place",
     _product,
@@ -199,7 +168,7 @@ _multiply, _multiply_all = _operator(
     ),
 )
 
-_slots_operator, _multiply_slots = _operator(
+_multiply_slots = _of_weight(
     "multiply_slots",
     "Tensor[] rest, Tensor[] inputs",
     lambda form, parts, rest, inputs: products.multiply_slots(
@@ -210,47 +179,41 @@ _slots_operator, _multiply_slots = _operator(
     ),
 )
 
-_groups_operator, _multiply_groups = _operator(
+multiply_groups = _of_weight(
     "multiply_groups",
     "Tensor x, Tensor starts, Tensor? bias, Tensor? scratch",
     grouped.multiply_codes,
     lambda form, parts, x, *_: x.new_empty(len(x), operands_of(form, parts).num_out),
 )
+"""``multiply_groups`` multiplies sorted rows by the values of experts' codes, as
+``grouped.multiply_codes`` does."""
 
-_values_operator = torch.library.custom_op(
-    "offplan::multiply_values",
-    grouped.multiply_values,
-    mutates_args=(),
-    schema="(Tensor values, Tensor x, Tensor starts, Tensor? bias) -> Tensor",
-)
-_values_operator.register_fake(lambda values, x, *_: x.new_empty(len(x), values.shape[1]))
+multiply_values = declare(
+    "multiply_values",
+    "(Tensor values, Tensor x, Tensor starts, Tensor? bias) -> Tensor",
+    lambda values, x, *_: x.new_empty(len(x), values.shape[1]),
+)(grouped.multiply_values)
+"""``multiply_values`` multiplies sorted rows by experts' values."""
 
-_gate_operator = torch.library.custom_op(
-    "offplan::gate_rows",
-    lambda made, *gate: grouped.gate_rows(made, Gate(*gate)),
-    mutates_args=(),
-    schema="(Tensor made, str activation, bool is_interleaved, str limited, float limit,"
+_gate_rows = declare(
+    "gate_rows",
+    "(Tensor made, str activation, bool is_interleaved, str limited, float limit,"
     " float factor, float added) -> Tensor",
-)
-_gate_operator.register_fake(lambda made, *_: made.new_empty(made.shape[0], made.shape[1] // 2))
+    lambda made, *_: made.new_empty(made.shape[0], made.shape[1] // 2),
+)(lambda made, *gate: grouped.gate_rows(made, Gate(*gate)))
 
-_sum_operator = torch.library.custom_op(
-    "offplan::sum_pairs",
-    grouped.sum_pairs,
-    mutates_args=(),
-    schema="(Tensor made, Tensor weights, Tensor? rows) -> Tensor",
-)
-_sum_operator.register_fake(
-    lambda made, weights, _: made.new_empty(weights.shape[0], made.shape[-1])
-)
+_sum_pairs = declare(
+    "sum_pairs",
+    "(Tensor made, Tensor weights, Tensor? rows) -> Tensor",
+    lambda made, weights, _: made.new_empty(weights.shape[0], made.shape[-1]),
+)(grouped.sum_pairs)
 
-_few_operator = torch.library.custom_op(
-    "offplan::multiply_few",
-    value_kernels.multiply_values,
-    mutates_args=(),
-    schema="(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor",
-)
-_few_operator.register_fake(lambda x, weights, biases: x.new_empty(len(x) * sum(map(len, weights))))
+# a compiled step has these put into its graph
+declare(
+    "multiply_few",
+    "(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor",
+    lambda x, weights, biases: x.new_empty(len(x) * sum(map(len, weights))),
+)(value_kernels.multiply_values)
 
 
 def _several(
@@ -262,22 +225,18 @@ def _several(
     return each[0][0], [parts for _, parts in each]
 
 
-_together_operator = torch.library.custom_op(
-    "offplan::multiply_together",
-    lambda *weights_and: products.multiply_together(*_several(*weights_and[:4]), *weights_and[4:]),
-    mutates_args=(),
-    schema="(str names, int[] block, Tensor[] tensors, int count, Tensor x) -> Tensor",
-)
-_together_operator.register_fake(
-    lambda names, block, tensors, count, x: x.new_empty(
-        x.shape[-2] * sum(count_out(*_several(names, block, tensors, count)))
-    )
-)
+def _empty_together(
+    names: str, block: list[int], tensors: list[torch.Tensor], count: int, x: torch.Tensor
+) -> torch.Tensor:
+    form, weights = _several(names, block, tensors, count)
+    return x.new_empty(x.shape[-2] * sum(operands_of(form, each).num_out for each in weights))
 
 
-def count_out(form: Form, weights: list[Components]) -> list[int]:
-    """Return the outputs of each weight."""
-    return [operands_of(form, parts).num_out for parts in weights]
+declare(
+    "multiply_together",
+    "(str names, int[] block, Tensor[] tensors, int count, Tensor x) -> Tensor",
+    _empty_together,
+)(lambda *weights_and: products.multiply_together(*_several(*weights_and[:4]), *weights_and[4:]))
 
 
 def can_join(

@@ -145,29 +145,10 @@ def find_patches(patches, patch_blocks, reserve, expert, num_out, row):  # type:
 
 @triton.jit
 def multiply(  # type: ignore[no-untyped-def]
-    x,
-    out,
-    order,
-    starts,
-    num_pairs,
-    num_out,
-    row_words,
-    split_words,
-    pairs_per_row,
-    num_experts,
-    more,
-    weight,
-    exponent,
-    base,
-    patches,
-    patch_blocks,
-    reserve,
-    EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+    x, out, order, starts, num_pairs, num_out, row_words, split_words, pairs_per_row, num_experts,
+    more, weight, exponent, base, patches, patch_blocks, reserve, EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     """One program for BLOCK_N rows of a weight and a part of their length: times BLOCK_M inputs."""
     expert, begin, stop_pair = find_block(starts, num_pairs, num_experts, EXPERTS, BLOCK_M)
     if EXPERTS:  # noqa: SIM102 (a constant, apart from what is computed)
@@ -234,29 +215,10 @@ def multiply(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def multiply_each(  # type: ignore[no-untyped-def]
-    x,
-    out,
-    order,
-    starts,
-    num_pairs,
-    num_out,
-    row_words,
-    split_words,
-    pairs_per_row,
-    num_experts,
-    more,
-    weight,
-    exponent,
-    base,
-    patches,
-    patch_blocks,
-    reserve,
-    EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+    x, out, order, starts, num_pairs, num_out, row_words, split_words, pairs_per_row, num_experts,
+    more, weight, exponent, base, patches, patch_blocks, reserve, EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     """One program for BLOCK_N rows of a weight, times one input, without tensor cores."""
     expert, begin, _ = find_block(starts, num_pairs, num_experts, EXPERTS, 1)
     if EXPERTS:  # noqa: SIM102 (a constant, apart from what is computed)
@@ -312,20 +274,9 @@ def multiply_each(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def expand(  # type: ignore[no-untyped-def]
-    out,
-    rows,
-    num_out,
-    row_words,
-    weight,
-    exponent,
-    base,
-    patches,
-    patch_blocks,
-    reserve,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+    out, rows, num_out, row_words, weight, exponent, base, patches, patch_blocks, reserve,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     """One program for BLOCK_N rows of a weight: writes their bits, two in a word of ``out``.
 
     They are all rows in their order or, where there are ``rows``, each of these alone (BLOCK_N 1).

@@ -294,7 +294,9 @@ def _multiply(
     split = triton.cdiv(triton.cdiv(length, splits), way.block_k) * way.block_k
     others = [operands_of(form, each) for each in beside]
     num_blocks_out, further = _lay_out(weight, others, way.block_n)
-    shape = (num_pairs, num_out) if not others else (num_pairs * _count_out(weight, others),)
+    shape: tuple[int, ...] = num_pairs, num_out
+    if others:
+        shape = (num_pairs * sum(each.num_out for each in (weight, *others)),)
     out = x.new_empty(splits, *shape, dtype=torch.float32 if splits > 1 else x.dtype)
     planes = _planes_of(form, parts, x)
     per_row = num_pairs // x.shape[-2]
@@ -353,10 +355,6 @@ def _choose_way(
     most = PACKED_PROGRAMS * (1 + (block_m > MANY_ROWS)) if is_packed else SPLIT_PROGRAMS
     splits = max(1, min(4, most // programs, weight.length // (2 * block_k)))
     return _Way(own_kernels.multiply, BLOCK_OUT, block_k, num_stages, num_blocks, splits, {})
-
-
-def _count_out(weight: Operands, others: Sequence[Operands]) -> int:
-    return weight.num_out + sum(each.num_out for each in others)
 
 
 def _lay_out(

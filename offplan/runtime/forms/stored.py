@@ -199,7 +199,7 @@ class SharedScratch:
         }
         most = max(sizes.values(), default=0)
         if self._memory is None or most != len(self._memory):
-            self._drop_memory()
+            self.close()
             self._memory = torch.empty(most, dtype=self._dtype, device=self._device)
         # also where the most is a linear layer's: experts may not have had any yet
         for module in sizes:
@@ -207,9 +207,6 @@ class SharedScratch:
 
     def close(self) -> None:
         """Give the memory back."""
-        self._drop_memory()
-
-    def _drop_memory(self) -> None:
         for module in self._sizes:
             vars(module).pop("scratch", None)
         self._memory = None

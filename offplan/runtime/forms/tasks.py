@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from offplan.runtime.forms.declared import declare
+
 
 class Bell(NamedTuple):
     """The words and the job with which a kernel rings for the host's cores."""
@@ -47,47 +49,29 @@ def forget(given: torch.Tensor) -> None:
     _tasks.pop(int(given), None)
 
 
-def _begin(task: torch.Tensor, inputs: list[torch.Tensor]) -> torch.Tensor:
-    find(task).begin(*inputs)
-    return torch.zeros_like(inputs[0])
-
-
-_begin_operator = torch.library.custom_op(
-    "offplan::begin_by_cores",
-    _begin,
-    mutates_args=(),
-    schema="(Tensor task, Tensor[] inputs) -> Tensor",
+@declare(
+    "begin_by_cores",
+    "(Tensor task, Tensor[] inputs) -> Tensor",
+    lambda task, inputs: torch.empty_like(inputs[0]),
 )
-_begin_operator.register_fake(lambda task, inputs: torch.empty_like(inputs[0]))
-
-
 def begin(task: torch.Tensor, inputs: list[torch.Tensor]) -> torch.Tensor:
     """Begin a task of the cores, whose first input is [tokens, hidden]; returns zeros like it.
 
     ``end`` takes a sum of these zeros, so that torch.compile cannot end a task before it begins.
     """
-    compute = _begin_operator if torch.compiler.is_compiling() else _begin
-    made: torch.Tensor = compute(task, inputs)
-    return made
+    find(task).begin(*inputs)
+    return torch.zeros_like(inputs[0])
 
 
-def _end(task: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    ended: torch.Tensor = find(task).end(made)
-    return ended
-
-
-_operator = torch.library.custom_op(
-    "offplan::end_by_cores",
-    _end,
-    mutates_args=(),
-    schema="(Tensor task, Tensor made) -> Tensor",
+@declare(
+    "end_by_cores",
+    "(Tensor task, Tensor made) -> Tensor",
+    lambda task, made: torch.empty_like(made),
 )
-_operator.register_fake(lambda task, made: torch.empty_like(made))
-
-
 def end(task: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
     """Add to ``made`` what the cores make of a task that was begun; wait for it on the stream.
 
     It takes what the device makes meanwhile, so that torch.compile cannot wait before that.
     """
-    return _operator(task, made) if torch.compiler.is_compiling() else _end(task, made)
+    ended: torch.Tensor = find(task).end(made)
+    return ended

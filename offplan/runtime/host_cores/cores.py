@@ -65,12 +65,8 @@ _PLACES = {
 def load() -> cores.Library:
     """Load the library, compiled first where it is not there yet; raises OffplanError."""
     fp8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    return cores.load_library(E2M1, tuple(_replace_nan(fp8.tolist())))
-
-
-def _replace_nan(values: list[float]) -> list[float]:
     # no key of a cache is equal to one that has a NaN
-    return [value if value == value else float("inf") for value in values]
+    return cores.load_library(E2M1, tuple(fp8.nan_to_num(nan=float("inf")).tolist()))
 
 
 def why_not(form: Form, dtype: torch.dtype, num_in: int) -> str | None:

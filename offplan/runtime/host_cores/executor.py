@@ -20,11 +20,13 @@ from offplan.errors import PlanError
 from offplan.forms.form import RAW, Component, Form
 from offplan.placement import Phase
 from offplan.runtime.forms import tasks
+from offplan.runtime.forms.declared import declare
 from offplan.runtime.forms.experts import SHARE
 from offplan.runtime.forms.reference import Components
 from offplan.runtime.forms.runnable import is_transposed
 from offplan.runtime.forms.stored import StoredLinear, StoredWeight, component_name
 from offplan.runtime.host_cores import cores
+from offplan.runtime.host_cores.handover import serve_by_cores
 from offplan.runtime.host_cores.server import ByCores
 from offplan.runtime.loading.capability import CapabilityExecutor, Prepared
 from offplan.runtime.memory.store import Server, WeightStore
@@ -64,7 +66,7 @@ def list_weights(path: str, module: Any) -> list[Held]:
 class HostCores(CapabilityExecutor):
     """Has the host's cores compute modules in decode, and the device in prefill."""
 
-    servers: Mapping[Backend, Callable[[torch.device], Server]] = {Backend.HOST: ByCores}
+    servers: Mapping[Backend, Callable[[torch.device], Server]] = {Backend.HOST: serve_by_cores}
 
     def __init__(self, prepared: Prepared) -> None:
         """Check the modules whose weights a plan gives the cores.
@@ -107,7 +109,7 @@ class HostCores(CapabilityExecutor):
         """Load the library, compiled first where it is not there yet; raises OffplanError."""
         cores.load()
         if host_threads is not None:
-            self.servers = {Backend.HOST: partial(ByCores, num_threads=host_threads)}
+            self.servers = {Backend.HOST: partial(serve_by_cores, num_threads=host_threads)}
 
     def attach(self, store: WeightStore) -> None:
         """Have the cores compute the modules.
@@ -297,20 +299,14 @@ def _make_experts(
     return ExpertsTask(server, experts, [held, own])
 
 
+@declare(
+    "by_cores",
+    "(Tensor task, Tensor[] inputs, int num_out) -> Tensor",
+    lambda task, inputs, num_out: inputs[0].new_empty(*inputs[0].shape[:-1], num_out),
+)
 def _compute(task: torch.Tensor, inputs: list[torch.Tensor], num_out: int) -> torch.Tensor:
     made: torch.Tensor = tasks.find(task).compute(*inputs)
     return made
-
-
-_operator = torch.library.custom_op(
-    "offplan::by_cores",
-    _compute,
-    mutates_args=(),
-    schema="(Tensor task, Tensor[] inputs, int num_out) -> Tensor",
-)
-_operator.register_fake(
-    lambda task, inputs, num_out: inputs[0].new_empty(*inputs[0].shape[:-1], num_out)
-)
 
 
 class ByCoresModule(nn.Module):
@@ -333,8 +329,7 @@ class ByCoresModule(nn.Module):
         if own.ends_in_block:
             return tasks.begin(task, inputs)
         num_out = own.out_features if is_linear else inputs[0].shape[-1]
-        compute = _operator if torch.compiler.is_compiling() else _compute
-        out: torch.Tensor = compute(task, inputs, num_out)
+        out = _compute(task, inputs, num_out)
         return out + own.bias if is_linear and own.bias is not None else out
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from offplan.checkpoint.group import part_of
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.quantise import describe_unread
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.forms.form import Component, Form, Kind, WordOrder
-from offplan.forms.names import part_of
 from offplan.forms.recognise import FEW_BITS
 from offplan.held.stage import Stage
 from offplan.runtime.forms.runnable import (

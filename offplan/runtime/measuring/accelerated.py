@@ -14,8 +14,8 @@ from offplan.runtime.device import on_device
 from offplan.runtime.executors import EXECUTORS
 from offplan.runtime.faults import memory_limits
 from offplan.runtime.loading.capability import find_passes
+from offplan.runtime.loading.loaded import assign, find_places, materialise_buffers
 from offplan.runtime.loading.loader import load_weights
-from offplan.runtime.loading.places import assign, find_places, materialise_buffers
 from offplan.runtime.loading.prepared import fit
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.measuring.bench import Bench, Measurement, PhaseCost, Spread, time_requests

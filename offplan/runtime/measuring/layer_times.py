@@ -10,7 +10,7 @@ import torch
 
 from offplan.held.stage import Stage
 from offplan.kernel_sizes import MAX_CAPTURED_CHUNKS
-from offplan.machine.measure_products import measure_in_place_reads
+from offplan.machine.measure_link import measure_in_place_reads
 from offplan.machine.measure_time import (
     NUM_SAMPLES,
     Timing,

@@ -31,23 +31,23 @@ from offplan.errors import CheckpointError
 from offplan.held.counted import CountedPasses
 from offplan.held.held import hold
 from offplan.held.stock import encode_passes
-from offplan.runtime.loading.alike import list_kinds
 from offplan.runtime.loading.checks import list_shared, map_tensors
-from offplan.runtime.loading.offloaded import pin_split
-from offplan.runtime.loading.places import assign, find_places, materialise_buffers
+from offplan.runtime.loading.loaded import assign, find_places, materialise_buffers
+from offplan.runtime.loading.prepared import list_kinds, pin_split
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.model.calls import LayerCalls
 from offplan.runtime.refusal import refuse
-from offplan.runtime.stock.bound import skipping_repeats
-from offplan.runtime.stock.chunks import (
+from offplan.runtime.stock.bounded import skipping_repeats
+from offplan.runtime.stock.generation import (
     BLOCK_TOKENS,
+    StockGeneration,
     can_lengthen,
     keeps_all,
     keeps_views,
     lengthen,
     reads_chunks,
+    tensors_within,
 )
-from offplan.runtime.stock.generation import StockGeneration, tensors_within
 from offplan.runtime.stock.shaped import (
     CPU,
     DEVICE,

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from offplan.capabilities.stock import STOCK
 from offplan.errors import InputError
 from offplan.placement import Phase, Placement
 from offplan.runtime.forms.experts import STORED_EXPERTS_NAME, holds_codes
+from offplan.runtime.loading.capability import PassesExecutor
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.gpu_memory import PeakMemory
@@ -20,8 +22,9 @@ from offplan.runtime.passes.forward import require_prompt, require_step
 from offplan.runtime.passes.link import Link, PassSchedules
 from offplan.runtime.passes.nan import NanFoundError, NanWatch
 from offplan.runtime.refusal import refuse
-from offplan.runtime.stock.chunks import reads_chunks
-from offplan.runtime.stock.generation import StockGeneration
+from offplan.runtime.stock.generation import StockGeneration, reads_chunks
+from offplan.runtime.stock.passes import try_to_count
+from offplan.runtime.stock.skeleton import build_stock
 from offplan.schedule import (
     Copy,
     Serve,
@@ -278,3 +281,13 @@ def _check_kept(placement: Placement, order: dict[Phase, tuple[int, ...]]) -> No
             "the plan streams weights for prompts alone, and a pass calls layers several times or "
             "out of their order"
         )
+
+
+class StockPasses(PassesExecutor):
+    """Runs a model by transformers' own passes."""
+
+    way = STOCK
+    build = staticmethod(build_stock)
+    make_runner = StockRunner
+    begin_texts = StockGeneration
+    count_model = staticmethod(try_to_count)

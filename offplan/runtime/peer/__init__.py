@@ -1,1 +1,0 @@
-"""Offloaded weights in the memory of a second GPU."""
