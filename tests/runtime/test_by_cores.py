@@ -168,8 +168,10 @@ def take_handovers(monkeypatch: pytest.MonkeyPatch) -> list[Handover]:
     made: list[Handover] = []
 
     def make(device: torch.device) -> ByCores:
+        server = ByCores(device)
         made.append(Handover(device, AtOnce(), num_threads=1))
-        return made[0]
+        server._handover = made[0]
+        return server
 
     monkeypatch.setattr(HostCores, "servers", {Backend.HOST: make})
     return made

@@ -8,6 +8,7 @@ import torch
 from offplan.backends import Backend
 from offplan.errors import OffplanError
 from offplan.runtime.host_cores.handover import Handover
+from offplan.runtime.host_cores.server import ByCores
 from offplan.runtime.session import Session
 from tests.hostcores.cores import require_cores
 from tests.runtime.plans import group, offload, open_session
@@ -72,10 +73,11 @@ def test_a_failure_ends_with_an_error_and_leaves_the_device_usable(tmp_path: Pat
     with open_session(stored, decision, "cuda") as session:
         step_fed(session)
         server = session.loaded.store.servers[Backend.HOST]
-        assert isinstance(server, Handover)
-        slow = server._coordinator.add_sleep(1.0, limit_s=0.1)
+        assert isinstance(server, ByCores)
+        assert server._handover is not None
+        slow = server._handover._coordinator.add_sleep(1.0, limit_s=0.1)
         with session.stream():
-            server.exchange.enqueue(slow)
+            server._handover.exchange.enqueue(slow)
         with pytest.raises(OffplanError, match="did not answer in time"):
             step_fed(session)
     assert run_fed(stored, "cuda", "host").isfinite().all()

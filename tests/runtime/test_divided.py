@@ -181,8 +181,10 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[AtOnce]:
     at_once = AtOnce()
 
     def serve(device: torch.device) -> ByCores:
-        made.append(Handover(device, at_once))
-        return made[-1]
+        server = ByCores(device)
+        server._handover = Handover(device, at_once)
+        made.append(server._handover)
+        return server
 
     monkeypatch.setattr(HostCores, "servers", {Backend.HOST: serve})
     yield at_once

@@ -26,7 +26,6 @@ from offplan.runtime.forms.reference import Components
 from offplan.runtime.forms.runnable import is_transposed
 from offplan.runtime.forms.stored import StoredLinear, StoredWeight, component_name
 from offplan.runtime.host_cores import cores
-from offplan.runtime.host_cores.handover import serve_by_cores
 from offplan.runtime.host_cores.server import ByCores
 from offplan.runtime.loading.capability import CapabilityExecutor, Prepared
 from offplan.runtime.memory.store import Server, WeightStore
@@ -66,7 +65,7 @@ def list_weights(path: str, module: Any) -> list[Held]:
 class HostCores(CapabilityExecutor):
     """Has the host's cores compute modules in decode, and the device in prefill."""
 
-    servers: Mapping[Backend, Callable[[torch.device], Server]] = {Backend.HOST: serve_by_cores}
+    servers: Mapping[Backend, Callable[[torch.device], Server]] = {Backend.HOST: ByCores}
 
     def __init__(self, prepared: Prepared) -> None:
         """Check the modules whose weights a plan gives the cores.
@@ -109,7 +108,7 @@ class HostCores(CapabilityExecutor):
         """Load the library, compiled first where it is not there yet; raises OffplanError."""
         cores.load()
         if host_threads is not None:
-            self.servers = {Backend.HOST: partial(serve_by_cores, num_threads=host_threads)}
+            self.servers = {Backend.HOST: partial(ByCores, num_threads=host_threads)}
 
     def attach(self, store: WeightStore) -> None:
         """Have the cores compute the modules.

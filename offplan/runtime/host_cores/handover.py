@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -26,7 +26,6 @@ from offplan.hostmem.block import HostBlock
 from offplan.hostmem.limits import core_quota
 from offplan.runtime.forms import tasks
 from offplan.runtime.host_cores import cores
-from offplan.runtime.host_cores.server import ByCores
 
 SLOWEST_BYTES_PER_S = 5e9
 """Rate that a product is priced at when the watchdog's limit is set: no host's cores are slower.
@@ -184,7 +183,7 @@ class Exchange:
         self.end()
 
 
-class Handover(ByCores):
+class Handover:
     """Has products of what is on a device computed by cores of the host, within its stream."""
 
     def __init__(
@@ -241,11 +240,16 @@ class Handover(ByCores):
         """Send tokens through their experts, as ``cores.send`` does."""
         return self.end(self.begin(experts, *arguments))
 
-    def begin(self, experts: cores.Experts, *arguments: torch.Tensor) -> "_Job":
+    def begin(
+        self,
+        experts: cores.Experts,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> "_Job":
         """Begin to send tokens through their experts, as ``ByCores.begin`` does."""
-        _, _, top_k_weights = arguments
         job = self._job(experts, *top_k_weights.shape)
-        self.exchange.begin(job.number, arguments, job.inputs)
+        self.exchange.begin(job.number, [hidden_states, top_k_index, top_k_weights], job.inputs)
         return job
 
     def begin_by(
@@ -366,18 +370,16 @@ class Handover(ByCores):
         """Keep what addresses of tasks point to, for as long as a thread may read there."""
         self._keeps.append(owner)
 
-    def invalidate(self) -> None:
-        """Take it that a product was begun which nobody waits for."""
-        self.exchange.invalidate()
+    def close(self) -> bool:
+        """End the threads; the device is idle.
 
-    def close(self) -> None:
-        """End the threads; the device is idle. One that ``hangs`` keeps all that it may use."""
-        if self.hangs:
-            return
+        Returns False if one hangs, which keeps all that it may use.
+        """
+        if self in _left:
+            return False
         if not self._coordinator.close():
-            self.hangs = True
             _left.append(self)
-            return
+            return False
         if self._copier is not None:
             stream, copier = self._copier
             stream.destroy(copier)
@@ -389,6 +391,7 @@ class Handover(ByCores):
         self._list_blocks.clear()
         self._jobs.clear()
         self._keeps.clear()
+        return True
 
     def _job(self, task: cores.Matrix | cores.Experts, num_rows: int, num_chosen: int) -> "_Job":
         """Return the job of so many rows, made when they first come, which no capture does.
@@ -482,20 +485,18 @@ _left: list[Handover] = []
 """Those of hung threads, whose memory is never given back."""
 
 
-class _Job(NamedTuple):
+class _Job:
     """A product of so many rows, as the device sees it."""
 
-    number: int
-    inputs: list[torch.Tensor]
-    outputs: torch.Tensor
-    inputs_on_host: list[torch.Tensor]
-
-
-def serve_by_cores(device: torch.device, num_threads: int | None = None) -> ByCores:
-    """Make what the host's cores multiply by for a device; raises OffplanError."""
-    if device.type == "cuda":
-        return Handover(device, num_threads=num_threads)
-    return ByCores(device, num_threads)
+    def __init__(
+        self,
+        number: int,
+        inputs: list[torch.Tensor],
+        outputs: torch.Tensor,
+        inputs_on_host: list[torch.Tensor],
+    ) -> None:
+        self.number, self.inputs, self.outputs = number, inputs, outputs
+        self.inputs_on_host = inputs_on_host
 
 
 def nearest_cores(device: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> list[int]:
