@@ -10,7 +10,7 @@ from huggingface_hub import constants, errors
 from huggingface_hub.errors import HTTPError as HTTPError  # type: ignore[attr-defined]
 
 from offplan.checkpoint.jsontext import describe
-from offplan.errors import CheckpointError, HubError, OffplanError
+from offplan.errors import CheckpointError, HubError, OffplanError, Topic
 
 _BY_STATUS = {
     401: "the token is not valid or missing; set HF_TOKEN or run `hf auth login`",
@@ -100,4 +100,4 @@ def explain(error: BaseException, repo: str, revision: str | None, filename: str
     else:
         # huggingface_hub says "not found locally" for whatever kept it from asking the server.
         return explain(error.__cause__, repo, revision, filename)
-    return kind(f"{where}: {reason}")
+    return kind(f"{where}: {reason}", topic=Topic.DOWNLOADS)
