@@ -71,7 +71,8 @@ def estimate(row: Row, machine: str) -> str:
     ends = step_range(plan.prediction, plan.offload, Phase.DECODE)
     assert ends is not None, "no shipped profile of a home GPU is measured"
     low, high = (f"{1 / each:.{0 if each < 0.1 else 1}f}" for each in reversed(ends))
-    return f"{low} to {high}" if low != high else low
+    mark = "" if plan.offload.rules else " \\*"
+    return f"{low} to {high}{mark}"
 
 
 def _list_lines() -> Iterator[str]:

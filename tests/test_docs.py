@@ -93,10 +93,11 @@ VLLM_OPTIONS = {
     *("--quantization", "--tensor-parallel-size", "--enable-expert-parallel"),
 }
 """What pages tell to give to vLLM itself."""
-DOCKER_OPTIONS = {
+OTHERS_OPTIONS = {
     *("--stop-timeout", "--gpus", "--rm", "--ulimit", "--memory", "--cpus", "--cpuset-cpus"),
-    *("--shm-size", "--ipc", "--no-cache-dir", "--no-install-recommends"),
+    *("--shm-size", "--ipc", "--no-cache-dir", "--no-install-recommends", "--local-dir"),
 }
+"""Options of docker, pip, apt and hf."""
 
 
 def test_every_page_is_in_the_index() -> None:
@@ -163,7 +164,7 @@ def test_pages_name_no_unknown_option(
     }
     for page in DOCS.glob("*.md"):
         named = set(OPTION.findall(page.read_text("utf-8")))
-        known = {"--help", "--version", "--install-completion"} | VLLM_OPTIONS | DOCKER_OPTIONS
+        known = {"--help", "--version", "--install-completion"} | VLLM_OPTIONS | OTHERS_OPTIONS
         assert named <= declared | known, page.name
 
 
