@@ -70,7 +70,8 @@ def refuse(
 
 def describe_refusal(error: OffplanError) -> str:
     """Return what an error says, for a plan that is without the host's cores already."""
-    return str(error).removesuffix(_OR_WITHOUT)
+    more = "" if error.topic is None else f" ({error.topic.link})"
+    return f"{str(error).removesuffix(_OR_WITHOUT)}{more}"
 
 
 def check_platform() -> None:
