@@ -58,6 +58,7 @@ from offplan.planner.space import PREFETCH_STEPS, PREFILL_CHUNKS
 from offplan.runtime.session import Session
 from offplan.schedule import Compute, Copy, build_steady_request, slots_of
 from tests.cli import CLI, ROOT
+from tests.pages import CODE_BLOCK, anchors
 
 DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -65,15 +66,7 @@ PLAN = ROOT / "plans" / "qwen3-8b-h200-12gib.yaml"
 WALKED = (DOCS / "reading-a-plan.md").read_text("utf-8")
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
-
-
-def anchors(page: Path) -> set[str]:
-    """Return the anchors that GitHub gives to a page's headings."""
-    headings = re.findall(r"^#+ (.*)$", CODE_BLOCK.sub("", page.read_text("utf-8")), re.MULTILINE)
-    words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
-    return {each.replace(" ", "-") for each in words}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -12,7 +12,7 @@ from offplan import errors
 from offplan.cli.ending import tell
 from offplan.report.wording import name_options
 from tests.cli import ROOT
-from tests.test_docs import anchors
+from tests.pages import anchors
 
 _OPTION = re.compile(r"(?<![\w`-])--[a-z]")
 SPEAK_OF_OPTIONS = (
