@@ -59,6 +59,11 @@ class OffplanError(Exception):
         self.facts = str(message)
         self.topic = topic
 
+    @property
+    def more(self) -> str:
+        """The sentence that names where the documentation says more; empty without a topic."""
+        return "" if self.topic is None else f". See {self.topic.link}"
+
 
 class InputError(OffplanError):
     """The command line, or a file it names, is not valid."""

@@ -70,8 +70,7 @@ def refuse(
 
 def describe_refusal(error: OffplanError) -> str:
     """Return what an error says, for a plan that is without the host's cores already."""
-    more = "" if error.topic is None else f" ({error.topic.link})"
-    return f"{str(error).removesuffix(_OR_WITHOUT)}{more}"
+    return f"{str(error).removesuffix(_OR_WITHOUT)}{error.more}"
 
 
 def check_platform() -> None:
