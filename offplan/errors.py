@@ -17,20 +17,52 @@
     OffplanWarning               no error: it works, and worse than it could
 """
 
+from enum import Enum
+
+
+class Topic(Enum):
+    """A paragraph of docs/troubleshooting.md, by its anchor."""
+
+    NO_GPU = "no-gpu-is-found"
+    DRIVER = "the-driver"
+    GPU_MEMORY = "out-of-gpu-memory"
+    HOST_MEMORY = "too-little-host-memory"
+    PAGE_LOCKS = "host-memory-cannot-be-page-locked"
+    COMPILER = "no-compiler"
+    DOWNLOADS = "downloads"
+    SLOW = "it-is-slower-than-predicted"
+
+    @property
+    def link(self) -> str:
+        """The paragraph's address."""
+        return f"{_TROUBLESHOOTING}#{self.value}"
+
+
+_TROUBLESHOOTING = "https://github.com/offplan/offplan/blob/main/docs/troubleshooting.md"
+
 
 class OffplanError(Exception):
     """Base of all errors; its text names what was found, what was expected and what to do.
 
     Arguments of the library stand in backquotes, with a value as in ``context=4096``; the command
     line names its options in their place. ``facts`` is the text without a ``remedy`` that only
-    those can use who make plans: the server tells its clients no more.
+    those can use who make plans: the server tells its clients no more. ``topic`` is the paragraph
+    of the documentation whose link the command line adds.
     """
 
     exit_code = 1
 
-    def __init__(self, message: object = "", *, remedy: str = "") -> None:
+    def __init__(
+        self, message: object = "", *, remedy: str = "", topic: Topic | None = None
+    ) -> None:
         super().__init__(f"{message}: {remedy}" if remedy else message)
         self.facts = str(message)
+        self.topic = topic
+
+    @property
+    def more(self) -> str:
+        """The sentence that names where the documentation says more; empty without a topic."""
+        return "" if self.topic is None else f". See {self.topic.link}"
 
 
 class InputError(OffplanError):
@@ -83,8 +115,9 @@ class InfeasibleError(OffplanError):
         shortfall_bytes: int | None = None,
         longest_context: int | None = None,
         ram_bytes: int | None = None,
+        topic: Topic | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, topic=topic)
         self.shortfall_bytes, self.longest_context = shortfall_bytes, longest_context
         self.ram_bytes = ram_bytes
 

@@ -12,7 +12,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from docs import make_cli_reference, make_fields, make_speeds
+from docs import make_cli_reference, make_fields, make_home, make_records, make_speeds
 from offplan.backends import Backend
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
@@ -55,8 +55,10 @@ from offplan.plan import Plan, Prediction, load_plan
 from offplan.planner.options import backend_pairs
 from offplan.planner.search import MAX_RULES
 from offplan.planner.space import PREFETCH_STEPS, PREFILL_CHUNKS
+from offplan.runtime.session import Session
 from offplan.schedule import Compute, Copy, build_steady_request, slots_of
 from tests.cli import CLI, ROOT
+from tests.pages import CODE_BLOCK, anchors
 
 DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -64,15 +66,7 @@ PLAN = ROOT / "plans" / "qwen3-8b-h200-12gib.yaml"
 WALKED = (DOCS / "reading-a-plan.md").read_text("utf-8")
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
-
-
-def anchors(page: Path) -> set[str]:
-    """Return the anchors that GitHub gives to a page's headings."""
-    headings = re.findall(r"^#+ (.*)$", CODE_BLOCK.sub("", page.read_text("utf-8")), re.MULTILINE)
-    words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
-    return {each.replace(" ", "-") for each in words}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -92,7 +86,11 @@ VLLM_OPTIONS = {
     *("--quantization", "--tensor-parallel-size", "--enable-expert-parallel"),
 }
 """What pages tell to give to vLLM itself."""
-DOCKER_OPTIONS = {"--stop-timeout", "--gpus"}
+OTHERS_OPTIONS = {
+    *("--stop-timeout", "--gpus", "--rm", "--ulimit", "--memory", "--cpus", "--cpuset-cpus"),
+    *("--shm-size", "--ipc", "--no-cache-dir", "--no-install-recommends", "--local-dir"),
+}
+"""Options of docker, pip, apt and hf."""
 
 
 def test_every_page_is_in_the_index() -> None:
@@ -109,6 +107,20 @@ def test_the_reference_is_what_the_commands_declare() -> None:
 def test_the_table_of_fields_is_the_servers() -> None:
     written = make_fields.PAGE.read_text("utf-8")
     assert written == make_fields.render_page(), "run python docs/make_fields.py"
+
+
+def test_the_page_of_records_is_what_the_source_says() -> None:
+    written = make_records.PAGE.read_text("utf-8")
+    assert written == make_records.render_page(), "run python docs/make_records.py"
+    listed = {kind for kinds in make_records.CHAPTERS.values() for kind in kinds}
+    returned = {kind for kind in make_records.list_returned() if kind is not Session}
+    assert returned <= listed
+
+
+@pytest.mark.slow
+def test_the_table_of_home_machines_is_what_analyze_answers() -> None:
+    written = make_home.PAGE.read_text("utf-8")
+    assert make_home.render_table() in written, "run python docs/make_home.py"
 
 
 def test_published_speeds_are_within_the_factors_that_the_page_states() -> None:
@@ -145,7 +157,7 @@ def test_pages_name_no_unknown_option(
     }
     for page in DOCS.glob("*.md"):
         named = set(OPTION.findall(page.read_text("utf-8")))
-        known = {"--help", "--version", "--install-completion"} | VLLM_OPTIONS | DOCKER_OPTIONS
+        known = {"--help", "--version", "--install-completion"} | VLLM_OPTIONS | OTHERS_OPTIONS
         assert named <= declared | known, page.name
 
 

@@ -6,9 +6,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from offplan import errors
+from offplan.cli.ending import tell
 from offplan.report.wording import name_options
 from tests.cli import ROOT
+from tests.pages import anchors
 
 _OPTION = re.compile(r"(?<![\w`-])--[a-z]")
 SPEAK_OF_OPTIONS = (
@@ -47,7 +51,7 @@ def test_exit_codes() -> None:
 
 def test_every_error_is_drawn() -> None:
     for name, cls in vars(errors).items():
-        if inspect.isclass(cls):
+        if inspect.isclass(cls) and issubclass(cls, Exception):
             assert name in (errors.__doc__ or "")
 
 
@@ -93,3 +97,26 @@ def test_a_remedy_is_apart_from_the_facts() -> None:
     assert error.facts == "the prompt is too long"
     assert str(error) == "the prompt is too long: plan with a larger `context`"
     assert str(errors.InputError("it is wrong")) == errors.InputError("it is wrong").facts
+
+
+def test_each_topic_is_a_paragraph_of_troubleshooting() -> None:
+    found = anchors(ROOT / "docs" / "troubleshooting.md")
+    assert {topic.value for topic in errors.Topic} <= found
+    used = " ".join(path.read_text("utf-8") for path in (ROOT / "offplan").rglob("*.py"))
+    assert not [topic for topic in errors.Topic if f"Topic.{topic.name}" not in used]
+
+
+def test_what_is_about_memory_names_its_topic() -> None:
+    for path in (ROOT / "offplan").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "MemoryLimitError":
+                assert "topic" in {each.arg for each in node.keywords}, f"{path}:{node.lineno}"
+
+
+def test_the_command_line_ends_an_error_with_its_link(capsys: pytest.CaptureFixture[str]) -> None:
+    told = "the driver could not page-lock 2 GiB"
+    assert tell(errors.MemoryLimitError(told, topic=errors.Topic.PAGE_LOCKS)) == 1
+    link = "/docs/troubleshooting.md#host-memory-cannot-be-page-locked\n"
+    assert capsys.readouterr().err.endswith(link)
+    assert tell(errors.InputError("it is wrong")) == 2
+    assert capsys.readouterr().err == "offplan: it is wrong\n"

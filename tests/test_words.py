@@ -14,7 +14,7 @@ import pytest
 
 from tests.cli import ROOT
 
-GENERATED = {"cli-reference.md", "families.md", "fields.md", "published-speeds.md"}
+GENERATED = {"cli-reference.md", "families.md", "fields.md", "published-speeds.md", "records.md"}
 README = ROOT / "README.md"
 DOCS = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in GENERATED]
 PAGES = [README, *DOCS]
@@ -22,7 +22,7 @@ PAGES = [README, *DOCS]
 MOST_IN_A_SENTENCE = 35
 MOST_IN_THE_MEAN = 18
 MOST_IN_THE_README = 1_100
-MOST_IN_THE_DOCS = 17_600
+MOST_IN_THE_DOCS = 18_600
 
 FENCE = re.compile(r"^\s*```.*?^\s*```", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n)+", re.MULTILINE)

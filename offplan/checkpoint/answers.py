@@ -25,7 +25,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 )
 
 from offplan.checkpoint.jsontext import describe, quote
-from offplan.errors import CheckpointError, HubError, OffplanError
+from offplan.errors import CheckpointError, HubError, OffplanError, Topic
 
 AGENT = "offplan"
 """How requests of offplan's begin to name their sender."""
@@ -256,4 +256,4 @@ def explain(error: BaseException, repo: str, revision: str | None, filename: str
     else:
         # huggingface_hub says "not found locally" for whatever kept it from asking the server.
         return explain(error.__cause__, repo, revision, filename)
-    return kind(f"{where}: {reason}")
+    return kind(f"{where}: {reason}", topic=Topic.DOWNLOADS)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.tensors import CONFIG_NAME
-from offplan.errors import CheckpointError, InputError
+from offplan.errors import CheckpointError, InputError, Topic
 from offplan.progress import Progress, silent
 from offplan.units import format_bytes
 
@@ -89,13 +89,15 @@ def require_fetchable(model: Model) -> None:
     if constants.HF_HUB_OFFLINE:
         raise CheckpointError(
             f"{told}, and HF_HUB_OFFLINE is set: unset it to fetch them, or name a folder that has "
-            "them"
+            "them",
+            topic=Topic.DOWNLOADS,
         )
     free = _free_bytes(Path(constants.HF_HUB_CACHE))
     if free < missing:
         raise CheckpointError(
             f"{told}, and its disk has {format_bytes(free)} left: make room, or set HF_HOME to a "
-            "folder on another disk"
+            "folder on another disk",
+            topic=Topic.DOWNLOADS,
         )
 
 

@@ -1,6 +1,7 @@
 """``offplan bench``: measure a plan against its prediction, its bound and other ways to run it."""
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,7 +19,16 @@ def bench(
     plan: options.Plan,
     vs: Annotated[
         str | None,
-        typer.Option(help="Also measure resident, serial, accelerate: names with commas between."),
+        typer.Option(
+            help="Also measure resident, serial, accelerate, llama.cpp: names with commas between."
+        ),
+    ] = None,
+    gguf: Annotated[
+        Path | None, typer.Option("--gguf", help="A GGUF file of the model, for llama.cpp.")
+    ] = None,
+    llama_bench: Annotated[
+        Path | None,
+        typer.Option("--llama-bench", help="llama.cpp's program. [default: that of PATH]"),
     ] = None,
     model: options.LocalModel = None,
     steps: Annotated[
@@ -70,6 +80,8 @@ def bench(
         on_stage=ProgressBar,
         tell=print_note,
         record=None if record_routing is None else record,
+        gguf=gguf,
+        llama_bench=llama_bench,
     )
     ran = result.ran
     print_result(bench_payload(ran, result), *render_bench(ran, result), json=json)

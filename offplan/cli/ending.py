@@ -37,7 +37,7 @@ def tell(error: BaseException) -> int:
         text = f"a module cannot be used ({cause}): install offplan again, or give it memory"
     if isinstance(error, BrokenPipeError):  # nobody listens, and that is no news
         return CLOSED_PIPE
-    print_note(" ".join(text.split()))
+    print_note(" ".join(text.split()), getattr(error, "topic", None))
     return error.exit_code if isinstance(error, OffplanError) else OffplanError.exit_code
 
 

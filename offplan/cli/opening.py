@@ -51,6 +51,11 @@ class ModelOptions:
         bool, typer.Option("--yes", "-y", help="Download a MODEL of any size without asking.")
     ] = False
 
+    @property
+    def of_plans(self) -> dict[str, object]:
+        """The options that say what is planned, by their names."""
+        return {"machine": self.machine, "gpu-memory": self.gpu_memory, "context": self.context}
+
     def read_workload(self) -> "Workload":
         """Return the usual workload, shortened to a shorter context."""
         from offplan.plan import Workload
@@ -63,7 +68,30 @@ class ModelOptions:
         return Workload(prompt_tokens=prompt, output_tokens=output, context=self.context)
 
 
+@dataclass(frozen=True)
+class ServedModelOptions(ModelOptions):
+    """The options of ``serve``, which may continue several texts at a time."""
+
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of a MODEL: texts that are continued together. [default: 1]"),
+    ] = None
+
+    @property
+    def of_plans(self) -> dict[str, object]:
+        """The options that say what is planned, by their names."""
+        return {**super().of_plans, "batch": self.batch}
+
+    def read_workload(self) -> "Workload":
+        """Return the usual workload of so many texts; raises InputError if none is so large."""
+        from offplan.cli.planning import read_workload
+
+        numbers = {**dict(super().read_workload()), "batch": self.batch}
+        return read_workload(options.WorkloadOptions(**numbers))
+
+
 AS_USUAL = ModelOptions()
+SERVED_AS_USUAL = ServedModelOptions()
 PlanFile = Annotated[
     Path | None,
     typer.Option("-o", "--output", help="Of a MODEL: write its plan to this file, too."),
@@ -95,8 +123,7 @@ def open_to_run(
 
     granted = {"trust_remote_code": trust_remote_code}
     if not names_model(named):
-        asked = {"machine": given.machine, "gpu-memory": given.gpu_memory, "context": given.context}
-        for name, value in {**asked, "output": output}.items():
+        for name, value in {**given.of_plans, "output": output}.items():
             if value is not None:
                 raise InputError(f"--{name} is for a model: {named} is a plan; leave it out")
         return open_plan_to_run(Path(named), elsewhere, goal, **granted)

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from offplan.errors import InputError, OffplanError
+from offplan.errors import InputError, OffplanError, Topic
 from offplan.report.wording import name_options
 
 if TYPE_CHECKING:
@@ -69,14 +69,16 @@ def print_json(payload: dict[str, Any], file: IO[str] | None = None) -> None:
     print(json.dumps(payload, indent=2, allow_nan=False), file=file)
 
 
-def print_note(text: str) -> None:
+def print_note(text: str, topic: Topic | None = None) -> None:
     """Print something that is not the result to stderr, unless the command is to be quiet.
 
+    It ends with the link of its ``topic``, where it has one.
     A note that nobody reads, since the pipe is closed, keeps a command from nothing.
     """
     if not QUIET.get():
+        more = "" if topic is None else f". See {topic.link}"
         with suppress(BrokenPipeError):
-            print(f"offplan: {printable(name_options(text))}", file=sys.stderr, flush=True)
+            print(f"offplan: {printable(name_options(text))}{more}", file=sys.stderr, flush=True)
 
 
 _BAR_WIDTH = 30

@@ -187,7 +187,8 @@ def note_machine(name: str | None, goal: Goal, store: StoreName) -> None:
         print_note(
             f"this plans for one of {there} GPUs, as `offplan run` computes on one. "
             f"{name_options(SECOND_GPU_STORES)}. "
-            f"vLLM divides a model over {most}: add {'' if is_vllm else '--for vllm '}--tp {most}"
+            f"vLLM divides a model over {most}, which is fast where they hold all of it: add "
+            f"{'' if is_vllm else '--for vllm '}--tp {most}, and compare"
         )
     elif num_gpus > 1 and num_gpus < there:
         print_note(f"this plans for {num_gpus} of {there} GPUs")

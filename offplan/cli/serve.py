@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from offplan.cli import options
-from offplan.cli.opening import AS_USUAL, ModelOptions, PlanFile, open_to_run
+from offplan.cli.opening import (
+    SERVED_AS_USUAL,
+    PlanFile,
+    ServedModelOptions,
+    open_to_run,
+)
 from offplan.cli.output import ProgressBar, print_note, printing_to_stderr, waiting
 from offplan.errors import InputError, OffplanError
 from offplan.units import format_seconds
@@ -36,7 +41,7 @@ _MOST_CONNECTIONS = 128
 def serve(
     plan: options.PlanOrModel,
     model: options.LocalModel = None,
-    planned: ModelOptions = AS_USUAL,
+    planned: ServedModelOptions = SERVED_AS_USUAL,
     output: PlanFile = None,
     force: options.Force = False,
     host: Annotated[
@@ -116,7 +121,8 @@ def serve(
 ) -> None:
     """Serve a plan by OpenAI's API: chats and completions, whole or streamed.
 
-    Of a model, plan it for this machine first. The plan is kept for the next time.
+    Of a model, plan it for this machine first, with --batch texts. The plan is kept for the next
+    time.
     Up to the plan's batch of texts are continued together, each from its own prompt; the rest wait,
     and clients take turns. The first Ctrl-C or SIGTERM takes no more requests and finishes those
     that are there, the second one ends them.

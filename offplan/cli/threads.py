@@ -4,6 +4,7 @@ import os
 from typing import TYPE_CHECKING
 
 from offplan.cli.output import print_note
+from offplan.errors import Topic
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +28,8 @@ def settle_threads(device: "torch.device | str") -> None:
         print_note(
             f"other processes are busy on this machine's {count_cores()} cores: computing with "
             f"{idle} of {usual} threads, and times may be longer than predicted (OMP_NUM_THREADS "
-            "sets another number)"
+            "sets another number)",
+            Topic.SLOW,
         )
 
 

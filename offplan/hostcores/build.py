@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from offplan.errors import InputError, OffplanError, OffplanWarning
+from offplan.errors import InputError, OffplanError, OffplanWarning, Topic
 from offplan.files import write_whole
 from offplan.forms.form import BASE_BYTES, PATCH_ROWS
 from offplan.forms.host_kernels import CHUNK_COLUMNS, MOST_COLUMNS
@@ -61,14 +61,16 @@ _TIMEOUT_S = 300
 _OR_WITHOUT = "; or plan without the host's cores: `offplan replan PLAN --no-host-cores`"
 
 
-def refuse(why: str, kind: type[OffplanError] = OffplanError) -> OffplanError:
+def refuse(
+    why: str, kind: type[OffplanError] = OffplanError, topic: Topic | None = None
+) -> OffplanError:
     """Make the error for a host whose cores cannot compute ``decode: host``."""
-    return kind(f"`decode: host` {why}{_OR_WITHOUT}")
+    return kind(f"`decode: host` {why}{_OR_WITHOUT}", topic=topic)
 
 
 def describe_refusal(error: OffplanError) -> str:
     """Return what an error says, for a plan that is without the host's cores already."""
-    return str(error).removesuffix(_OR_WITHOUT)
+    return f"{str(error).removesuffix(_OR_WITHOUT)}{error.more}"
 
 
 def check_platform() -> None:
@@ -208,18 +210,22 @@ def find_compiler() -> list[str]:
             f"needs a C++ compiler, and CXX is no command ({error}), found {text!r}: correct it, "
             "or unset CXX",
             InputError,
+            Topic.COMPILER,
         ) from None
     if named:
         if shutil.which(named[0]) is None:
             raise refuse(
-                f"needs a C++ compiler, and CXX names {named[0]}, which is not there", InputError
+                f"needs a C++ compiler, and CXX names {named[0]}, which is not there",
+                InputError,
+                Topic.COMPILER,
             )
         return named
     found = next(filter(None, map(shutil.which, COMPILERS)), None)
     if found is None:
         raise refuse(
             f"needs a C++ compiler to build its kernels, found none of {', '.join(COMPILERS)}: "
-            "install one (Debian, Ubuntu: apt-get install g++), or name one in CXX"
+            "install one (Debian, Ubuntu: apt-get install g++), or name one in CXX",
+            topic=Topic.COMPILER,
         )
     return [found]
 
@@ -313,7 +319,8 @@ def _run(commands: list[list[str]]) -> None:
                 mend = "Make room there, or set TMPDIR to another folder"
             failed = refuse(
                 f"could not build its kernels: {' '.join(command)} failed "
-                f"({first.strip() or f'exit code {process.returncode}'}). {mend}"
+                f"({first.strip() or f'exit code {process.returncode}'}). {mend}",
+                topic=Topic.COMPILER,
             )
     if failed is not None:
         raise failed

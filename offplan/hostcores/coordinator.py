@@ -14,7 +14,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from offplan.errors import OffplanError
+from offplan.errors import OffplanError, Topic
 from offplan.hostcores.library import Dense, Driver, Experts, Library, Team, Words
 
 LEAST_LIMIT_S = 1.0
@@ -130,7 +130,8 @@ class Coordinator:
         if status := self._calls.offplan_copy_by(*asked):
             raise OffplanError(
                 f"the driver does not copy experts to the GPU for later (error {status}; -1 is no "
-                "thread): update the driver, or take `later_experts` out of the plan"
+                "thread): update the driver, or take `later_experts` out of the plan",
+                topic=Topic.DRIVER,
             )
 
     def wake(self) -> None:

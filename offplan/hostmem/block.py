@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from offplan.errors import MemoryLimitError
+from offplan.errors import MemoryLimitError, Topic
 from offplan.hostmem.limits import lock_limit
 from offplan.units import format_bytes
 
@@ -40,7 +40,8 @@ class HostBlock:
             pages = mmap.mmap(-1, num_bytes, *_OF_THIS_PROCESS)
         except (OSError, ValueError) as error:
             raise MemoryLimitError(
-                f"the host has no room for {format_bytes(num_bytes)} more ({error}); {remedy}"
+                f"the host has no room for {format_bytes(num_bytes)} more ({error}); {remedy}",
+                topic=Topic.HOST_MEMORY,
             ) from None
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel built without them
@@ -66,7 +67,8 @@ class HostBlock:
             raise MemoryLimitError(
                 f"the driver could not page-lock {format_bytes(self.nbytes)} of host memory (CUDA "
                 f"error {status}): check `ulimit -l` (now {lock}), the container's "
-                f"memory limit and free memory, or {self._remedy}"
+                f"memory limit and free memory, or {self._remedy}",
+                topic=Topic.PAGE_LOCKS,
             )
         # Registered pages must be unregistered before they are freed: a later registration of the
         # same addresses would fail at some unrelated call.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from offplan.errors import MemoryLimitError
+from offplan.errors import MemoryLimitError, Topic
 from offplan.units import format_bytes
 
 _SOLD_GIB = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
@@ -109,7 +109,8 @@ def check_host_room(num_bytes: int, device_bytes: int = 0) -> None:
             instead = "run the plan on a GPU"
         raise MemoryLimitError(
             f"the weights take {format_bytes(num_bytes)} of host memory{stands_in}; {room[1]} has "
-            f"{format_bytes(room[0])} left: raise its limit, close what else uses it, or {instead}"
+            f"{format_bytes(room[0])} left: raise its limit, close what else uses it, or {instead}",
+            topic=Topic.HOST_MEMORY,
         )
 
 

@@ -10,6 +10,7 @@ from offplan.checkpoint.weights import find_weights
 from offplan.errors import InputError, OffplanError
 from offplan.files import StrPath
 from offplan.hostmem.limits import peak_host_bytes
+from offplan.library import llama_bench as llama
 from offplan.library.planned import open_planned_model
 from offplan.library.repricing import ComparedCounts, compare_counts, price_again
 from offplan.library.runnable import check_before_fetching
@@ -67,11 +68,15 @@ def bench_plan(
     on_stage: Stages = silent,
     tell: Tell | None = None,
     record: Callable[[Session], None] | None = None,
+    gguf: StrPath | None = None,
+    llama_bench: StrPath | None = None,
 ) -> BenchResult:
     """Measure a plan's workload on random tokens: time, bytes moved, stalls and memory.
 
     ``plan`` is the plan or its file. ``others`` are further ways to run it, of WAYS: ``resident``,
-    ``serial``, ``accelerate``; one that fails does not take the others with it. In each of
+    ``serial``, ``accelerate``, and ``llama.cpp``, which runs the file ``gguf`` by the program
+    ``llama_bench`` (that of PATH if left out) in the plan's GPU memory. One that fails does not
+    take the others with it. In each of
     ``num_repeats`` requests ``num_steps`` decode steps are timed (DEFAULT_STEPS where they fit, if
     left out). ``model``, ``device``, ``dummy_weights`` and ``on_stage`` are as in ``open_session``.
     ``tell`` hears of weights that do not pack; without it no plan is made again around them.
@@ -95,7 +100,11 @@ def bench_plan(
             f"{num_steps} timed ones exceed the plan's context of {workload.context}: lower "
             "`num_steps`, or plan with a larger `context`"
         )
+    others = [*others, *([llama.NAME] if gguf is not None and llama.NAME not in others else [])]
     _check_ways(others)
+    ways = dict(WAYS)
+    if llama.NAME in others:
+        ways[llama.NAME] = llama.find_llama_bench(plan, found, gguf, llama_bench).measure
     chosen = find_device(device)
     if not dummy_weights:
         check_before_fetching(found, plan.offload, workload.context, chosen, plan.goal.way)
@@ -134,22 +143,25 @@ def bench_plan(
         host_bytes=host_bytes,
         counts=compare_counts(plan, found, measured.counts),
         ran=plan,
-        others={name: _measure_way(name, setup, on_stage) for name in others},
+        others={name: _measure_way(name, ways[name], setup, on_stage) for name in others},
     )
 
 
 def _check_ways(names: Sequence[str]) -> None:
     """Check what the plan is to be compared with, before anything is loaded."""
-    unknown = [name for name in names if name not in WAYS]
+    known = (*WAYS, llama.NAME)
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise InputError(f"{unknown[0]!r} is not a way to run a plan: name {', '.join(WAYS)}")
+        raise InputError(f"{unknown[0]!r} is not a way to run a plan: name {', '.join(known)}")
     if "accelerate" in names:
         require_accelerate()
 
 
-def _measure_way(name: str, setup: Bench, on_stage: Stages) -> Measurement | str:
+def _measure_way(
+    name: str, measure: Callable[[Bench, Stages], Measurement], setup: Bench, on_stage: Stages
+) -> Measurement | str:
     """Run the workload in another way, or say why it could not be."""
     try:
-        return WAYS[name](setup, lambda stage: on_stage(f"{stage}, {name}"))
+        return measure(setup, lambda stage: on_stage(f"{stage}, {name}"))
     except OffplanError as error:
         return " ".join(str(error).split())

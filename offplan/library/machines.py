@@ -14,7 +14,7 @@ from offplan.checkpoint.model import Model
 from offplan.choices import DeviceName
 from offplan.costs.corrections import note_estimates
 from offplan.engines.runner import find_runner
-from offplan.errors import CheckpointError, OffplanError
+from offplan.errors import CheckpointError, OffplanError, Topic
 from offplan.files import StrPath
 from offplan.held.held import find_recoding, hold, hold_counted
 from offplan.held.stage import Stage
@@ -311,7 +311,8 @@ def require_gpu() -> None:
     if not has_gpu():
         raise OffplanError(
             "no CUDA device to measure here: measure where there is one, and name the profile "
-            "as `machine` here; or try offplan with `device=cpu`, which plays GPU"
+            "as `machine` here; or try offplan with `device=cpu`, which plays GPU",
+            topic=Topic.NO_GPU,
         )
 
 

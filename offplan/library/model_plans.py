@@ -15,7 +15,7 @@ from offplan.checkpoint.weights import (
     require_weights,
 )
 from offplan.disk_cache import KeptAnswers, installed_versions
-from offplan.errors import InfeasibleError, InputError
+from offplan.errors import InfeasibleError, InputError, Topic
 from offplan.kinds import find_kind
 from offplan.library.analysis import Analysis, analyze_question
 from offplan.library.asking import ask
@@ -77,7 +77,8 @@ class ModelQuestion:
             raise InputError(
                 "no NVIDIA GPU that CUDA can use was found here: `device=cpu` runs the model on "
                 "the CPU, much slower; `offplan analyze MODEL --machine rtx4090` plans for "
-                "another machine"
+                "another machine",
+                topic=Topic.NO_GPU,
             )
         return None
 
@@ -193,7 +194,7 @@ def plan_to_run(
 
 def _require_plan(analysis: Analysis) -> Plan:
     if analysis.infeasible is not None:
-        raise InfeasibleError(analysis.infeasible.facts)
+        raise InfeasibleError(analysis.infeasible.facts, topic=analysis.infeasible.topic)
     assert analysis.result is not None, "without a plan there is a reason"
     if analysis.why_not_run is not None:
         raise InputError(f"{analysis.model.source} cannot be run: {analysis.why_not_run}")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from offplan.errors import MemoryLimitError
+from offplan.errors import MemoryLimitError, Topic
 from offplan.machine.measure_host import measure_pinning, measure_place
 from offplan.machine.measure_link import (
     measure_concurrent,
@@ -66,7 +66,8 @@ def measure_machine(
         free, total = torch.cuda.mem_get_info()
         raise MemoryLimitError(
             f"the GPU has no room to be measured, which takes about 1 GiB: {free / 2**30:.1f} of "
-            f"{total / 2**30:.1f} GiB are free; close what else uses it"
+            f"{total / 2**30:.1f} GiB are free; close what else uses it",
+            topic=Topic.GPU_MEMORY,
         ) from error
     return MachineProfile.model_validate(figures)
 

@@ -4,7 +4,7 @@ from functools import cache, partial
 
 from offplan.costs.memory import MARGIN, overhead_bytes, resident_draft_bytes
 from offplan.costs.term import least_that
-from offplan.errors import ExportError, InfeasibleError
+from offplan.errors import ExportError, InfeasibleError, Topic
 from offplan.machine.name import find_enough_ram
 from offplan.plan import Backend, Offload, Rule
 from offplan.planner.aims import Fastest
@@ -39,6 +39,7 @@ def explain_infeasible(searcher: Searcher, question: Question, search: Search) -
             f"shorten the context ({workload.context} tokens) or the batch "
             f"({workload.batch})",
             lack,
+            topic=Topic.GPU_MEMORY,
         )
     # that of plans of one rule: others may lack less
     lack, machine, given = int(search.host_lack), searcher.space.machine, budget.host_memory or 0
@@ -52,7 +53,7 @@ def explain_infeasible(searcher: Searcher, question: Question, search: Search) -
         ram = find_enough_ram(room.source, given + lack)
         told += f": a machine with {format_bytes(ram)} of memory has enough" if ram else ""
         told += ". llama.cpp, with a GGUF file, reads from disk what memory does not hold"
-    return InfeasibleError(told, lack, ram_bytes=ram)
+    return InfeasibleError(told, lack, ram_bytes=ram, topic=Topic.HOST_MEMORY)
 
 
 def _explain_engine(

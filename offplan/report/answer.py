@@ -265,6 +265,7 @@ def render_answer(
             *describe_too_large(analysis),
             *describe_longer(analysis),
             *describe_type(analysis),
+            *([] if error.topic is None else [f"More about it: {error.topic.link}"]),
         ]
         return [_group([*file, why, *fitting, *ways_out, named, *more])]
     if plan is None or analysis.question is None:

@@ -175,9 +175,9 @@ def _notes(plan: Plan, result: "BenchResult") -> list[str]:
         *note_cores(plan, result.device, predicted_s, result.plan.decode.step.median_s),
         *_notes_on_accelerate(plan, result),
         *(
-            f"{name}: {name_options(why)}"
-            for name, why in result.others.items()
-            if isinstance(why, str)
+            f"{name}: {name_options(way) if isinstance(way, str) else way.told}"
+            for name, way in result.others.items()
+            if isinstance(way, str) or way.told
         ),
     ]
 

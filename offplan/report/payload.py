@@ -242,4 +242,5 @@ def _way_payload(way: "Measurement | str") -> dict[str, Any]:
         **{phase: _step_payload(getattr(way, phase)) for phase in PHASES},
         "gpu_memory": {"total_bytes": way.gpu_bytes},
         "why_not": None,
+        **({"told": way.told} if way.told else {}),
     }

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from offplan.errors import Topic
 from offplan.library.repricing import ComparedCounts
 from offplan.plan import Plan, Prediction
 from offplan.report.table import make_table
@@ -87,7 +88,7 @@ def note_cores(plan: Plan, device: str, predicted_s: float, measured_s: float | 
         f"With the host's cores a token takes {format_ratio(measured_s, predicted_s)} times what "
         "was predicted: other processes may use the cores, or they read more slowly than the "
         "profile has it. `offplan replan --no-host-cores PLAN` plans without them; offplan measure "
-        "-o writes a profile of what they read."
+        f"-o writes a profile of what they read. See {Topic.SLOW.link}"
     ]
 
 

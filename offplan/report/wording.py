@@ -9,7 +9,7 @@ _OPTIONS = {
             *("gpu_memory", "host_memory", "batch", "prompt_tokens", "output_tokens", "context"),
             *("model", "machine", "dtype", "revision", "trust_remote_code", "dummy_weights"),
             *("device", "store", "routing", "record_routing", "record_weights"),
-            *("acceptance", "record_drafts"),
+            *("acceptance", "record_drafts", "gguf", "llama_bench"),
         )
     },
     "engine": "--for",

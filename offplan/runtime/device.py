@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 
-from offplan.errors import InputError
+from offplan.errors import InputError, Topic
 
 
 def find_device(wanted: str | torch.device | None) -> torch.device:
@@ -16,7 +16,10 @@ def find_device(wanted: str | torch.device | None) -> torch.device:
     except RuntimeError:
         raise InputError(f"{wanted!r} is not a device: write cuda, cuda:1 or cpu") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InputError(f"there is no {device} here: {torch.cuda.device_count()} GPUs are visible")
+        raise InputError(
+            f"there is no {device} here: {torch.cuda.device_count()} GPUs are visible",
+            topic=Topic.NO_GPU,
+        )
     if device.type not in ("cuda", "cpu"):
         raise InputError(f"offplan runs on cuda and cpu; {device} is neither")
     return device

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from offplan.errors import MemoryLimitError
+from offplan.errors import MemoryLimitError, Topic
 
 _SIGNS = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 """Parts of what torch says when the driver, cuBLAS or the host has no memory left."""
@@ -28,7 +28,8 @@ def memory_limits(doing: str) -> Iterator[None]:
         told = f" ({'. '.join(details).rstrip('.')})" * bool(details[0])
         raise MemoryLimitError(
             f"memory ran out while {doing}{told}. Close what else uses it, or plan again with a "
-            "smaller `gpu_memory`, `batch` or `context`"
+            "smaller `gpu_memory`, `batch` or `context`",
+            topic=Topic.GPU_MEMORY,
         ) from error
 
 

@@ -3,7 +3,7 @@
 import torch
 from typing_extensions import Self
 
-from offplan.errors import MemoryLimitError
+from offplan.errors import MemoryLimitError, Topic
 from offplan.runtime.loading.capability import CapabilityExecutor, Prepared
 from offplan.units import format_bytes
 
@@ -52,5 +52,6 @@ def find_peer(device: torch.device, num_bytes: int) -> torch.device:
         f"`store: peer` needs a second GPU with peer access to cuda:{own} and "
         f"{format_bytes(num_bytes)} free; found {', '.join(found) or 'no other GPU'}. Close what "
         "else uses it, show this process more GPUs (CUDA_VISIBLE_DEVICES), or plan with "
-        "`store: host`"
+        "`store: host`",
+        topic=Topic.GPU_MEMORY,
     )

@@ -293,7 +293,7 @@ def _check_host_memory(needed: int) -> Iterator[Finding]:
     try:
         check_host_room(needed)
     except MemoryLimitError as error:
-        yield Finding("host memory", "infeasible", str(error))
+        yield Finding("host memory", "infeasible", f"{error}{error.more}")
     else:
         text = f"{format_bytes(needed)} of weights have room within machine and control groups"
         yield Finding("host memory", "holds", text)

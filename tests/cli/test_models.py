@@ -76,16 +76,36 @@ def test_a_model_of_the_hub_is_asked_about_once_planned_once_and_run(
 def test_chat_and_serve_take_a_model(hub: Hub, calls: Warm) -> None:
     talked = calls.run(COMMAND, "chat", REPO, *HERE, "--max-new-tokens", "2", given=b"hello\n")
     assert (talked.returncode, "made 2" in talked.stderr) == (0, True), talked.stderr
-    with calls.open(COMMAND, "serve", REPO, *HERE, "--port", "0") as process:
-        assert process.stderr is not None
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if f"{REPO} is served at http://" in line:
-                break
-        assert any("planned before: " in line for line in lines)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0
+    for more, planned, rows in (
+        ((), "planned before: ", "1 at a time"),
+        (("--batch", "3"), "Runs on ", "3 at a time"),
+    ):
+        with calls.open(COMMAND, "serve", REPO, *HERE, *more, "--port", "0") as process:
+            assert process.stderr is not None
+            lines = []
+            for line in process.stderr:
+                lines.append(line)
+                if f"{REPO} is served at http://" in line:
+                    break
+            assert any(planned in line for line in lines)
+            assert rows in lines[-1]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=60) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plans/tiny-moe.yaml", "--batch", 2), "--batch is for a model: plans/tiny-moe.yaml is a"),
+        (("plans/tiny-moe", "--batch", 10**7), "contexts of 4096 tokens are more than"),
+    ],
+)
+def test_a_batch_is_for_a_model_to_serve(
+    cli: CLI, arguments: tuple[Any, ...], message: str
+) -> None:
+    code, _, err = cli("serve", *arguments, "--port", 0, "--device", "cpu")
+    assert (code, message in err) == (2, True), err
 
 
 @pytest.mark.slow

@@ -101,9 +101,11 @@ def test_choices_are_those_there_are() -> None:
 
 
 @pytest.mark.slow
-def test_the_example_of_the_page() -> None:
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_examples_of_the_page(number: int) -> None:
     page = (ROOT / "docs" / "library.md").read_text("utf-8")
-    code, shown = re.findall(r"^```\w*\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[:2]
+    blocks = re.findall(r"^```\w*\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    code, shown = blocks[2 * number :][:2]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(code, {})

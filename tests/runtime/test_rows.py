@@ -38,7 +38,7 @@ def greedy(
     """Texts in rows of a tiny model, which are checked in the end."""
     save_tiny(name, folder)
     with open_session(folder, offload(group(2, 1), prefill_chunk=chunk)) as session:
-        texts = Greedy(Rows(session, num_rows, sizes))
+        texts = Greedy(Rows(session, num_rows, sizes=sizes))
         yield texts
         texts.check(Alone(folder, chunk))
 

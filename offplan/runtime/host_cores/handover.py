@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from offplan.errors import OffplanError
+from offplan.errors import OffplanError, Topic
 from offplan.hostcores.coordinator import Coordinator, Spent, choose_cores, parse_cores
 from offplan.hostcores.library import Dense, Driver, Later, LaterList, LaterTensor, Words
 from offplan.hostmem.block import HostBlock
@@ -65,7 +65,7 @@ class CurrentStream:
         try:
             self._driver = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
-            raise cores.refuse(f"does not find the driver ({error})") from error
+            raise cores.refuse(f"does not find the driver ({error})", topic=Topic.DRIVER) from error
         pointer, word = ctypes.c_void_p, ctypes.c_uint32
         self._driver.cuStreamWaitValue32_v2.argtypes = [pointer, ctypes.c_uint64, word, word]
         self._driver.cuLaunchHostFunc.argtypes = [pointer] * 3
@@ -114,7 +114,8 @@ class CurrentStream:
         if status := getattr(self._driver, name)(*arguments):
             raise OffplanError(
                 f"the driver's {name} failed with {status}, by which experts are copied to the GPU "
-                "for later: update the driver, or take `later_experts` out of the plan"
+                "for later: update the driver, or take `later_experts` out of the plan",
+                topic=Topic.DRIVER,
             )
 
     def _do(self, name: str, *arguments: int) -> None:
@@ -122,7 +123,8 @@ class CurrentStream:
         if status := getattr(self._driver, name)(stream, *arguments):
             raise OffplanError(
                 f"the driver's {name} failed with {status}, by which the host's cores are asked "
-                "for products: update the driver, or plan without them (`decode: uva`)"
+                "for products: update the driver, or plan without them (`decode: uva`)",
+                topic=Topic.DRIVER,
             )
 
 

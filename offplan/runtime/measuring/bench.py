@@ -79,6 +79,8 @@ class Measurement:
     """Drafts that passes checked in a request of its own; None if the plan has none."""
     drafted_s: float | None = None
     """Seconds of a token in that request, on average."""
+    told: str = ""
+    """How another program ran the workload; empty of what runs in this process."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from offplan.backends import Backend
-from offplan.errors import MemoryLimitError, OffplanError
+from offplan.errors import MemoryLimitError, OffplanError, Topic
 from offplan.hostmem.block import HostBlock
 from offplan.placement import Phase, Placement, Span, align
 from offplan.runtime.device import on_device
@@ -82,7 +82,8 @@ def allocate(
         )
         raise MemoryLimitError(
             f"{device} has no room for {format_bytes(num_bytes)} of {what}{free}. Close what "
-            f"else uses it, or plan with {remedy}"
+            f"else uses it, or plan with {remedy}",
+            topic=Topic.GPU_MEMORY if device.type == "cuda" else Topic.HOST_MEMORY,
         ) from error
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offplan.errors import OffplanError
+from offplan.errors import OffplanError, Topic
 from offplan.runtime.model.caches import ALL, LayerCaches, Ring
 from offplan.runtime.model.rewrites import compile_as_real
 from offplan.runtime.refusal import refuse
@@ -38,7 +38,8 @@ def require_triton() -> None:
     if importlib.util.find_spec("triton") is None:
         raise OffplanError(
             "running on a GPU needs the package triton, with which its layers are compiled: "
-            "pip install triton, on Windows triton-windows"
+            "pip install triton, on Windows triton-windows",
+            topic=Topic.COMPILER,
         )
 
 
