@@ -160,6 +160,8 @@ class Architecture:
     also None in families whose indexers leave out tokens of short texts, too."""
     linear: LinearAttention | None
     """Linear attention, in the models that have it in some layers."""
+    tower_heads: int | None
+    """Attention heads of the tower that reads images; None where the config does not say."""
     routing: Routing
     fused_experts: bool
     """True if the transformers that wrote the config has all experts of a layer in one parameter,
@@ -212,6 +214,13 @@ class Architecture:
     def is_router(self, name: str) -> bool:
         """Return True if a parameter is a router that every pass widens to float32."""
         return _has_part(name, self.routers)
+
+
+def _read_tower_heads(config: Mapping[str, Any]) -> int | None:
+    """Return the heads of a tower of one kind of layers; others are left to what refuses them."""
+    vision = config.get("vision_config")
+    heads = vision.get("num_heads") if isinstance(vision, Mapping) else None
+    return heads if isinstance(heads, int) else None
 
 
 def _has_part(name: str, parts: Iterable[str]) -> bool:
@@ -280,6 +289,7 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
         latents=_read_latents(text),
         index_topk=_read_index_topk(text, model_type),
         linear=_read_linear(text),
+        tower_heads=_read_tower_heads(config),
         routing=Routing(
             num_experts=None
             if model_type in model_types.TABLE_EXPERTS

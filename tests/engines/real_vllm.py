@@ -30,6 +30,7 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {"activation_function": "gelu"},
     "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True},
     "qwen3_moe": {"shared_expert_intermediate_size": 0},
+    "qwen3_vl_moe_text": {"norm_topk_prob": True, "shared_expert_intermediate_size": 0},
 }
 """What vLLM wants beside what transformers does."""
 WITH_TOWERS = {
@@ -38,6 +39,7 @@ WITH_TOWERS = {
     "Mistral3ForConditionalGeneration": "mistral3",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
 }
@@ -81,7 +83,12 @@ def write_config(folder: Path, architecture: str) -> Path:
     sizes |= OWN_SIZES.get(f"{family}_text" if has_towers else family, {})
     sizes = {name: size for name, size in sizes.items() if size is not None}
     if has_towers:
-        sizes = {"text_config": sizes, "vision_config": VISION}
+        # no published Qwen3.5 has layers of its tower merged by themselves
+        merged = {"deepstack_visual_indexes": []} if "qwen3_5" in family else {}
+        sizes |= OTHER_SIZES.get(f"{family}_text", {})
+        sizes = {"text_config": sizes, "vision_config": {**VISION, **merged}}
+    # of some families vLLM registers a config of its own, for all of the process
+    CONFIG_MAPPING._extra_content.pop(family, None)
     config = CONFIG_MAPPING[family](**sizes)
     data = {**config.to_dict(), **OTHER_SIZES.get(family, {})}
     data |= {"architectures": [architecture], "dtype": "bfloat16", "model_type": family}
