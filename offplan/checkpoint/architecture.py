@@ -5,7 +5,7 @@ file need not say stands in ``model_types``.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -219,8 +219,10 @@ class Architecture:
 def _read_tower_heads(config: Mapping[str, Any]) -> int | None:
     """Return the heads of a tower of one kind of layers; others are left to what refuses them."""
     vision = config.get("vision_config")
-    heads = vision.get("num_heads") if isinstance(vision, Mapping) else None
-    return heads if isinstance(heads, int) else None
+    if not isinstance(vision, Mapping):
+        return None
+    keys = ("num_heads", "num_attention_heads", "vt_num_attention_heads")
+    return next((n for n in map(vision.get, keys) if isinstance(n, int)), None)
 
 
 def _has_part(name: str, parts: Iterable[str]) -> bool:
@@ -263,7 +265,9 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
     mixers, windows, notes = read_windows(text, model_type, stated_layers or num_layers)
     tie, attention = _read_tie(config, text), _read_attention(text, model_type)
     quantisation = read_quantisation(config, model_type, read_dtype(config))
-    quantisation = quantisation or read_quantisation(text, model_type, read_dtype(config))
+    if quantisation is None and is_nested:
+        found = read_quantisation(text, model_type, read_dtype(config))
+        quantisation = found and replace(found, takes_text_alone=True)
     return Architecture(
         model_type=model_type,
         is_multimodal=is_multimodal,

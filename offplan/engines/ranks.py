@@ -45,6 +45,8 @@ FORMS = (
 """Stored forms whose parts are known to be divided as their weights are."""
 WORD_ORDERS = (None, WordOrder.COMPRESSED_TENSORS)
 """Orders of whole numbers whose tensors are [out, in], as the matrix is."""
+ZEROS_OF_WORD = 8
+"""Rows whose zeros of 4 bits share a word."""
 MXFP4_BLOCK = 32
 """Weights that share a scale there; ranks have whole ones of the experts' intermediate size."""
 
@@ -163,9 +165,7 @@ class Divider:
         of_heads = self._state_parts if cache.state_bytes else 1
         if cache.bytes_per_token % parts or cache.state_bytes % of_heads:
             self._refuse(f"how the cache of layer {layer.index} is divided")
-        kept = KVCache(
-            cache.bytes_per_token // parts, cache.window, cache.state_bytes // of_heads
-        )
+        kept = KVCache(cache.bytes_per_token // parts, cache.window, cache.state_bytes // of_heads)
         divided = replace(layer, index=index, parameters=parameters, kv_cache=kept)
         return keep_cache(divided, self.model, self.way, self.runner)
 
@@ -239,6 +239,10 @@ class Divider:
         size, block, remedy = parameter.shape[at], 1, ""
         if parameter.form.block is not None:
             block = parameter.form.block[at]
+        if at == OUT and parameter.of(Component.ZERO):
+            block = max(block, ZEROS_OF_WORD)
+        if parameter.is_expert and self.ranks.expert == 1:
+            remedy = f"--ep {self.ranks.tensor}, by which ranks have whole experts, "
         if parameter.is_expert and any(p.form.kind is Kind.MXFP4 for p in layer.parameters):
             # a row of gate and one of up go with a column of down
             num_shards = 1 + ("gate_up" in parameter.name)
@@ -249,7 +253,6 @@ class Divider:
             is_even = not rest and not size % (parts * num_shards)
             if self._divides_blocks and is_even and last_has_some:
                 return Fraction(most, num_blocks)
-            remedy = f"--ep {self.ranks.tensor}, by which ranks have whole experts, "
         if size % (parts * block):
             of_blocks = f" in blocks of {block}" * (block > 1)
             self._refuse(
