@@ -331,6 +331,8 @@ def describe_verdict(analysis: Analysis, plan: Plan, question: Question) -> list
 def describe_assumptions(plan: Plan, question: Question) -> list[str]:
     """Say what the figures rest on: machine, workload, the host's cores, the experts chosen."""
     lines = [describe_workload(plan.workload)]
+    if plan.goal.engine is not None and plan.workload.batch == 1:
+        lines[0] += " Further requests wait; --batch 16 plans for 16 together."
     if question.profile is not None and plan.prediction.basis != "measured":
         base = parse_name(question.profile).base
         lines.append(

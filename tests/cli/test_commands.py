@@ -189,14 +189,14 @@ def test_analyze_json_without_a_machine(cli: CLI) -> None:
 
 
 @pytest.mark.slow
-def test_analyze_says_what_does_not_fit_and_exits_0(cli: CLI) -> None:
+def test_analyze_says_what_does_not_fit_and_exits_as_plan_does(cli: CLI) -> None:
     arguments = ("plans/tiny-moe", "--machine", "cpu", "--gpu-memory", "100KiB", *SMALL)
     code, out, _ = cli("analyze", *arguments, "--json")
     data = json.loads(out)
-    assert (code, data["plan"]) == (0, None)
+    assert (code, data["plan"]) == (3, None)
     assert data["infeasible"]["shortfall_bytes"] > 0
     code, out, _ = cli("analyze", *arguments)
-    assert code == 0
+    assert code == cli("plan", *arguments).code == 3
     assert "Does not run on CPU as asked: no plan fits 100 KiB" in out
     late = cli("analyze", "plans/tiny-moe", "--machine", "cpu", "--max-tpot", "1us", *SMALL).out
     assert "no plan reaches --max-tpot 1 us within" in late
