@@ -200,8 +200,8 @@ class Divider:
     def _find_way(self, module: str) -> str | None:
         """Return the way in which a module is divided; None if it is not known."""
         names = self.model.architecture.class_names
-        own = next((FACTS["own"][name] for name in names if name in FACTS["own"]), {})
-        for way, modules in (*own.items(), *FACTS["modules"].items()):
+        tables = [FACTS["own"].get(name, {}) for name in names] + [FACTS["modules"]]
+        for way, modules in (item for table in tables for item in table.items()):
             if any(f".{module}".endswith(f".{name}") for name in modules):
                 return str(way)
         return "whole" if "norm" in module.rpartition(".")[2] else None

@@ -88,9 +88,10 @@ def write_config(folder: Path, architecture: str) -> Path:
     sizes = {name: size for name, size in sizes.items() if size is not None}
     if has_towers:
         # no published Qwen3.5 has layers of its tower merged by themselves
-        merged = {"deepstack_visual_indexes": []} if "qwen3_5" in family else {}
+        merged = [] if "qwen3_5" in family else VISION["deepstack_visual_indexes"]
         sizes |= OTHER_SIZES.get(f"{family}_text", {})
-        sizes = {"text_config": sizes, "vision_config": {**VISION, **merged}}
+        vision = {**VISION, "deepstack_visual_indexes": merged}
+        sizes = {"text_config": sizes, "vision_config": vision}
     # of some families vLLM registers a config of its own, for all of the process
     CONFIG_MAPPING._extra_content.pop(family, None)
     config = CONFIG_MAPPING[family](**sizes)
