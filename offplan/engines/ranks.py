@@ -67,7 +67,10 @@ class Divider:
     def __post_init__(self) -> None:
         if not self._is_among(FACTS["architectures"][self._engine]):
             found = ", ".join(self.model.architecture.class_names) or self.model.model_type
-            self._refuse(f"how {found} is divided")
+            raise ExportError(
+                f"{self.ranks.label}: how {found} is divided among ranks is not known of "
+                f"{self.runner.name}, whatever their number: plan for one GPU"
+            )
         heads = self.model.architecture.tower_heads
         if self.model.towers and (not heads or heads % self.ranks.tensor):
             self._refuse(f"how {heads or 'the'} heads of what reads images are divided")
