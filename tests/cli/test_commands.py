@@ -124,8 +124,7 @@ def test_analyze_saves_pictures_of_the_plan(cli: CLI, tmp_path: Path) -> None:
     code, _, err = cli("analyze", "plans/tiny-moe", *OFFLOADING, "--svg", path)
     assert (code, err) == (0, f"offplan: wrote {path}\n")
     texts = [text.strip() for text in ElementTree.parse(path).getroot().itertext()]
-    assert {"Layers", "Memory", "compute", "link"} <= {*texts}
-    assert any(text.startswith("A decode step: ") for text in texts)
+    assert {"Layers", "Memory", "compute", "link", "A decode step"} <= {*texts}
     code, _, err = cli("analyze", "plans/tiny-moe", *OFFLOADING, "--svg", path)
     assert code == 2
     assert "--force overwrites it" in err
