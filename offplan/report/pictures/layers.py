@@ -19,6 +19,8 @@ _GAP = 0.12
 
 _WAYS = {(True, True): "copy", (True, False): "both", (False, True): "turn", (False, False): "read"}
 """Colours by whether prompts stream, and whether tokens do."""
+_BY_RATE = {"cores_rate": "multiply"}
+"""Colours of what tokens need by another rate than the link's."""
 _NAMES = {
     "gpu": "on the GPU",
     "work": "experts used last, on the GPU as well",
@@ -77,9 +79,8 @@ def pile_layers(stage: Stage, placement: Placement) -> list[Mapping[str, int]]:
 
 def _find_way(entry: SlabEntry) -> str:
     """Return the colour of weights that are off the GPU."""
-    if entry.decode.is_by_cores:
-        return "multiply"
-    return _WAYS[entry.prefill.streams, entry.decode.streams]
+    usual = _WAYS[entry.prefill.streams, entry.decode.streams]
+    return _BY_RATE.get(entry.decode.rate_name, usual)
 
 
 def _draw_pile(
