@@ -38,10 +38,10 @@ without `--force`, and an interrupted command leaves no half-written file. `-o -
 CODES = """\
 | exit code | meaning |
 |---|---|
-| 0 | done. `analyze` also ends with 0 when nothing fits, unless it was asked to write the plan |
+| 0 | done |
 | 1 | failed |
 | 2 | bad usage, or bad input |
-| 3 | no plan fits the budget; the message names the gap. `check`: the plan has no room now |
+| 3 | no plan fits the budget: the answer names the gap. `check`: the plan has no room now |
 | 4 | the model is not the plan's model. `check`: anything else has drifted from the plan |
 | 130, 141 | interrupted; nothing reads the output any more |
 """

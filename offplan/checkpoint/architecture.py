@@ -5,7 +5,7 @@ file need not say stands in ``model_types``.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -166,6 +166,8 @@ class Architecture:
     also None in families whose indexers leave out tokens of short texts, too."""
     linear: LinearAttention | None
     """Linear attention, in the models that have it in some layers."""
+    tower_heads: int | None
+    """Attention heads of the tower that reads images; None where the config does not say."""
     routing: Routing
     fused_experts: bool
     """True if the transformers that wrote the config has all experts of a layer in one parameter,
@@ -220,6 +222,15 @@ class Architecture:
         return _has_part(name, self.routers)
 
 
+def _read_tower_heads(config: Mapping[str, Any]) -> int | None:
+    """Return the heads of a tower of one kind of layers; others are left to what refuses them."""
+    vision = config.get("vision_config")
+    if not isinstance(vision, Mapping):
+        return None
+    keys = ("num_heads", "num_attention_heads", "vt_num_attention_heads")
+    return next((n for n in map(vision.get, keys) if isinstance(n, int)), None)
+
+
 def _has_part(name: str, parts: Iterable[str]) -> bool:
     return any(f".{part}." in f".{name}." for part in parts)
 
@@ -260,7 +271,9 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
     mixers, windows, notes = read_windows(text, model_type, stated_layers or num_layers)
     tie, attention = _read_tie(config, text), _read_attention(text, model_type)
     quantisation = read_quantisation(config, model_type, read_dtype(config))
-    quantisation = quantisation or read_quantisation(text, model_type, read_dtype(config))
+    if quantisation is None and is_nested:
+        found = read_quantisation(text, model_type, read_dtype(config))
+        quantisation = found and replace(found, takes_text_alone=True)
     return Architecture(
         model_type=model_type,
         is_multimodal=is_multimodal,
@@ -286,6 +299,7 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
         latents=_read_latents(text),
         index_topk=_read_index_topk(text, model_type),
         linear=_read_linear(text),
+        tower_heads=_read_tower_heads(config),
         routing=Routing(
             num_experts=None
             if model_type in model_types.TABLE_EXPERTS

@@ -85,6 +85,8 @@ def _quantise_one(
     takes = use.is_product or (use is Use.LOOKUP and quantisation.takes_embeddings)
     if not takes or (quantisation.skips_head and owner(tensor.name) in OUTPUT_HEADS):
         return None
+    if quantisation.takes_text_alone and is_of_tower(tensor.name):
+        return None
     assert quantisation.find is not None
     module, _, last = tensor.name.rpartition(".")
     is_stack = len(tensor.shape) == 3

@@ -4,6 +4,8 @@ import shlex
 import sys
 from dataclasses import asdict
 
+import typer
+
 from offplan.cli.options import takes
 from offplan.cli.output import STANDARD, print_json, print_note, print_result, waiting
 from offplan.cli.query import Query
@@ -51,6 +53,8 @@ def analyze(query: Query) -> None:
     if (output or query.svg) and result is None:
         kind = InfeasibleError if analysis.infeasible else InputError
         raise kind(f"{query.svg or output} was not written: there is no plan")
+    if analysis.infeasible:  # as the answer says, and as `plan` ends
+        raise typer.Exit(InfeasibleError.exit_code)
 
 
 @takes(Query)

@@ -1,5 +1,6 @@
 """``offplan export``: a plan as another engine's command."""
 
+import shlex
 from dataclasses import replace
 from typing import Annotated
 
@@ -82,6 +83,9 @@ def export(
         note = f"{export.source} has no weights: {fetch}name their folder with --model {folder}"
         export = replace(export, notes=(note, *export.notes))
     version = format_version(export.version)
+    proof = ["offplan", "check", str(plan), "--engine", engine, "--log", "start.log"]
+    proof += [] if model is None else ["--model", model]
+    check = shlex.join(proof)
     if json:
         payload = {
             "engine": export.engine.name,
@@ -90,10 +94,16 @@ def export(
             "command": export.command,
             "environment": dict(export.demand.environment),
             "notes": export.notes,
+            "check": None if replan else check,
         }
         print_result(payload, json=True)
         return
     print_note(f"for {export.engine.title} {version}")
     for note in export.notes:
         print_note(note)
+    if not replan:
+        print_note(
+            "next: start it with its output in a file (`... 2>&1 | tee start.log`); then "
+            f"`{check}` proves that it does what the plan says"
+        )
     print(printable(render_export(export, form)), end="")

@@ -278,6 +278,11 @@ def _make_rows(session: "Session", batch: int) -> "Rows":
     """Make rows for a plan's batch, or a single one where the model allows no more."""
     from offplan.runtime.rows import Rows
 
+    if batch == 1:
+        print_note(
+            "the plan serves one text at a time, and further ones wait: `offplan plan --batch 4` "
+            "plans for 4 together"
+        )
     try:
         return Rows(session, batch)
     except InputError as error:

@@ -49,10 +49,18 @@ class CoresUse(NamedTuple):
 
     def seconds(self, machine: MachineProfile, *, beside: bool) -> float:
         """Seconds that the layer waits; ``beside`` is said where the step copies, too."""
-        rate = machine.cores_rate_beside if beside else machine.cores_rate
-        reading = self.num_bytes * self.slowness / rate.value
         meanwhile = self.shared_bytes / machine.hbm.value
-        return self.num_products * machine.cores_trip.value + max(0.0, reading - meanwhile)
+        trips_s = self.num_products * machine.cores_trip.value
+        return trips_s + max(0.0, self._reading_s(machine, beside=beside) - meanwhile)
+
+    def busy_s(self, machine: MachineProfile, *, beside: bool) -> float:
+        """Seconds that the cores work, whatever is multiplied meanwhile."""
+        trips_s = self.num_products * machine.cores_trip.value
+        return trips_s + self._reading_s(machine, beside=beside)
+
+    def _reading_s(self, machine: MachineProfile, *, beside: bool) -> float:
+        rate = machine.cores_rate_beside if beside else machine.cores_rate
+        return self.num_bytes * self.slowness / rate.value
 
 
 def find_use(

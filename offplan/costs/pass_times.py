@@ -25,7 +25,7 @@ def pass_times(
     calls, tokens = count_calls(stage, phase), shapes[0].tokens if is_step else 1
     at_use = AtUse(stage, machine, shapes[0].batch, tokens)
     read: list[Counter[Backend]] = [Counter() for _ in calls]
-    keeping, waiting, missing = ([0] * len(calls) for _ in range(3))
+    keeping, waiting, missing, working = ([0] * len(calls) for _ in range(4))
     later_bytes = 0
     uses, at_uses = [], read_at_use(placement, phase)
     for layer, entries in at_uses.items():
@@ -34,11 +34,14 @@ def pass_times(
         if is_step:
             uses.append(at_use.cores(served))
             waiting[layer] = to_ps(uses[-1].seconds(machine, beside=copies))
+            working[layer] = to_ps(uses[-1].busy_s(machine, beside=copies))
     for list_cached in CACHED_TIMES:
         for layer, cached in list_cached(placement, at_uses, at_use, priced):
             keeping[layer], missing[layer] = cached.keeping_ps, cached.missed_ps
             read[layer] += cached.read
-            uses += [cached.cores] if cached.cores else []
+            if cached.cores:
+                uses.append(cached.cores)
+                working[layer] += to_ps(cached.cores.busy_s(machine, beside=copies))
             later_bytes += cached.later_bytes
     # rows of tables are read just before the first layer or in it, and count as its reading
     rows = rows_bytes(placement.host_tables, shapes)
@@ -57,6 +60,7 @@ def pass_times(
         copy_ps=partial(copy_ps, machine),
         read_by=read_by,
         cores_ps=tuple(waiting),
+        cores_busy_ps=tuple(working) if any(working) else (),
         cores_bytes=sum(use.num_bytes for use in uses),
         cores_products=sum(use.num_products for use in uses),
         missed_ps=tuple(missing) if any(missing) else (),

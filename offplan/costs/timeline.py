@@ -39,9 +39,10 @@ BEFORE_ALL = float("-inf")
 
 Time = float | Fraction
 """A moment, in picoseconds."""
-Queue = Literal["compute", "link"]
-Doing = Literal["compute", "wait", "read", "copy"]
-"""``wait`` is compute that waits for the link; ``read`` is weights being read in place."""
+Queue = Literal["compute", "link", "cores"]
+Doing = Literal["compute", "wait", "late", "read", "copy", "multiply"]
+"""``wait`` is compute that waits for the link, ``late`` compute that waits for the host's cores.
+``read`` is weights being read in place, ``multiply`` the cores' products."""
 Record = Callable[[Queue, Doing, int | None, Time, Time], None]
 """Hears of each thing that a queue does: of which layer (None outside of all layers), and when it
 begins and ends."""
@@ -84,6 +85,8 @@ class PassTimes:
 
     cores_ps: tuple[int, ...] = ()
     """Picoseconds that each layer waits for the host's cores; empty if they compute nothing."""
+    cores_busy_ps: tuple[int, ...] = ()
+    """Picoseconds that the cores work for each layer, also while compute does not wait for them."""
     cores_bytes: int = 0
     """Bytes that the cores read, over all layers."""
     cores_products: int = 0
@@ -109,6 +112,13 @@ class PassTimes:
         if layer in self.pieces:
             count *= self.pieces[layer].num_groups
         return self.uva_ps[layer] // count, self.begin_ps[layer] // count
+
+    def share_cores_ps(self, layer: int) -> tuple[int, int]:
+        """Picoseconds of one call of a layer that it waits for the cores, and that they work."""
+        count = self.num_calls[layer] if self.num_calls else 1
+        waits = [each[layer] for each in (self.cores_ps, self.missed_ps) if each]
+        busy = self.cores_busy_ps[layer] if self.cores_busy_ps else 0
+        return max(0, sum(waits)) // count, busy // count
 
     @cached_property
     def busy_ps(self) -> tuple[int, ...]:
@@ -302,6 +312,8 @@ def _run_pass(
         elif isinstance(op, Begin | Compute):
             begun = op.layer if isinstance(op, Begin) else None
             reading, busy = times.share_ps(op.layer)
+            late, working = times.share_cores_ps(op.layer)
+            entered = compute
             if reading:
                 took = read(reading, max(0, link - compute))
                 record("link", "read", op.layer, compute, compute + reading)
@@ -311,7 +323,11 @@ def _run_pass(
                 slots = [max(done, compute) + reading for done in slots]
                 compute += took
             began, compute = compute, compute + busy
-            record("compute", "compute", op.layer, began, compute)
+            record("compute", "compute", op.layer, began, compute - late)
+            record("compute", "late", op.layer, compute - late, compute)
+            # what the layer waits for ends with it; what it hides begins with it
+            started = max(entered, compute - working) if late else entered
+            record("cores", "multiply", op.layer, started, min(started + working, compute))
     record("compute", "compute", None, compute, compute + times.outside_ps)
     state[:] = [compute + times.outside_ps, link, *slots]
 

@@ -137,6 +137,7 @@ def export_plan(
         },
         notes=(
             *demand.notes,
+            *_sequence_notes(chosen, plan),
             *_cache_notes(chosen, goal),
             *_version_notes(chosen, version, demand),
             *_memory_notes(chosen, demand, more, gpu_bytes),
@@ -163,6 +164,15 @@ def _locate(plan: Plan) -> str:
     if plan.model.revision is not None or not local.exists():
         return source
     return str(local.parent if local.is_file() else local)
+
+
+def _sequence_notes(engine: Engine, plan: Plan) -> list[str]:
+    if plan.workload.batch > 1:
+        return []
+    return [
+        f"{engine.title} serves one sequence at a time by this plan, and further requests wait: "
+        "`offplan plan --batch 16` plans for 16 together"
+    ]
 
 
 def _cache_notes(engine: Engine, goal: Goal) -> list[str]:

@@ -31,15 +31,22 @@ from offplan.checkpoint.tensors import TensorInfo, Tensors
 from offplan.engines.engine import VOCABULARY_MULTIPLE, family_of, pad_rows
 from offplan.errors import ExportError
 from offplan.files import load_facts
-from offplan.forms.form import Component, Kind
+from offplan.forms.form import Component, Kind, WordOrder
 from offplan.held.held import absorbed_bytes, keep_cache
 from offplan.held.runner import Runner
 from offplan.held.stage import Stage
 
 FACTS: dict[str, Any] = load_facts(Path(__file__).with_suffix(".yaml"))
 
-FORMS = (Kind.RAW, Kind.FP8_BLOCK, Kind.FP8_CHANNEL, Kind.FP8_TENSOR, Kind.MXFP4)
+FORMS = (
+    *(Kind.RAW, Kind.FP8_BLOCK, Kind.FP8_CHANNEL, Kind.FP8_TENSOR, Kind.MXFP4, Kind.NVFP4),
+    Kind.W4A16,
+)
 """Stored forms whose parts are known to be divided as their weights are."""
+WORD_ORDERS = (None, WordOrder.COMPRESSED_TENSORS)
+"""Orders of whole numbers whose tensors are [out, in], as the matrix is."""
+ZEROS_OF_WORD = 8
+"""Rows whose zeros of 4 bits share a word."""
 MXFP4_BLOCK = 32
 """Weights that share a scale there; ranks have whole ones of the experts' intermediate size."""
 
@@ -58,10 +65,15 @@ class Divider:
     """The passes that a goal names, which say what type the cache has."""
 
     def __post_init__(self) -> None:
-        if not self._is_among(FACTS["architectures"]) or self.model.towers:
+        if not self._is_among(FACTS["architectures"][self._engine]):
             found = ", ".join(self.model.architecture.class_names) or self.model.model_type
-            of_towers = " and its towers" * bool(self.model.towers)
-            self._refuse(f"how {found}{of_towers} is divided")
+            raise ExportError(
+                f"{self.ranks.label}: how {found} is divided among ranks is not known of "
+                f"{self.runner.name}, whatever their number: plan for one GPU"
+            )
+        heads = self.model.architecture.tower_heads
+        if self.model.towers and (not heads or heads % self.ranks.tensor):
+            self._refuse(f"how {heads or 'the'} heads of what reads images are divided")
         if self._engine == "vllm" and self.ranks.expert not in (1, self.ranks.tensor):
             raise ExportError(
                 f"{self.ranks.label}: vLLM divides whole experts among all ranks of a stage or "
@@ -101,7 +113,7 @@ class Divider:
 
     def _architecture(self, run: range) -> Architecture:
         whole, ranks = self.model.architecture, self.ranks
-        heads, routing = whole.attention, whole.routing
+        heads, routing, linear = whole.attention, whole.routing, whole.linear
         num_experts = routing.num_experts
         return replace(
             whole,
@@ -112,6 +124,11 @@ class Divider:
                 heads,
                 num_heads=heads.num_heads // ranks.tensor,
                 num_kv_heads=heads.num_kv_heads // self._kv_parts,
+            ),
+            linear=linear
+            and linear._replace(
+                num_key_heads=linear.num_key_heads // ranks.tensor,
+                num_value_heads=linear.num_value_heads // ranks.tensor,
             ),
             routing=replace(routing, num_experts=num_experts and num_experts // ranks.expert),
         )
@@ -131,29 +148,42 @@ class Divider:
             self._refuse(f"how {names} with {num_kv_heads} heads of keys and values is divided")
         return min(tensor, num_kv_heads)
 
+    @cached_property
+    def _state_parts(self) -> int:
+        """Parts that the heads of linear attention are divided into, with their state."""
+        linear, tensor = self.model.architecture.linear, self.ranks.tensor
+        if linear is None:
+            self._refuse("how states are divided")
+        if linear.num_key_heads % tensor or linear.num_value_heads % tensor:
+            heads = f"{linear.num_key_heads} and {linear.num_value_heads} heads"
+            self._refuse(f"how {heads} of linear attention are divided")
+        return tensor
+
     def _divide_layer(self, index: int, layer: Layer) -> Layer:
         parameters = tuple(self._divide(parameter, layer) for parameter in layer.parameters)
         cache = layer.kv_cache
         # each rank caches whole latents
         has_latents = any(name.endswith("kv_a_proj_with_mqa") for name in layer.segments)
         parts = 1 if has_latents else self._kv_parts
-        if cache.state_bytes or cache.bytes_per_token % parts:
+        of_heads = self._state_parts if cache.state_bytes else 1
+        if cache.bytes_per_token % parts or cache.state_bytes % of_heads:
             self._refuse(f"how the cache of layer {layer.index} is divided")
-        kept = KVCache(cache.bytes_per_token // parts, cache.window)
+        kept = KVCache(cache.bytes_per_token // parts, cache.window, cache.state_bytes // of_heads)
         divided = replace(layer, index=index, parameters=parameters, kv_cache=kept)
         return keep_cache(divided, self.model, self.way, self.runner)
 
     def _divide(self, parameter: Parameter, layer: Layer) -> Parameter:
         """Return a rank's part of a parameter."""
-        if parameter.form.kind not in FORMS or parameter.is_shuffled:
+        form = parameter.form
+        if form.kind not in FORMS or form.word_order not in WORD_ORDERS or parameter.is_shuffled:
+            order = f" in {form.word_order.value}'s order" if form.word_order else ""
             self._refuse(
-                f"how {parameter.name} of layer {layer.index}, stored as "
-                f"{parameter.form.kind.value}, is divided"
+                f"how {parameter.name} of layer {layer.index}, stored as {form.kind.value}{order}, "
+                "is divided"
             )
         module, is_bias = _find_module(parameter.name)
-        tables = FACTS["modules"].items()
-        way = next((way for way, modules in tables if module in modules), None)
-        if way == "whole" or (way is None and "norm" in module):
+        way = self._find_way(module)
+        if way == "whole":
             return parameter
         if way is None:
             self._refuse(f"how {parameter.name} of layer {layer.index} is divided")
@@ -169,6 +199,15 @@ class Divider:
         if parts == 1:
             return parameter
         return self._slice(parameter, axis, parts, layer)
+
+    def _find_way(self, module: str) -> str | None:
+        """Return the way in which a module is divided; None if it is not known."""
+        names = self.model.architecture.class_names
+        tables = [FACTS["own"].get(name, {}) for name in names] + [FACTS["modules"]]
+        for way, modules in (item for table in tables for item in table.items()):
+            if any(f".{module}".endswith(f".{name}") for name in modules):
+                return str(way)
+        return "whole" if "norm" in module.rpartition(".")[2] else None
 
     def _choose_experts(self, parameter: Parameter, layer: Layer) -> Parameter:
         """Return the parameter of a group's experts."""
@@ -189,6 +228,8 @@ class Divider:
         is_bias = _find_module(parameter.name)[1]
         num_dims = len(parameter.shape) - parameter.is_fused
         at = axis if num_dims > 1 and not is_bias else -1
+        if num_dims > 2 and axis == OUT:
+            at = -num_dims  # a convolution's outputs come first
         turned = parameter.is_fused and self.model.architecture.routing.in_out
         if turned and parameter.form.is_raw and at == axis and num_dims > 1:
             at = IN + OUT - axis
@@ -201,6 +242,10 @@ class Divider:
         size, block, remedy = parameter.shape[at], 1, ""
         if parameter.form.block is not None:
             block = parameter.form.block[at]
+        if at == OUT and parameter.of(Component.ZERO):
+            block = max(block, ZEROS_OF_WORD)
+        if parameter.is_expert and self.ranks.expert == 1:
+            remedy = f"--ep {self.ranks.tensor}, by which ranks have whole experts, "
         if parameter.is_expert and any(p.form.kind is Kind.MXFP4 for p in layer.parameters):
             # a row of gate and one of up go with a column of down
             num_shards = 1 + ("gate_up" in parameter.name)
@@ -211,7 +256,6 @@ class Divider:
             is_even = not rest and not size % (parts * num_shards)
             if self._divides_blocks and is_even and last_has_some:
                 return Fraction(most, num_blocks)
-            remedy = f"--ep {self.ranks.tensor}, by which ranks have whole experts, "
         if size % (parts * block):
             of_blocks = f" in blocks of {block}" * (block > 1)
             self._refuse(
@@ -242,15 +286,28 @@ class Divider:
         """Return what a rank of a stage holds outside the layers, vocabularies by their rows."""
         model, held = self.model, list[TensorInfo]()
         for tensor in model.outside:
-            if tensor.name in model.not_loaded:
+            module, is_tower = owner(tensor.name), tensor.name in model.towers
+            if tensor.name in model.not_loaded and not is_tower:
                 continue
-            module = owner(tensor.name)
             known = module in INPUT_EMBEDDINGS or module in OUTPUT_HEADS or "norm" in module
-            if tensor.dtype not in ("BF16", "F16", "F32") or not known:
+            if tensor.dtype not in ("BF16", "F16", "F32") or not (known or is_tower):
                 self._refuse(f"how {tensor.name} outside the layers is divided")
-            if stage in self._stages_of(module):
+            if is_tower:
+                held.append(self._divide_tower(tensor))
+            elif stage in self._stages_of(module):
                 held.append(tensor if "norm" in module else self._divide_rows(tensor))
         return tuple(held)
+
+    def _divide_tower(self, tensor: TensorInfo) -> TensorInfo:
+        """Return a rank's part of what reads images; all stages have it."""
+        module, is_bias = _find_module(tensor.name)
+        way, tensor_ranks = self._find_way(module), self.ranks.tensor
+        if way == "whole" or (way == "inputs" and is_bias):
+            return tensor
+        at = {"outputs": 0, "inputs": -1}.get(way or "")
+        if at is None or tensor.shape[at] % tensor_ranks:
+            self._refuse(f"how {tensor.name} outside the layers is divided")
+        return _scale(tensor, at, Fraction(1, tensor_ranks))
 
     def _stages_of(self, module: str) -> Collection[int]:
         """Return the stages that hold a module outside the layers."""
@@ -301,12 +358,10 @@ def split_layers(num_layers: int, num_stages: int, engine: str) -> list[int]:
 
 def _find_module(name: str) -> tuple[str, bool]:
     """Return the module of a parameter by its name, and whether it is a bias of it."""
-    *_, module, last = f".{name}".split(".")
-    if last == "weight":
-        return module, False
-    if last in ("bias", "e_score_correction_bias"):
-        return module, True
-    return last.removesuffix("_bias"), last.endswith("_bias")
+    module, _, last = name.rpartition(".")
+    if last in ("weight", "bias"):
+        return module, last == "bias"
+    return name.removesuffix("_bias"), last.endswith("_bias")
 
 
 def _resize(

@@ -118,6 +118,8 @@ class Quantisation:
     """True if the head, and what is tied to it, is left as it is without being named."""
     takes_embeddings: bool = False
     """True if embeddings are quantised as linear layers are."""
+    takes_text_alone: bool = False
+    """True if the config says it of the text part: what reads images is left as it is."""
     takes_linear_alone: bool = False
     """True if its tool takes modules of the class Linear alone, and so no fused experts."""
     divides_experts: bool = False

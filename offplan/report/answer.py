@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -334,6 +335,8 @@ def describe_verdict(analysis: Analysis, plan: Plan, question: Question) -> list
 def describe_assumptions(plan: Plan, question: Question) -> list[str]:
     """Say what the figures rest on: machine, workload, the host's cores, the experts chosen."""
     lines = [describe_workload(plan.workload)]
+    if plan.goal.engine is not None and plan.workload.batch == 1:
+        lines[0] += " Further requests wait; --batch 16 plans for 16 together."
     if question.profile is not None and plan.prediction.basis != "measured":
         base = parse_name(question.profile).base
         lines.append(
@@ -396,31 +399,44 @@ def describe_fit(plan: Plan, machine: MachineProfile) -> str:
     return f"{told}, {format_bytes(locked)} of {room} of page-locked host memory."
 
 
-def describe_speed(plan: Plan) -> str:
-    """Say how fast tokens come, the first one and those after it, by ranges if they are estimated.
+class Speed(NamedTuple):
+    """The speed of a plan in words, by ranges if it is estimated."""
 
-    Prompts give the only token of requests without steps.
-    """
+    rate: str
+    """Tokens a second."""
+    each: str
+    """Time of a token; of requests without steps, whose prompts give the only token, a prompt's."""
+    first: str
+    """Time of the first token."""
+
+
+def print_speed(plan: Plan) -> Speed:
+    """Print how fast tokens come, the first one and those after it."""
     workload, prediction = plan.workload, plan.prediction
-    batch = f" over a batch of {workload.batch}" if workload.batch > 1 else ""
-    prompt = f"a prompt of {workload.prompt_tokens:,}"
     phase, took = Phase.DECODE, prediction.decode
     if workload.num_steps == 0:
         phase, took = Phase.PREFILL, prediction.prefill
     steps, prompts = (step_range(prediction, plan.offload, each) for each in (phase, Phase.PREFILL))
     if steps is None or prompts is None:
         each, first = format_seconds(took.step_s), format_seconds(prediction.prefill.step_s)
-        rate = format_frequency(workload.batch / took.step_s)
-    else:
-        each, first = (format_range(*ends, format_seconds) for ends in (steps, prompts))
-        low, high = steps
-        rate = format_range(workload.batch / high, workload.batch / low, format_frequency)
+        return Speed(format_frequency(workload.batch / took.step_s), each, first)
+    each, first = (format_range(*ends, format_seconds) for ends in (steps, prompts))
+    low, high = steps
+    rate = format_range(workload.batch / high, workload.batch / low, format_frequency)
+    return Speed(rate, each, first)
+
+
+def describe_speed(plan: Plan) -> str:
+    """Say how fast tokens come, the first one and those after it."""
+    workload, prediction, (rate, each, first) = plan.workload, plan.prediction, print_speed(plan)
+    batch = f" over a batch of {workload.batch}" if workload.batch > 1 else ""
+    prompt = f"a prompt of {workload.prompt_tokens:,}"
     told = f"{rate} tokens a second{batch}"
     if workload.num_steps == 0:
         told += f", one after each {prompt.removeprefix('a ')}: {each}"
     else:
         told += f", {each} each; the first token {first} after {prompt}"
-    if steps is None:
+    if prediction.basis == "measured":
         return f"{told} ({prediction.basis})."
     return f"{told}, estimated; `offplan measure` on that machine narrows it."
 

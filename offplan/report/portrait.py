@@ -12,10 +12,12 @@ from offplan.machine.profile import MachineProfile
 from offplan.plan import Goal, Plan
 from offplan.planner.frontier import Point
 from offplan.report.answer import (
+    Speed,
     describe_fit,
     describe_model,
     describe_plainly,
     describe_speed,
+    print_speed,
 )
 from offplan.report.bench_file import OWN_RUNTIME, BenchFile
 from offplan.report.pictures.canvas import LINE, STYLE, Canvas, element
@@ -25,7 +27,7 @@ from offplan.report.pictures.layers import draw_layers, draw_memory
 from offplan.report.pictures.timeline import draw_lanes
 from offplan.report.run import list_differences
 from offplan.report.shares import describe_shares
-from offplan.units import format_budget, format_bytes, format_frequency, format_seconds
+from offplan.units import format_budget, format_bytes
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,13 @@ class Portrait:
         plan, predicted = self.plan, self.plan.prediction
         fits = "too large" if plan.describe_excess() else "fits"
         total = format_bytes(predicted.gpu_memory.total_bytes)
-        workload, step_s = plan.workload, predicted.decode.step_s
-        rate = format_frequency(workload.batch / step_s) if step_s else "-"
+        # a file may say anything
+        speed = print_speed(plan) if predicted.decode.step_s else Speed("-", "-", "-")
         host = predicted.host_memory_bytes
         return [
             (fits, f"{total} of {format_budget(plan.budget.gpu_memory)} on the GPU"),
-            (rate, f"tokens a second ({predicted.basis})"),
-            (format_seconds(predicted.prefill.step_s), "to the first token"),
+            (speed.rate, f"tokens a second ({predicted.basis})"),
+            (speed.first, "to the first token"),
             (format_bytes(host) if host else "none", "of page-locked host memory"),
         ]
 
@@ -86,14 +88,13 @@ class Portrait:
             told += " GPU memory: one GPU of the stage that takes most. Host memory: all stages."
         yield "Memory", told, draw_memory(plan)
         if self.lanes is not None:
-            steps = format_seconds(self.lanes.prefill.step_s)
-            title = f"A prompt of {plan.workload.prompt_tokens} tokens: {steps}"
-            yield title, f"Left to right, {basis}.", draw_lanes(self.lanes.prefill)
-            title = f"A decode step: {format_seconds(self.lanes.decode.step_s)}"
-            told = f"In steady state, each step like the one before; {basis}."
-            yield title, told, draw_lanes(self.lanes.decode)
+            prompt = f"A prompt of {plan.workload.prompt_tokens:,} tokens"
+            told = f"Left to right, {basis}{_middle(plan)}."
+            yield prompt, told, draw_lanes(self.lanes.prefill)
+            told = f"In steady state, each step like the one before; {basis}{_middle(plan)}."
+            yield "A decode step", told, draw_lanes(self.lanes.decode)
         if self.frontier:
-            told = f"Tokens a second, prompt included, by GPU memory (logarithmic scale; {basis})."
+            told = f"Tokens a second by GPU memory (logarithmic scale; {basis}{_middle(plan)})."
             yield "What more memory buys", told, draw_frontier(self.frontier, plan)
         if self.bench is not None:
             lines = [f"On {self.bench.device}."]
@@ -103,6 +104,11 @@ class Portrait:
                     plan = plan.model_copy(update={"goal": Goal()})
             lines += list_differences(plan, self.bench)
             yield "Predicted and measured", " ".join(lines), draw_comparison(self.bench)
+
+
+def _middle(plan: Plan) -> str:
+    """Say that a picture is drawn with the time within the range that the words have."""
+    return "" if plan.prediction.basis == "measured" else " within the range above"
 
 
 def portray(plan: Plan, stages: Sequence[Stage], machine: MachineProfile) -> Portrait:
@@ -119,8 +125,8 @@ def portray(plan: Plan, stages: Sequence[Stage], machine: MachineProfile) -> Por
 
 WIDTH = 800
 MARGIN = 24
-_CHARACTERS = 104
-"""Characters of a line of text that surely fit the width."""
+_CHARACTERS = {"strong": 76, "plain": 92, "faint": 98}
+"""Characters of a line of text that surely fit the width, in fonts as wide as DejaVu Sans."""
 
 
 def draw_poster(portrait: Portrait) -> str:
@@ -141,6 +147,8 @@ def draw_poster(portrait: Portrait) -> str:
     page = element("rect", width="100%", height="100%", style="fill: var(--page)")
     look = element("style", STYLE)
     size = {"width": str(WIDTH), "height": height, "viewBox": f"0 0 {WIDTH} {height}"}
+    # in a narrow window it shrinks as a whole
+    size["style"] = "max-width: 100%; height: auto"
     kind = {"class_": "offplan", "xmlns": "http://www.w3.org/2000/svg"}
     return tostring(element("svg", look, page, inner, **kind, **size), encoding="unicode") + "\n"
 
@@ -149,11 +157,9 @@ def _write(heading: str, lines: Sequence[str], kind: str) -> Canvas:
     """Write a heading and what stands below it."""
     canvas = Canvas()
     canvas.space()
-    if heading:
-        canvas.text(heading, "strong")
-    for line in lines:
-        for part in textwrap.wrap(line, _CHARACTERS):
-            canvas.text(part, kind)
+    for line, look in ((heading, "strong"), *((line, kind) for line in lines)):
+        for part in textwrap.wrap(line, _CHARACTERS[look]):
+            canvas.text(part, look)
     return canvas
 
 
@@ -165,8 +171,7 @@ h2 { font-size: 1.05rem; margin: 2rem 0 0; }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr));
   gap: 0.6rem; margin: 0.8rem 0; }
 .figures div { border: 1px solid var(--rest); border-radius: 6px; padding: 0.6rem 0.8rem; }
-.figures b { display: block; font-size: clamp(1.25rem, 6vw, 1.9rem); line-height: 1.3;
-  white-space: nowrap; }
+.figures b { display: block; font-size: clamp(1.1rem, 4.5vw, 1.35rem); line-height: 1.3; }
 .figures span { color: var(--faint); }
 p.faint { color: var(--faint); margin: 0.2rem 0 0.6rem; }
 pre { overflow-x: auto; font-size: 12px; }

@@ -4,7 +4,7 @@ Source: the Trace Event Format, https://ui.perfetto.dev opens it.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from offplan.costs.lanes import PhaseLanes, RequestLanes
@@ -12,7 +12,7 @@ from offplan.report.bench_file import BenchFile, RecordedWaits
 
 NUM_STEPS = 4
 """Predicted decode steps shown; as many as were measured where any were."""
-_LANES = {"compute": 1, "link": 2}
+_LANES = {"compute": 1, "link": 2, "cores": 3}
 _PREDICTED, _MEASURED = 1, 2
 
 
@@ -22,7 +22,9 @@ def write_trace(lanes: RequestLanes, bench: BenchFile | None) -> str:
     The decode steps of both sides begin at one moment. The measured side has no lane of the link:
     only its waits are recorded, and compute lies between them.
     """
-    events = list(_name_lanes(_PREDICTED, "predicted", ("compute", "link")))
+    used = {event.queue for phase in (lanes.prefill, lanes.decode) for event in phase.events}
+    there = [name for name in _LANES if name in {"compute", "link", *used}]
+    events = list(_name_lanes(_PREDICTED, "predicted", there))
     measured = None if bench is None else bench.measured
     prompt = None if measured is None else measured.prefill.recorded
     steps = None if measured is None else measured.decode.recorded
@@ -37,7 +39,7 @@ def write_trace(lanes: RequestLanes, bench: BenchFile | None) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
 
 
-def _name_lanes(process: int, name: str, lanes: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+def _name_lanes(process: int, name: str, lanes: Sequence[str]) -> Iterator[dict[str, Any]]:
     meta = {"ph": "M", "pid": process}
     yield {**meta, "name": "process_name", "args": {"name": name}}
     for lane in lanes:

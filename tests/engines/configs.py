@@ -65,3 +65,68 @@ BLOCKS = {
     "head_dim": 32,
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
 }
+HYBRID = {
+    **DENSE,
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention"] * 4 + ["full_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+WITH_TOWER = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "model_type": "qwen3_vl",
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+    "text_config": {**DENSE, "model_type": "qwen3_vl_text"},
+    "vision_config": {
+        "model_type": "qwen3_vl",
+        "depth": 2,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "num_position_embeddings": 4,
+        "out_hidden_size": 64,
+        "deepstack_visual_indexes": [0],
+    },
+}
+NVFP4: dict[str, Any] = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "config_groups": {
+        "group_0": {
+            "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+            "input_activations": {
+                "dynamic": False,
+                "num_bits": 4,
+                "type": "float",
+                "group_size": 16,
+            },
+            "targets": ["Linear"],
+        }
+    },
+    "ignore": ["lm_head", "*gate"],
+}
+W4A16: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "strategy": "group",
+                "group_size": 32,
+                "symmetric": False,
+                "dynamic": False,
+            },
+            "targets": ["Linear"],
+        }
+    },
+    "ignore": ["lm_head", "re:.*gate$"],
+}
+"""Whole numbers with zeros, as compressed-tensors stores them."""

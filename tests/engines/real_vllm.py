@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
@@ -28,16 +29,21 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
     "falcon": {"ffn_hidden_size": 4 * SIZES["hidden_size"]},
     "glm_moe_dsa": {"topk_method": "noaux_tc"},
     "gpt2": {"activation_function": "gelu"},
+    "kimi_k25": {"projection_hidden_size": 16, "tie_word_embeddings": False},
+    "kimi_k25_text": {"topk_method": "noaux_tc"},
     "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True},
     "qwen3_moe": {"shared_expert_intermediate_size": 0},
+    "qwen3_vl_moe_text": {"norm_topk_prob": True, "shared_expert_intermediate_size": 0},
 }
 """What vLLM wants beside what transformers does."""
 WITH_TOWERS = {
     "Gemma3ForConditionalGeneration": "gemma3",
     "Llama4ForConditionalGeneration": "llama4",
     "Mistral3ForConditionalGeneration": "mistral3",
+    "KimiK25ForConditionalGeneration": "kimi_k25",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
 }
@@ -81,7 +87,13 @@ def write_config(folder: Path, architecture: str) -> Path:
     sizes |= OWN_SIZES.get(f"{family}_text" if has_towers else family, {})
     sizes = {name: size for name, size in sizes.items() if size is not None}
     if has_towers:
-        sizes = {"text_config": sizes, "vision_config": VISION}
+        # no published Qwen3.5 has layers of its tower merged by themselves
+        merged = [] if "qwen3_5" in family else VISION["deepstack_visual_indexes"]
+        sizes |= OTHER_SIZES.get(f"{family}_text", {})
+        vision = {**VISION, "deepstack_visual_indexes": merged}
+        sizes = {"text_config": sizes, "vision_config": vision}
+    # of some families vLLM registers a config of its own, for all of the process
+    CONFIG_MAPPING._extra_content.pop(family, None)
     config = CONFIG_MAPPING[family](**sizes)
     data = {**config.to_dict(), **OTHER_SIZES.get(family, {})}
     data |= {"architectures": [architecture], "dtype": "bfloat16", "model_type": family}
@@ -116,8 +128,14 @@ def build(
     """
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    with playing_a_rank(config, folder, stage, rank, offloader), torch.device("meta"):
-        return initialize_model(vllm_config=config)
+    moves = torch.nn.Module.to
+    # Kimi's tower is moved once it is built, and what is on the meta device cannot be
+    torch.nn.Module.to = lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
+    try:
+        with playing_a_rank(config, folder, stage, rank, offloader), torch.device("meta"):
+            return initialize_model(vllm_config=config)
+    finally:
+        torch.nn.Module.to = moves  # type: ignore[method-assign]
 
 
 def load(
@@ -145,9 +163,14 @@ def playing_a_rank(
         parallel_state,
     )
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
+    from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
     from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import map_mxfp4_backend
+    from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
-    from vllm.model_executor.layers.quantization import mxfp4
+    from vllm.model_executor.layers.quantization import modelopt, mxfp4
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_wna16 as wna16,
+    )
     from vllm.model_executor.offloader import set_offloader
     from vllm.platforms.cpu import CpuPlatform
 
@@ -168,6 +191,9 @@ def playing_a_rank(
     chosen = config.kernel_config.moe_backend
     backend = map_mxfp4_backend("marlin" if chosen == "auto" else chosen)[0]  # on any GPU's behalf
     mxfp4.select_mxfp4_moe_backend = lambda *_, **__: (backend, None)
+    modelopt.select_nvfp4_moe_backend = lambda **_: (NvFp4MoeBackend.MARLIN, None)
+    modelopt.init_nvfp4_linear_kernel = lambda **_: SimpleNamespace(input_quant_key=lambda *_: None)
+    wna16.select_wna16_moe_backend = lambda **_: (WNA16MoEBackend.TRITON, None)
     CpuPlatform.get_attn_backend_cls = classmethod(get_attention)
     with set_current_vllm_config(config):
         if not torch.distributed.is_initialized():

@@ -22,7 +22,17 @@ from offplan.planner.make import make_plan
 from tests.costs.builders import make_machine
 from tests.engines.builders import make_plan as write_plan
 from tests.engines.builders import prefetch, uva
-from tests.engines.configs import BLOCKS, DENSE, LATENT, MOE, STORED_CODES
+from tests.engines.configs import (
+    BLOCKS,
+    DENSE,
+    HYBRID,
+    LATENT,
+    MOE,
+    NVFP4,
+    STORED_CODES,
+    W4A16,
+    WITH_TOWER,
+)
 
 MODELS = Path(__file__).parent.parent / "models"
 GIB = 2**30
@@ -162,6 +172,22 @@ def test_codes_are_divided_with_their_scales(tmp_path: Path) -> None:
     assert found["mlp.gate_proj.weight"] == [(256, 256), (2, 2)]
 
 
+@pytest.mark.parametrize(
+    ("quantisation", "parts"),
+    [
+        (NVFP4, [(256, 128), (256, 16), (), ()]),
+        (W4A16, [(256, 32), (2,), (256, 8), (32, 8)]),
+    ],
+)
+def test_inputs_of_codes_are_divided_with_their_groups(
+    quantisation: Mapping[str, Any], parts: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    config = {**DENSE, "hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
+    held = hold(read(tmp_path, {**config, "quantization_config": quantisation}), tensor_parallel=2)
+    down = next(p for p in held.layers[0].parameters if p.name == "mlp.down_proj.weight")
+    assert sorted(tensor.shape for tensor in down.stored) == sorted(parts)
+
+
 def test_ranks_have_whole_blocks_of_codes_the_first_ones_more(tmp_path: Path) -> None:
     """gpt-oss has 90 blocks; here are 7, of which four ranks have 2, 2, 2 and 1."""
     held = hold(read(tmp_path, {**STORED_CODES, "intermediate_size": 224}), tensor_parallel=4)
@@ -240,10 +266,11 @@ def test_stages_with_other_flags_are_refused(tmp_path: Path) -> None:
         ({**MOE, "num_experts": 9}, {"tensor_parallel": 2, "expert_parallel": 2}, "the 9 experts"),
         (DENSE, {"pipeline_parallel": 6}, "has 5 layers, fewer than stages"),
         (
-            {**DENSE, "architectures": ["CohereForCausalLM"]},
+            {**DENSE, "architectures": ["FalconForCausalLM"]},
             {"tensor_parallel": 2},
-            "how CohereForCausalLM is divided among ranks is not known",
+            "how FalconForCausalLM is divided among ranks is not known",
         ),
+        (HYBRID, {"tensor_parallel": 8}, "how 4 and 8 heads of linear attention"),
     ],
 )
 def test_what_ranks_cannot_divide(
@@ -251,6 +278,34 @@ def test_what_ranks_cannot_divide(
 ) -> None:
     with pytest.raises(ExportError, match=why):
         hold(read(tmp_path, config), **ranks)
+
+
+def test_heads_of_linear_attention_are_divided_with_their_state(tmp_path: Path) -> None:
+    whole = read(tmp_path, HYBRID)
+    held = hold(whole, tensor_parallel=2)
+    before, after = (of.layers[0] for of in (whole, held))
+    assert before.kv_cache.state_bytes == 2 * after.kv_cache.state_bytes > 0
+    sizes = {p.name: p.shape for p in after.parameters}
+    assert sizes["linear_attn.conv1d.weight"] == (64, 1, 4)
+    assert sizes["linear_attn.out_proj.weight"] == (64, 32)
+    assert sizes["linear_attn.A_log"] == (4,)
+    assert sizes["linear_attn.norm.weight"] == (8,)
+    linear = held.architecture.linear
+    assert linear is not None
+    assert (linear.num_key_heads, linear.num_value_heads) == (2, 4)
+
+
+def test_what_reads_images_is_divided_by_its_heads(tmp_path: Path) -> None:
+    whole = read(tmp_path, WITH_TOWER)
+    held, alone = hold(whole, tensor_parallel=2), hold_whole(whole, find_runner("vllm"))
+    sizes = {p.name: p.shape for p in held.outside}
+    block = "model.visual.blocks.0"
+    assert sizes[f"{block}.attn.qkv.weight"] == (24, 16)
+    assert sizes[f"{block}.attn.proj.weight"] == (16, 8)
+    assert sizes[f"{block}.mlp.linear_fc2.bias"] == (16,)
+    assert {p.name for p in alone.outside} == {p.name for p in held.outside}
+    with pytest.raises(ExportError, match="how 2 heads of what reads images"):
+        hold(whole, tensor_parallel=4)
 
 
 def test_buffers_that_may_be_too_small_are_refused(tmp_path: Path) -> None:

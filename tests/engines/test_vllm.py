@@ -291,7 +291,8 @@ def test_notes() -> None:
     notes = export_plan(make_plan(up_to("30KiB")), qwen3(), "vllm").notes
     assert "within layer 1, where the bytes run out" in notes[0]
     assert "up to 10 KiB more" in notes[0]
-    assert "page-locks up to" in notes[1]
+    assert "vLLM serves one sequence at a time" in notes[1]
+    assert "page-locks up to" in notes[2]
 
 
 @given(st.sampled_from([qwen3(), deepseek()]), st.integers(1, 200), st.randoms())

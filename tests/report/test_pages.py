@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 from offplan.plan import load_plan
 from offplan.report.pictures.canvas import STYLE
 from offplan.report.pictures.frontier import list_ticks
+from offplan.report.portrait import MARGIN, WIDTH
+from offplan.report.trace import NUM_STEPS
 from tests.cli import CLI, ROOT
 from tests.tiers import first_quick
 
@@ -138,13 +141,70 @@ def test_a_browser_shows_all_of_a_page(
     assert background == page
 
 
+OVERLAPS = """\
+<div>%s</div><pre id="found"></pre><script>
+const texts = [...document.querySelectorAll("text")].filter(each => each.textContent);
+const boxes = texts.map(each => each.getBoundingClientRect());
+const found = [Math.max(...boxes.map(each => each.right))];
+boxes.forEach((a, i) => boxes.forEach((b, j) => {
+  if (i < j && a.left < b.right && b.left < a.right && a.top + 2 < b.bottom && b.top + 2 < a.bottom)
+    found.push(texts[i].textContent + " | " + texts[j].textContent);
+}));
+document.getElementById("found").textContent = JSON.stringify(found);
+</script>
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_a_browser_shows_all_of_the_pictures(cli: CLI, tmp_path: Path) -> None:
+    """No text runs out, the longest title included, and none is over another."""
+    folder = tmp_path / "a-long-name-of-a-folder-that-somebody-has" / "and-another-one-in-it"
+    shutil.copytree(PLAN.parent / "tiny-moe", folder / "tiny-moe")
+    plan = shutil.copy(PLAN, folder)
+    assert cli("report", plan, "--svg", tmp_path / "plan.svg").code == 0
+    page = tmp_path / "page.html"
+    page.write_text(OVERLAPS % (tmp_path / "plan.svg").read_text("utf-8"), "utf-8")
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += [f"--user-data-dir={tmp_path}", "--window-size=1600,900", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout)
+    assert found is not None
+    right, *overlapping = json.loads(found[1])
+    assert right <= WIDTH - MARGIN + 8  # the page's own margin
+    assert not overlapping
+
+
+@pytest.mark.slow
+def test_the_cores_have_a_lane(cli: CLI, tmp_path: Path) -> None:
+    config = ROOT / "tests" / "models" / "deepseek-v2-lite" / "config.json"
+    plan, trace = tmp_path / "plan.yaml", tmp_path / "trace.json"
+    asked = [config, "--machine", "rtx4090-pcie4", "--gpu-memory", "8GiB", "-o", plan]
+    assert cli("plan", *asked).code == 0
+    text = report(cli, tmp_path, plan, "--trace", trace)
+    told = Page(text).texts
+    assert "the host's cores" in told
+    assert any(each.startswith("multiplied by the host's cores for tokens: ") for each in told)
+    (multiplied,) = (each for each in told if each.startswith("the host's cores multiply "))
+    events = json.loads(trace.read_text())["traceEvents"]
+    spans = [(e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["cat"] == "multiply"]
+    step_ms = sum(took for _, took in spans) / NUM_STEPS / 1000
+    assert multiplied == f"the host's cores multiply {step_ms:.4g} ms"
+    # one pair of hands: no layer's work begins before the layer's before it has ended
+    assert all(a + took <= b + 1e-3 for (a, took), (b, _) in pairwise(spans))
+    # one speed
+    (rate,) = {told[told.index(each) - 1] for each in told if each.startswith("tokens a second (")}
+    assert any(each.startswith(f"{rate} tokens a second, ") for each in told)
+    assert f"this plan, 8 GiB: {rate} tokens/s" in told
+
+
 @pytest.mark.slow
 def test_four_figures_come_first(cli: CLI, tmp_path: Path) -> None:
     page = Page(report(cli, tmp_path, PLAN))
     figures = [
         *("fits", "1018 KiB of 1 MiB on the GPU"),
-        *("412.1", "tokens a second (estimated)"),
-        *("2.478 ms", "to the first token"),
+        *("320 to 480", "tokens a second (estimated)"),
+        *("2.1 to 3.5 ms", "to the first token"),
         *("96 KiB", "of page-locked host memory"),
     ]
     start = page.texts.index("fits")

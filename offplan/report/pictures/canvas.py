@@ -16,6 +16,7 @@ STYLE = """\
   --gpu: #0072b2; --copy: #e69f00; --read: #009e73; --both: #999933; --turn: #882255;
   --row: #aa4499; --ring: #a65a00; --cache: #56b4e9; --work: #ddcc77; --over: #b9c3cd;
   --host: #57606a; --compute: #332288; --best: #59636e; --plan: #d55e00;
+  --multiply: #cc6677; --late: #d9cdf0;
   --predicted: #b9c3cd; --measured: #332288;
 }
 @media (prefers-color-scheme: dark) {
@@ -24,6 +25,7 @@ STYLE = """\
     --gpu: #3a8fd0; --copy: #e69f00; --read: #1fb589; --both: #b3b34d; --turn: #c2557f;
     --row: #c76bbb; --ring: #b56a12; --cache: #8fd0f5; --work: #ddcc77; --over: #475260;
     --host: #8b949e; --compute: #8a7ff0; --best: #9198a1; --plan: #ff7b3d;
+    --multiply: #d97a8a; --late: #463d6b;
     --predicted: #6a7683; --measured: #8a7ff0;
   }
 }
@@ -100,14 +102,14 @@ class Canvas:
         attributes = {"x": _percent(at), "dx": f"{shift}", "y": f"{self.height + 13}"}
         self._drawn.append(element("text", text, **attributes, text_anchor=anchor, class_=kind))
 
-    def figures(self, figures: Sequence[tuple[str, str]]) -> None:
+    def figures(self, figures: Sequence[tuple[str, str]], columns: int = 2) -> None:
         """Write large figures side by side, each above what it is."""
-        for large, small in ((True, 0), (False, 1)):
-            self.height += 8 * large
-            for number, figure in enumerate(figures):
-                kind, at = "large" if large else "faint", number / len(figures)
-                self.label(figure[small], at, kind, shift=1)
-            self.height += LINE
+        for row in range(0, len(figures), columns):
+            for kind, part in (("large", 0), ("faint", 1)):
+                self.height += LINE // 2 * (part == 0)
+                for number, figure in enumerate(figures[row : row + columns]):
+                    self.label(figure[part], number / columns, kind, shift=1)
+                self.height += LINE
 
     def tick(self, text: str, top: float) -> None:
         """Draw a line across at a height, and write at its left end what it stands for."""

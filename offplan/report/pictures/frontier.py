@@ -5,8 +5,8 @@ from itertools import pairwise
 from math import ceil, floor, log10
 
 from offplan.plan import Plan
-from offplan.planner.find import tokens_per_s
 from offplan.planner.frontier import Point
+from offplan.report.answer import print_speed
 from offplan.report.pictures.canvas import LINE, Canvas
 from offplan.units import format_bytes, format_frequency
 
@@ -24,23 +24,23 @@ def draw_frontier(points: Sequence[Point], plan: Plan) -> Canvas:
     canvas = Canvas()
     plans = [*(point.plan for point in points), plan]
     most = max(each.budget.gpu_memory for each in plans)
-    rates = sorted(map(tokens_per_s, plans))
+    rates = sorted(map(find_rate, plans))
     slowest, fastest = rates[0], rates[-1]
     decades = max(_LEAST_DECADES, log10(fastest / slowest))
 
     def locate(each: Plan) -> tuple[float, float]:
-        slower = log10(fastest / tokens_per_s(each)) / decades
+        slower = log10(fastest / find_rate(each)) / decades
         return each.budget.gpu_memory / most, _EDGE + (_HEIGHT - 2 * _EDGE) * slower
 
     def say(each: Plan) -> str:
-        rate = format_frequency(tokens_per_s(each))
-        return f"{format_bytes(each.budget.gpu_memory)}: {rate} tokens/s"
+        return f"{format_bytes(each.budget.gpu_memory)}: {print_speed(each).rate}"
 
-    ticks = list_ticks(slowest, fastest)
-    for rate in ticks:
-        unit = " tokens/s" * (rate == ticks[-1])
+    lowest = float("-inf")
+    for rate in reversed(list_ticks(slowest, fastest)):
         top = _EDGE + (_HEIGHT - 2 * _EDGE) * log10(fastest / rate) / decades
-        canvas.tick(f"{format_frequency(rate)}{unit}", top)
+        if top >= lowest + LINE:
+            canvas.tick(f"{format_frequency(rate)}{' tokens/s' * (lowest < 0)}", top)
+            lowest = top
     for before, after in pairwise(points):
         canvas.line("best", locate(before.plan), locate(after.plan))
     for point in points:
@@ -55,12 +55,20 @@ def draw_frontier(points: Sequence[Point], plan: Plan) -> Canvas:
             canvas.label(format_bytes(each.budget.gpu_memory), at)
             free = at - _LABEL / 2 * (at == 1)
     canvas.height += LINE
-    canvas.legend([("plan", f"this plan, {say(plan)}"), ("best", "the best plan of each budget:")])
+    named = ("plan", f"this plan, {say(plan)} tokens/s"), ("best", "best plans, tokens/s:")
+    canvas.legend(named)
     for row in range(0, len(points), 2):
         for column, point in enumerate(points[row : row + 2]):
             canvas.label(say(point.plan), column / 2, shift=16)
         canvas.height += LINE
     return canvas
+
+
+def find_rate(plan: Plan) -> float:
+    """Return the tokens a second of all sequences, as ``print_speed`` prints them."""
+    prediction, workload = plan.prediction, plan.workload
+    took = prediction.decode if workload.num_steps else prediction.prefill
+    return workload.batch / took.step_s
 
 
 def list_ticks(least: float, most: float) -> list[float]:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from offplan.held.stage import Stage
-from offplan.placement import Placement, place
+from offplan.placement import Placement, SlabEntry, place
 from offplan.plan import Offload, Plan
 from offplan.report.pictures.canvas import LINE, Canvas
 from offplan.report.strip import memory_parts
@@ -19,6 +19,8 @@ _GAP = 0.12
 
 _WAYS = {(True, True): "copy", (True, False): "both", (False, True): "turn", (False, False): "read"}
 """Colours by whether prompts stream, and whether tokens do."""
+_BY_RATE = {"cores_rate": "multiply"}
+"""Colours of what tokens need by another rate than the link's."""
 _NAMES = {
     "gpu": "on the GPU",
     "work": "experts used last, on the GPU as well",
@@ -26,6 +28,7 @@ _NAMES = {
     "both": "prompts copy, tokens read it",
     "turn": "prompts read, tokens copy it",
     "read": "read in place",
+    "multiply": "multiplied by the host's cores for tokens",
     "row": "embeddings, read by row",
 }
 """The meaning of each colour, in the order in which a column is piled up."""
@@ -62,19 +65,22 @@ def pile_layers(stage: Stage, placement: Placement) -> list[Mapping[str, int]]:
     for layer in stage.layers:
         pile: Counter[str] = Counter()
         for entry in slabs[layer.index].entries if layer.index in slabs else ():
-            pile[_WAYS[entry.prefill.streams, entry.decode.streams]] += entry.unit.nbytes
+            pile[_find_way(entry)] += entry.unit.nbytes
         resident = layer.nbytes - pile.total()
         if (cache := placement.weight_caches.get(layer.index)) is not None:
-            way = next(
-                _WAYS[entry.prefill.streams, entry.decode.streams]
-                for entry in slabs[layer.index].entries
-                if entry.is_cached
-            )
+            cached = (entry for entry in slabs[layer.index].entries if entry.is_cached)
+            way = _find_way(next(cached))
             pile["work"] = cache.weight_bytes
             pile[way] -= pile["work"]
         piles.append({"gpu": resident, **pile})
     of_rows = placement.table_bytes
     return [*piles, {"gpu": stage.outside_bytes - of_rows, "row": of_rows}]
+
+
+def _find_way(entry: SlabEntry) -> str:
+    """Return the colour of weights that are off the GPU."""
+    usual = _WAYS[entry.prefill.streams, entry.decode.streams]
+    return _BY_RATE.get(entry.decode.rate_name, usual)
 
 
 def _draw_pile(
