@@ -9,7 +9,8 @@ A layer that keeps nothing may read an earlier layer's ring. A chunk's keys and 
 until the prompt has passed all layers. Each reader repeats what the chunks did to the ring.
 
 A pass that checks drafts writes tokens which may be rejected. Then a ring has places for them
-beside its w, so that they overwrite nothing that the next pass reads.
+beside its w, so that they overwrite nothing that the next pass reads. To states such a pass writes
+nothing: the row keeps what each token adds, and adds those of the tokens that are taken.
 """
 
 from collections.abc import Sequence
@@ -43,6 +44,8 @@ class RowCache:
     """Tokens that the row has room for."""
     drafted: int = 0
     """Drafts that a pass checks at most, padding included: places of each ring beside its w."""
+    token_addition_bytes: int = 0
+    """Bytes of what a token of such a pass adds to the states of all layers."""
 
     def window(self, layer: int) -> int | None:
         """Return the tokens of a layer's ring; None if it keeps the whole context."""
@@ -105,6 +108,11 @@ class RowCache:
         return sum(each.state_bytes for each in self.layers)
 
     @property
+    def addition_bytes(self) -> int:
+        """Bytes of what the tokens of a pass that checks drafts add to states."""
+        return (1 + self.drafted) * self.token_addition_bytes if self.drafted else 0
+
+    @property
     def checkpoint_bytes(self) -> int:
         """Bytes of the copies of rings and states from the end of the last prompt."""
         return CHECKPOINTS * (self.window_bytes + self.state_bytes)
@@ -112,7 +120,8 @@ class RowCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all that it keeps."""
-        return self.whole_bytes + self.window_bytes + self.state_bytes + self.checkpoint_bytes
+        at_end = self.whole_bytes + self.window_bytes + self.state_bytes
+        return at_end + self.checkpoint_bytes + self.addition_bytes
 
     def begin_at(self, common: int, length: int) -> int:
         """Return how many of a text's first ``common`` tokens a pass can go on from.

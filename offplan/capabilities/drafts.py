@@ -192,10 +192,3 @@ def list_draft_refusals(
         yield no_batch
     if store != "host":
         yield f"{key} with `store={store}`: passes of several tokens read no {store}'s memory"
-    for index, layer in enumerate(model.layers):
-        if layer.kv_cache.state_bytes:
-            yield (
-                f"{key}: layer {index} of {model.source} has linear attention, whose state cannot "
-                "go back behind a rejected draft: leave `draft` out"
-            )
-            break

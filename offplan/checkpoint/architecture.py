@@ -95,6 +95,12 @@ class LinearAttention(NamedTuple):
     conv_kernel_dim: int
     """Tokens that its convolution looks at."""
 
+    @property
+    def channels(self) -> int:
+        """Channels of its convolution."""
+        keys = self.num_key_heads * self.key_head_dim
+        return 2 * keys + self.num_value_heads * self.value_head_dim
+
 
 @dataclass(frozen=True)
 class Routing:

@@ -120,8 +120,15 @@ def _linear_attention(linear: LinearAttention, element_bytes: int) -> KVCache:
     value_dim, kernel] in the model's dtype. The recurrent state is [B, value heads, key dim, value
     dim] in float32.
     """
-    keys = linear.num_key_heads * linear.key_head_dim
-    values = linear.num_value_heads * linear.value_head_dim
-    conv = (2 * keys + values) * linear.conv_kernel_dim
-    recurrent = values * linear.key_head_dim
+    conv = linear.channels * linear.conv_kernel_dim
+    recurrent = linear.num_value_heads * linear.value_head_dim * linear.key_head_dim
     return KVCache(state_bytes=conv * element_bytes + recurrent * _RECURRENT_BYTES)
+
+
+def addition_bytes(linear: LinearAttention, element_bytes: int) -> int:
+    """Bytes of what a token of a pass that checks drafts adds to one layer's state.
+
+    Source: ``runtime.model.delta_rule.Additions``.
+    """
+    of_head = linear.key_head_dim + linear.value_head_dim + 1
+    return linear.num_value_heads * of_head * _RECURRENT_BYTES + linear.channels * element_bytes

@@ -17,6 +17,7 @@ from offplan.costs.kernels import (
 )
 from offplan.costs.kv_cache import cached_bytes
 from offplan.costs.pass_compute import PassCompute
+from offplan.costs.states import adding_seconds
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import (
     LayerWork,
@@ -81,7 +82,8 @@ class ModelCompute:
         return PassCompute(
             shapes,
             layer_ps=tuple(n * times[key] for n, key in zip(calls, self.keys, strict=True)),
-            outside_ps=to_ps(outside[-1].seconds),
+            outside_ps=to_ps(outside[-1].seconds)
+            + to_ps(adding_seconds(self.machine, self.stage, shapes[0])),
             measured=all(t.measured for chunk in chunks for t in chunk.values())
             and all(time.measured for time in outside),
             routed_ps=tuple(routed[key] for key in self.keys),

@@ -48,6 +48,11 @@ ROUTED_LAUNCHES = 20
 Source: a layer on an H200. By one token gpt-oss-20b's took 119 us before steps took fewer launches
 and takes 88, of Qwen3-30B in FP8 91 and 68.
 """
+RULE_LAUNCHES = 14
+"""Kernels of linear attention that checks drafts, beside those of a step.
+
+Source: counted in ``runtime.model.delta_rule``: five products, a triangular solve, what is noted.
+"""
 RAMP_S = 4e-6
 """Seconds that a product of few rows takes beside those of its weight's bytes and its launch.
 
@@ -172,6 +177,8 @@ def launch_seconds(machine: MachineProfile, work: LayerWork, shape: PassShape) -
         by_one = are_routed(shape.num_tokens, experts.num_experts_per_token)
         of_codes = ROUTED_LAUNCHES if by_one else CODES_LAUNCHES
         number = of_codes if any(work.expert_codes) else VALUES_LAUNCHES
+    if work.kv_cache.state_bytes and shape.phase is Phase.DECODE and shape.tokens > 1:
+        number += RULE_LAUNCHES
     sorting = SORTING_S if work.expert_bytes and shape.phase is Phase.PREFILL else 0.0
     return number * LAUNCH_SLOWDOWN * machine.layer_overhead.value / LAUNCHES + sorting
 

@@ -95,13 +95,15 @@ def _cache_parts(stage: Stage, workload: Workload, draft: Draft | None) -> dict[
     batch, row = workload.batch, stage.row_cache(workload.context, most_drafted(draft))
     if stage.is_own:
         tokens, rings, checkpoints = row.whole_bytes, row.window_bytes, row.checkpoint_bytes
+        added = row.addition_bytes
     else:
         tokens = workload.context * sum(layer.kv_cache.bytes_per_token for layer in stage.layers)
-        rings = checkpoints = 0
+        rings = checkpoints = added = 0
     beside = " and drafts" if draft is not None else ""
     found = {
         "batch x context x bytes a token": batch * tokens,
         f"batch x window{beside} x bytes a token": batch * rings,
+        "batch x what a pass adds to states": batch * added,
         "batch x row checkpoint of windows and states": batch * checkpoints,
     }
     of_states = stage.cache_bytes(workload, draft) - sum(found.values())

@@ -18,7 +18,10 @@ class PassCompute:
     layer_ps: tuple[int, ...]
     """Picoseconds of each layer, all chunks and calls, in the order of execution."""
     outside_ps: int
-    """Picoseconds of embedding, norm and head, which only the prompt's last token reaches."""
+    """Picoseconds of embedding, norm and head, which only the prompt's last token reaches.
+
+    Those of states that go on behind a pass that checks drafts are among them.
+    """
     measured: bool
     """True if all of it was measured."""
     routed_ps: tuple[int, ...]

@@ -12,6 +12,7 @@ from offplan.capabilities.table import Recoding
 from offplan.capabilities.way import OWN, Way
 from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.group import resize
+from offplan.checkpoint.kv_cache import addition_bytes
 from offplan.checkpoint.model import Experts, Layer, Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tables import Table
@@ -170,7 +171,11 @@ class Stage:
 
     def row_cache(self, context: int, drafted: int = 0) -> RowCache:
         """Return the cache of one sequence in offplan's own passes, which check so many drafts."""
-        return RowCache([layer.kv_cache for layer in self.layers], context, drafted)
+        caches = [layer.kv_cache for layer in self.layers]
+        linear, added = self.architecture.linear, 0
+        if linear is not None:
+            added = addition_bytes(linear, self.element_bytes)
+        return RowCache(caches, context, drafted, added * sum(c.state_bytes > 0 for c in caches))
 
     @cached_property
     def outside_key(self) -> str:

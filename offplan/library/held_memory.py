@@ -22,7 +22,7 @@ def count_held(plan: Plan, model: Model) -> Plan:
         "resident": placement.resident_bytes + sum(placement.cached_bytes.values()),
         "ring": placement.ring_bytes,
         # what caches of other passes keep takes seconds to count
-        "kv_cache": stage.cache_bytes(plan.workload)
+        "kv_cache": stage.cache_bytes(plan.workload, plan.offload.draft)
         if plan.goal.way.is_own
         else recorded.kv_cache_bytes,
         "activations": recorded.activation_bytes,

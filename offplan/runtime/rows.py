@@ -200,6 +200,8 @@ class Rows:
         self._slots = [*range(num_rows)]
         """Place of each row in the cache: a step runs for the first of these places."""
         self._captures_prompts = False
+        self._checked: list[int] = []
+        """Tokens of the last ``check`` until ``take``."""
         self._cache: object = None
         """The cache that they are rows of; None before the first pass."""
         self._is_in_doubt = True
@@ -248,6 +250,7 @@ class Rows:
                     tokens = torch.tensor([(prompt * size)[:size]]).to(self.session.device)
                     for _ in range(NUM_WARMUP_STEPS * (prompt_tokens + size <= context)):
                         self._runner.check(tokens, prompt_tokens, size)
+                        self._runner.add_taken(size)
                 if self._predictor is not None:
                     self._predictor.warm_up(prompt_tokens, NUM_WARMUP_STEPS)
         self.session.end_warm_up()
@@ -435,8 +438,9 @@ class Rows:
         """Extend the one text by a token and by drafts behind it, in one pass.
 
         Returns the logits that follow each, [tokens, vocabulary], on the device, overwritten by the
-        next call. ``take`` says next how many of the tokens are the text's. Raises InputError for
-        more tokens than ``count_checked`` says, and MemoryLimitError; then the text is as it was.
+        next call. ``take`` says next how many of the tokens are the text's, which stays as it was
+        until then. Raises InputError for more tokens than ``count_checked`` says, and
+        MemoryLimitError.
         """
         most = self.count_checked(row)
         if not 1 < len(tokens) <= most:
@@ -447,23 +451,29 @@ class Rows:
         with self._running("checking drafts"):
             fed = torch.tensor([[*tokens, *[tokens[-1]] * (size - len(tokens))]])
             made = self._runner.check(fed.to(self.session.device), length, len(tokens))
-            text.tokens += tokens
+        self._checked = [*tokens]
         self._is_in_doubt = True  # the device does not know how many are the text's
         return cast(torch.Tensor, made[: len(tokens)])
 
     def take(self, row: int, num_checked: int, num_taken: int, *, has_nan: bool) -> None:
-        """Keep the first ``num_taken`` of the tokens that ``check`` has extended a text by.
+        """Extend a text by the first ``num_taken`` of the ``num_checked`` tokens of ``check``.
 
-        With ``has_nan`` the others are cleared, which attention weighs by zero.
+        With ``has_nan`` the others are cleared, which attention weighs by zero. Where it raises,
+        and states may have gone on, the row is emptied.
         """
         text = self._find(row)
-        end = text.length
-        length = end - num_checked + num_taken
-        del text.tokens[length:]
-        with self._running("checking drafts"):
-            if has_nan:
-                self._runner.clear_drafts(length, end)
-            self._runner.take(num_taken)
+        text.tokens += self._checked[:num_taken]
+        self._checked = []
+        try:
+            with self._running("checking drafts"):
+                self._runner.add_taken(num_taken)
+                if has_nan:
+                    end = text.length + num_checked - num_taken
+                    self._runner.clear_drafts(text.length, end)
+        except BaseException:
+            if not self._runner.goes_back:
+                text.forget()
+            raise
 
     @property
     def make_drafter(self) -> Callable[[], Drafter] | None:

@@ -42,7 +42,7 @@ pytestmark = [
 ]
 
 FLOAT32 = ["qwen3_wide", "deepseek_v2", "mistral_windowed", "sinks", "chunked", "shared_rings"]
-FLOAT32 += ["longrope", "qwen3_moe_tied"]
+FLOAT32 += ["longrope", "qwen3_moe_tied", "linear", "linear_experts"]
 TOLERANCE = 1e-5
 """Part of the largest logit by which a pass of float32 may differ from steps."""
 STORED = {
@@ -84,8 +84,9 @@ def test_weights_and_caches_wherever_they_are(tmp_path: Path, name: str) -> None
             assert float(difference) < ROUNDED
 
 
-def test_alternating_lengths_are_captured_once(tmp_path: Path) -> None:
-    folder, decision = save_tiny("qwen3_wide", tmp_path), drafting(offload(group(2, 1)))
+@pytest.mark.parametrize("name", ["qwen3_wide", "linear", "linear_experts"])
+def test_alternating_lengths_are_captured_once(tmp_path: Path, name: str) -> None:
+    folder, decision = save_tiny(name, tmp_path), drafting(offload(group(2, 1)))
     with open_drafted(folder, decision, device="cuda") as session:
         rows = Rows(session, 1)
         rows.warm_up(len(PROMPT))
@@ -106,8 +107,11 @@ def test_alternating_lengths_are_captured_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sampling", [None, DRAWN], ids=["greedy", "drawn"])
-def test_a_text_is_the_same_whatever_is_drafted(tmp_path: Path, sampling: object) -> None:
-    folder, decision = save_tiny("qwen3_wide", tmp_path), drafting(offload(group(2, 1)))
+@pytest.mark.parametrize("name", ["qwen3_wide", "linear", "linear_experts"])
+def test_a_text_is_the_same_whatever_is_drafted(
+    tmp_path: Path, name: str, sampling: object
+) -> None:
+    folder, decision = save_tiny(name, tmp_path), drafting(offload(group(2, 1)))
     expected: list[int] = []
     with open_drafted(folder, decision, device="cuda") as session:
         rows = Rows(session, 1)
@@ -122,6 +126,49 @@ def test_a_text_is_the_same_whatever_is_drafted(tmp_path: Path, sampling: object
             assert made == expected
             assert each.drafts is not None
             assert (each.drafts.num_passes > 0) == (right != [False])
+
+
+@pytest.mark.parametrize("name", ["linear", "linear_experts"])
+def test_captured_passes_leave_states_to_what_is_taken(tmp_path: Path, name: str) -> None:
+    """Replayed passes write no state; a second text after other drafts has the same bits."""
+    folder, decision = save_tiny(name, tmp_path), drafting(offload(group(2, 1)))
+    with open_drafted(folder, decision, device="cuda") as session:
+        rows, fed, kept = Rows(session, 1), FED.tolist(), []
+        rows.warm_up(len(PROMPT))
+        for wrong in (1, 2):
+            row = rows.join(PROMPT).row
+            with session.stream(), torch.inference_mode():
+                cache = session.runner.layers.cache
+                parts = [part for each in cache._states.values() for part in each.tensors()]
+                for at in range(0, 12, 3):
+                    before = [each.clone() for each in parts]
+                    rows.check(row, [*fed[at : at + 3], wrong, wrong])
+                    assert all(map(torch.equal, parts, before))
+                    rows.take(row, 5, 3, has_nan=False)
+                    assert not any(map(torch.equal, parts, before))
+                kept.append([each.clone() for each in parts])
+            rows.leave(row)
+            rows._rows[row].forget()
+        assert all(map(torch.equal, *kept))
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_drafts_of_hybrids_keep_to_the_memory_that_is_planned(tmp_path: Path, tokens: int) -> None:
+    """Of states: what drafts add is allocated once, and adding it takes no more."""
+    folder, decision = save_tiny("linear", tmp_path), offload(group(2, 1))
+    with open_drafted(folder, drafting(decision, tokens), device="cuda") as session:
+        rows = Rows(session, 1)
+        rows.warm_up(len(PROMPT))
+        row = rows.join(PROMPT).row
+        with session.stream():
+            rows.check(row, FED[: 1 + tokens].tolist())
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            rows.take(row, 1 + tokens, 2, has_nan=False)
+            torch.cuda.synchronize()
+        assert torch.cuda.max_memory_allocated() - before < 2**20
+        assert torch.cuda.memory_allocated() == before
 
 
 @pytest.mark.usefixtures("gpus_predict")

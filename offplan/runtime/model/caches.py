@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import fields
 from functools import partial
 from math import prod
 from typing import Any
@@ -14,6 +15,7 @@ from offplan.placement import align
 from offplan.row_cache import RowCache
 from offplan.runtime.model.cache_codes import encode, is_coded, scales_of
 from offplan.runtime.model.codes_scratch import Scratch
+from offplan.runtime.model.delta_rule import Additions, add_taken
 
 BLOCK_BYTES = 64 * 2**20
 """Bytes of one allocation, unless one tensor is larger. torch gives allocations of 1 to 10 MiB a
@@ -289,17 +291,68 @@ def _write(kept: torch.Tensor, new: torch.Tensor, states: torch.Tensor) -> None:
     kept.index_put_((batch, heads, new[:, None]), states)
 
 
+class _Stack:
+    """Tensors of layers that have the same shape, in one allocation."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers, self._taken = num_layers, 0
+        self.whole: torch.Tensor
+        """All of them, [layers, ...]."""
+
+    def take(self, like: torch.Tensor, *shape: int) -> torch.Tensor:
+        """Return zeros of a shape for the next layer, of the type of ``like``."""
+        if not self._taken:
+            self.whole = like.new_zeros(self._num_layers, *shape)
+        self._taken += 1
+        return self.whole[self._taken - 1]
+
+
+class _States:
+    """The states of all layers with linear attention, and what a pass adds to them."""
+
+    def __init__(self, num_layers: int, num_tokens: int) -> None:
+        """Have room for so many layers, and for passes that check up to ``num_tokens``."""
+        self.num_tokens = num_tokens
+        """Tokens of a pass that are noted; 0 if no pass checks drafts."""
+        self.recurrent, self.inputs = _Stack(num_layers), _Stack(num_layers)
+        self._noted = {each.name: _Stack(num_layers) for each in fields(Additions)}
+
+    def take_additions(self, inputs: torch.Tensor, state: torch.Tensor) -> Additions:
+        """Return where the next layer notes what tokens add to its ``inputs`` and its ``state``."""
+        (batch, heads, *dims), size = state.shape, self.num_tokens
+        sizes = {
+            "keys": (state, batch, heads, size, dims[0]),
+            "deltas": (state, batch, heads, size, dims[1]),
+            "decays": (state, batch, heads, size),
+            "inputs": (inputs, *inputs.shape[:-1], size),
+        }
+        return Additions(**{name: self._noted[name].take(*each) for name, each in sizes.items()})
+
+    def add_taken(self, num_taken: int) -> None:
+        """Add the first tokens of the last pass that checked drafts."""
+        additions = Additions(**{name: each.whole for name, each in self._noted.items()})
+        add_taken(self.recurrent.whole, self.inputs.whole, additions, num_taken)
+
+
 class _State(LinearAttentionLayer):
     """The state of a linear attention: its convolution's last inputs, and one matrix a head.
 
-    transformers writes both in place. Zeros are where a text begins.
+    transformers writes both in place. Zeros are where a text begins. A pass that checks drafts
+    leaves both as they are, and notes what its tokens add.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, position: Position, states: _States) -> None:
         super().__init__()
+        self._position, self._states = position, states
         self._whole: list[torch.Tensor] = []
         self._checkpoint: list[torch.Tensor] = []
         self._rows: slice | None = ALL
+        self._additions: Additions | None = None
+
+    @property
+    def additions(self) -> Additions | None:
+        """Where a pass notes what its tokens add; None for one that writes the state itself."""
+        return None if self._position.is_chunk else self._additions
 
     def lazy_initialization(
         self,
@@ -312,17 +365,41 @@ class _State(LinearAttentionLayer):
 
         transformers' own are marked as static, and layers compiled again for each of them.
         """
+        states = self._states
         if conv_states is not None:
             assert conv_kernel_size is not None
             self.conv_kernel_size[state_idx] = conv_kernel_size
             shape = *conv_states.shape[:-1], conv_kernel_size
-            self.conv_states[state_idx] = conv_states.new_zeros(shape)
+            self.conv_states[state_idx] = states.inputs.take(conv_states, *shape)
             self._note(self.conv_states[state_idx])
             self.is_conv_states_initialized[state_idx] = True
         if recurrent_states is not None:
-            self.recurrent_states[state_idx] = torch.zeros_like(recurrent_states)
+            of = recurrent_states
+            self.recurrent_states[state_idx] = states.recurrent.take(of, *of.shape)
             self._note(self.recurrent_states[state_idx])
             self.is_recurrent_states_initialized[state_idx] = True
+            if states.num_tokens:
+                self._additions = states.take_additions(self._whole[0], of)
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, **others: Any
+    ) -> torch.Tensor:
+        """Return the last inputs before these, [batch, channels, new], and these; keep the last."""
+        if (additions := self.additions) is None:
+            made: torch.Tensor = super().update_conv_state(conv_states, state_idx, **others)
+            return made
+        additions.inputs[..., : conv_states.shape[-1]].copy_(conv_states)
+        return torch.cat([self.conv_states[state_idx], conv_states], -1)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor | None, state_idx: int = 0, **others: Any
+    ) -> torch.Tensor:
+        """Keep a state; None where a pass has noted what its tokens add."""
+        if recurrent_states is None:
+            kept: torch.Tensor = self.recurrent_states[state_idx]
+            return kept
+        made: torch.Tensor = super().update_recurrent_state(recurrent_states, state_idx, **others)
+        return made
 
     def _note(self, state: torch.Tensor) -> None:
         self._whole.append(state)
@@ -394,7 +471,8 @@ class LayerCaches(Cache):
         Layers that keep as much share blocks; one that keeps nothing reads an earlier layer's. The
         layers ``linear`` have states. ``scratch`` is for the values of one layer's codes.
         """
-        self._states = {index: _State() for index in linear}
+        self._of_states = _States(len(linear), 1 + row.drafted if row.drafted else 0)
+        self._states = {index: _State(position, self._of_states) for index in linear}
         self._blocks = _Blocks(), _Blocks()
         """Keys and values of layers that keep the whole context."""
         self._rings = _Blocks(), _Blocks()
@@ -460,6 +538,11 @@ class LayerCaches(Cache):
             for block in blocks.whole:
                 places = torch.arange(begin, stop, device=block.device) % block.shape[3]
                 block.index_fill_(3, places, 0)
+
+    def add_taken(self, num_taken: int) -> None:
+        """Have states go on from the first tokens of the last pass that checked drafts."""
+        if self._states:
+            self._of_states.add_taken(num_taken)
 
     def swap(self, row: int, other: int, num_tokens: int) -> "Swap":
         """Exchange what two rows hold of their first ``num_tokens`` tokens, and their states.

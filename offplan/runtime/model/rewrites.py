@@ -10,7 +10,8 @@
   compiler makes no code of its own for complex products. Each is a kernel, and so is every copy
   around it, 5 us a layer and decode step on an H200.
 - Linear attention by the gated delta rule takes long prompts in spans. It goes on from the state
-  that the cache keeps. Source: Gated DeltaNet (arXiv 2412.06464).
+  that the cache keeps. Passes that check drafts compute it by ``delta_rule``, and leave the state.
+  Source: Gated DeltaNet (arXiv 2412.06464).
 """
 
 import inspect
@@ -25,6 +26,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from offplan.checkpoint.model import Model
 from offplan.kernel_sizes import SPAN_TOKENS
+from offplan.runtime.model.delta_rule import Additions, taking_additions
 from offplan.runtime.refusal import refuse
 from offplan.transformers_private import (
     GATED_DELTA_NETS,
@@ -173,13 +175,13 @@ def find_linear(layers: Iterable[nn.Module]) -> list[nn.Module | None]:
 
 
 def take_in_spans(layers: Iterable[nn.Module]) -> None:
-    """Have linear attentions take many tokens in spans, and be compiled for single ones alone.
+    """Have linear attentions take prompts in spans, and be compiled for tokens of steps alone.
 
     They compute by transformers' code in torch; raises CheckpointError if that is not found.
     """
     linear: Any
     for linear in filter(None, find_linear(layers)):
-        if not compute_by_torch(linear):
+        if not compute_by_torch(linear, taking_additions):
             raise refuse(
                 f"{type(linear).__name__} is a linear attention whose code in torch is not found "
                 f"in transformers {transformers.__version__}"
@@ -193,9 +195,15 @@ class _InSpans(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, **arguments: Any) -> torch.Tensor:
         """Mix new tokens, [batch, new, hidden size], with those before; returns the same shape."""
+        made: torch.Tensor
         if hidden_states.shape[1] == 1:
-            single: torch.Tensor = super().forward(hidden_states, **arguments)
-            return single
+            made = super().forward(hidden_states, **arguments)
+            return made
+        state = arguments["cache_params"].layers[self.layer_idx]
+        additions: Additions | None = getattr(state, "additions", None)
+        if additions is not None:
+            made = super().forward(hidden_states, additions=additions, **arguments)
+            return made
         return self.take(hidden_states, **arguments)
 
     @torch.compiler.disable  # the rule's loop would be unrolled into thousands of operations
