@@ -37,16 +37,25 @@ from tests.runtime.families import make_config, save_model
 from tests.runtime.quantise import save_stored
 from tests.runtime.words import Words
 
-FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_5", "qwen3_5_text", "qwen3_5_moe_text")
+HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5")
+FAMILIES = ("deepseek_v3", "glm4_moe", *HYBRIDS)
+STORED = FAMILIES[:-1]
+"""Families that tests store in forms: the last one is the text's beside a tower."""
 KINDS = [*["linear_attention"] * 3, *["full_attention"] * 2]
 """The layers of tiny models of Qwen3.5, of which the last predicts."""
 
 
 def save_predicting(
-    family: str, folder: Path, form: str | None = None, dtype: torch.dtype = torch.float32
+    family: str,
+    folder: Path,
+    form: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    **sizes: int,
 ) -> Path:
     """Save a tiny model whose last layer is its prediction layer; ``form`` stores it as codes."""
-    own: dict[str, Any] = {"layer_types": KINDS} if family.startswith("qwen3_5") else {}
+    own: dict[str, Any] = dict(sizes)
+    if family in HYBRIDS:
+        own["layer_types"] = KINDS if form is None else KINDS[1:]
     if form is not None:
         folder, _ = save_stored(family, form, folder, dtype, **own)
         add_prediction(folder, dtype)

@@ -15,6 +15,7 @@
 """
 
 import inspect
+import sys
 from collections.abc import Iterable
 from functools import cache, partial
 from typing import Any
@@ -172,6 +173,12 @@ def find_linear(layers: Iterable[nn.Module]) -> list[nn.Module | None]:
         next((part for part in layer.modules() if type(part).__name__ in GATED_DELTA_NETS), None)
         for layer in layers
     ]
+
+
+def may_be_linear(layers: Iterable[nn.Module]) -> bool:
+    """Return True if a class of these layers may have linear attention, be it not in these."""
+    modules = {type(layer).__module__ for layer in layers}
+    return any(vars(sys.modules[name]).keys() & GATED_DELTA_NETS for name in modules)
 
 
 def take_in_spans(layers: Iterable[nn.Module]) -> None:
