@@ -48,6 +48,13 @@ def test_a_pass_goes_on_where_rings_have_what_it_sees() -> None:
         assert begun == common or length >= 8
 
 
+def test_what_a_pass_adds_to_states_is_kept_beside_them() -> None:
+    plain, drafted = (RowCache([WINDOW, STATE], 30, drafts, 5) for drafts in (0, 3))
+    assert (plain.addition_bytes, drafted.addition_bytes) == (0, 4 * 5)
+    # the window has three places more, and so has its checkpoint
+    assert drafted.nbytes - plain.nbytes == 4 * 5 + 2 * 3 * 10
+
+
 def test_a_state_serves_its_own_text_alone() -> None:
     row = RowCache([WHOLE, STATE], 30)
     assert [row.begin_at(common, 5) for common in (3, 4, 5)] == [0, 0, 5]

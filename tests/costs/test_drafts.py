@@ -6,14 +6,16 @@ import numpy as np
 import pytest
 
 from offplan.capabilities.drafts import Draft, list_pass_sizes
-from offplan.checkpoint.model import KVCache
+from offplan.checkpoint.architecture import LinearAttention
+from offplan.checkpoint.model import KVCache, Model
 from offplan.costs.activations import phase_bytes
 from offplan.costs.cached_experts import predict_found
 from offplan.costs.compute import ModelCompute
 from offplan.costs.drafts import GRAPH_BYTES
 from offplan.costs.in_place_costs import AtUse
-from offplan.costs.kernels import ATTENTION_EFFICIENCY, MATMUL_EFFICIENCY
+from offplan.costs.kernels import ATTENTION_EFFICIENCY, LAUNCH_S, MATMUL_EFFICIENCY
 from offplan.costs.predict import derive_prediction, price_stage
+from offplan.costs.states import OPERATORS, adding_seconds
 from offplan.costs.timeline import to_ps, to_seconds
 from offplan.costs.work import decode_shape
 from offplan.drafts.acceptance import AcceptanceProfile
@@ -177,6 +179,42 @@ def test_memory_has_graphs_logits_and_places_for_rejected_drafts() -> None:
         more = max(prompt, largest) - max(prompt, step) + largest - step + graphs
         assert taken.activation_bytes - plain.activation_bytes == more
         assert largest > step
+
+
+LINEAR = LinearAttention(2, 4, 16, 8, 4)
+
+
+def hybrid_model(num_linear: int) -> Model:
+    """Return four layers, of which the first ones have a state of 3,000 bytes."""
+    model = dense_model(4)
+    layers = (
+        replace(each, kv_cache=KVCache(state_bytes=3000)) if index < num_linear else each
+        for index, each in enumerate(model.layers)
+    )
+    sizes = {f"linear_{name}": size for name, size in LINEAR._asdict().items()}
+    return replace(model, layers=tuple(layers), config=model.config | sizes)
+
+
+def test_hybrids_keep_what_each_token_adds_to_states() -> None:
+    asked = hybrid_model(3), MACHINE, WORKLOAD, UNLIMITED
+    plain = predict(*asked, decide(draft=None)).gpu_memory
+    # keys, values and a decay of each head in float32, and the convolution's inputs
+    of_token = 4 * (16 + 8 + 1) * 4 + (2 * 2 * 16 + 4 * 8) * 2
+    for tokens, places in ((1, 2), (2, 4), (7, 8)):
+        draft = Draft(kind="ngram", tokens=tokens)
+        taken = predict(*asked, decide(draft=draft)).gpu_memory
+        assert taken.kv_cache_bytes - plain.kv_cache_bytes == 3 * places * of_token
+
+
+def test_states_go_on_behind_a_pass() -> None:
+    compute = ModelCompute(hold(hybrid_model(3)), MACHINE)
+    for tokens in (1, 2, 8):
+        shape = decode_shape(WORKLOAD, tokens)
+        moved_s = 4 * 3 * 3000 / MACHINE.hbm.value
+        added_s = adding_seconds(MACHINE, compute.stage, shape)
+        assert added_s == (max(moved_s, OPERATORS * LAUNCH_S) if tokens > 1 else 0)
+        plain = ModelCompute(hold(hybrid_model(0)), MACHINE).price(shape)
+        assert compute.price(shape).outside_ps - plain.outside_ps == to_ps(added_s)
 
 
 def make(draft: Draft | None = DRAFT) -> Plan:

@@ -1,6 +1,7 @@
 """States of linear attention go on from what passes take of drafts, and from nothing else."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +10,26 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM
 
+from offplan.runtime.joined import Added, Continued, JoinedTexts
 from offplan.runtime.model import caches
 from offplan.runtime.rows import Rows
 from offplan.runtime.session import Session
+from offplan.runtime.texts import Text
 from tests.runtime.cached import keeping
 from tests.runtime.conftest import save_tiny
 from tests.runtime.drafted import (
     FED,
     PROMPT,
+    Scripted,
     drafting,
     feed_passes,
     feed_steps,
     open_drafted,
 )
-from tests.runtime.families import VARIANTS, make_config, save_model
+from tests.runtime.families import MOST_ROUNDING, VARIANTS, make_config, save_model
 from tests.runtime.plans import group, offload
+from tests.runtime.quantise import save_stored
+from tests.runtime.words import Words
 from tests.tiers import first_quick
 
 FAMILIES = ["qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"]
@@ -64,6 +70,35 @@ def test_a_pass_is_as_near_to_steps_as_these_are_exact(tmp_path: Path, family: s
             made, passes = feed_passes(session, tokens)
         assert sum(passes[2:]) > 3
         assert distance(made, expected) < max(2e-6, 2.5 * rounding)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", first_quick(FAMILIES))
+def test_a_greedy_text_is_the_same_whatever_is_taken(tmp_path: Path, family: str) -> None:
+    folder, decision = save(family, tmp_path), offload(group(2, 1), prefill_chunk=4)
+    expected: list[int] = []
+    with open_drafted(folder, drafting(decision)) as session:
+        rows = Rows(session, 1)
+        for right in ([False], [True], [True, True, False]):
+            make = partial(Scripted, [*PROMPT, *expected], right)
+            texts, made = JoinedTexts(rows, make_drafter=make), []
+            each = Continued(Text(Words(), PROMPT, num_tokens=30))
+            texts.join([each])
+            while len(texts):
+                for _, added in texts.step():
+                    assert isinstance(added, Added)
+                    made.append(added.token)
+            expected = expected or made
+            assert made == expected
+            assert each.drafts is not None
+            assert (each.drafts.accepted > 0) == (right != [False])
+            assert (each.drafts.rejected > 0) == (len(right) > 1)
+    with open_drafted(folder, decision) as session:
+        texts, made = JoinedTexts(Rows(session, 1)), []
+        texts.join([Continued(Text(Words(), PROMPT, num_tokens=30))])
+        while len(texts):
+            made += [added.token for _, added in texts.step()]  # type: ignore[union-attr]
+    assert made == expected
 
 
 def states_of(session: Session) -> list[torch.Tensor]:
@@ -195,6 +230,22 @@ def test_a_pass_is_compiled_once_for_each_kind_of_layer_and_whole(
             for own, call in zip(layers._steps, calls, strict=True):
                 torch.compile(own, backend=counter, fullgraph=True)(call.hidden, **call.arguments)
             assert counter.frame_count == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
+def test_a_pass_of_bfloat16_is_as_near_to_float32(tmp_path: Path, family: str) -> None:
+    stored, plain = save_stored(family, "fp8_block", tmp_path, torch.bfloat16)
+    stock = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    text = torch.cat([torch.tensor(PROMPT), FED])[None]
+    exact = stock(text).logits[0, len(PROMPT) :].detach()
+    decision = offload(group(2, 1))
+    with open_drafted(stored, decision) as session:
+        steps = feed_steps(session).float()
+    with open_drafted(stored, drafting(decision)) as session:
+        passes = feed_passes(session, 7)[0].float()
+    errors = [(each - exact).abs().mean(-1).median() for each in (passes, steps)]
+    assert errors[0] < MOST_ROUNDING * errors[1]
 
 
 @pytest.mark.slow
