@@ -67,8 +67,12 @@ class DraftedTimes:
 
 
 def graph_bytes(stage: Stage, draft: Draft | None) -> int:
-    """Bytes of the graphs of passes that check drafts, beside the tensors that they keep."""
-    return GRAPH_BYTES * len(stage.layers) * len(list_pass_sizes(draft))
+    """Bytes of the graphs of passes that check drafts, beside the tensors that they keep.
+
+    Linear attention has RULE_LAUNCHES more kernels, and counts twice.
+    """
+    num_linear = sum(layer.kv_cache.state_bytes > 0 for layer in stage.layers)
+    return GRAPH_BYTES * (len(stage.layers) + num_linear) * len(list_pass_sizes(draft))
 
 
 _SECONDS: tuple[tuple[str, Callable[[PhaseTimes], Fraction | int]], ...] = (

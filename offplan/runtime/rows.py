@@ -250,7 +250,7 @@ class Rows:
                     tokens = torch.tensor([(prompt * size)[:size]]).to(self.session.device)
                     for _ in range(NUM_WARMUP_STEPS * (prompt_tokens + size <= context)):
                         self._runner.check(tokens, prompt_tokens, size)
-                        self._runner.add_taken(size)
+                        self._runner.take(size)
                 if self._predictor is not None:
                     self._predictor.warm_up(prompt_tokens, NUM_WARMUP_STEPS)
         self.session.end_warm_up()
@@ -466,7 +466,7 @@ class Rows:
         self._checked = []
         try:
             with self._running("checking drafts"):
-                self._runner.add_taken(num_taken)
+                self._runner.take(num_taken)
                 if has_nan:
                     end = text.length + num_checked - num_taken
                     self._runner.clear_drafts(text.length, end)

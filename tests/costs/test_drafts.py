@@ -11,7 +11,7 @@ from offplan.checkpoint.model import KVCache, Model
 from offplan.costs.activations import phase_bytes
 from offplan.costs.cached_experts import predict_found
 from offplan.costs.compute import ModelCompute
-from offplan.costs.drafts import GRAPH_BYTES
+from offplan.costs.drafts import GRAPH_BYTES, graph_bytes
 from offplan.costs.in_place_costs import AtUse
 from offplan.costs.kernels import ATTENTION_EFFICIENCY, LAUNCH_S, MATMUL_EFFICIENCY
 from offplan.costs.predict import derive_prediction, price_stage
@@ -192,7 +192,7 @@ def hybrid_model(num_linear: int) -> Model:
         for index, each in enumerate(model.layers)
     )
     sizes = {f"linear_{name}": size for name, size in LINEAR._asdict().items()}
-    return replace(model, layers=tuple(layers), config=model.config | sizes)
+    return replace(model, layers=tuple(layers), config={**model.config, **sizes})
 
 
 def test_hybrids_keep_what_each_token_adds_to_states() -> None:
@@ -204,6 +204,8 @@ def test_hybrids_keep_what_each_token_adds_to_states() -> None:
         draft = Draft(kind="ngram", tokens=tokens)
         taken = predict(*asked, decide(draft=draft)).gpu_memory
         assert taken.kv_cache_bytes - plain.kv_cache_bytes == 3 * places * of_token
+        stage = hold(hybrid_model(3))
+        assert graph_bytes(stage, draft) == GRAPH_BYTES * (4 + 3) * len(list_pass_sizes(draft))
 
 
 def test_states_go_on_behind_a_pass() -> None:

@@ -274,11 +274,8 @@ class ModelRunner:
             self._checked = tokens, length
             return self._run_step(tokens)
 
-    def add_taken(self, num_taken: int) -> None:
-        """Have states go on from the first tokens of the last ``check``, which left them alone.
-
-        What drafts by a prediction layer is told of these tokens, too.
-        """
+    def take(self, num_taken: int) -> None:
+        """Say how many tokens of the last ``check`` are the text's: states go on by these."""
         assert self.layers.cache is not None
         self.layers.cache.add_taken(num_taken)
         if self.predictor is not None and self._checked is not None:
