@@ -30,6 +30,7 @@ from offplan.kernel_sizes import SPAN_TOKENS
 from offplan.runtime.model.delta_rule import Additions, taking_additions
 from offplan.runtime.refusal import refuse
 from offplan.transformers_private import (
+    CACHES,
     GATED_DELTA_NETS,
     Llama4TextExperts,
     Llama4TextMoe,
@@ -206,7 +207,8 @@ class _InSpans(nn.Module):
         if hidden_states.shape[1] == 1:
             made = super().forward(hidden_states, **arguments)
             return made
-        state = arguments["cache_params"].layers[self.layer_idx]
+        (given,) = (arguments[name] for name in CACHES if name in arguments)
+        state = given.layers[self.layer_idx]
         additions: Additions | None = getattr(state, "additions", None)
         if additions is not None:
             made = super().forward(hidden_states, additions=additions, **arguments)
