@@ -7,7 +7,7 @@ Source: transformers 5.23, ``modeling_layers.MtpLayer`` and ``MTPCandidateGenera
 ``deepseek_nextn.py`` and ``glm4_moe_nextn.py``. In both the embedding's half comes first. The
 hidden state is the one behind the model's last norm, and what is behind the layer's own norm enters
 its next use. vLLM differs in how often it uses a norm for a second draft, and in a text's first
-token.
+token. For Qwen3.5: vLLM, ``qwen3_5_mtp.py``; SGLang, ``qwen3_5_mtp.py``, which agree in all.
 """
 
 from collections.abc import Mapping
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from offplan.checkpoint.architecture import Architecture, read_architecture
 from offplan.checkpoint.assemble import describe_experts, describe_kv_caches
+from offplan.checkpoint.config import read_count, text_config
 from offplan.checkpoint.group import group_parameters, resize
 from offplan.checkpoint.layers import is_prediction
 from offplan.checkpoint.model import Layer, Model
@@ -25,27 +26,48 @@ from offplan.errors import CheckpointError
 
 
 class _Names(NamedTuple):
-    """The names of what lies around a prediction layer's block, behind their common start."""
+    """The names of a family's prediction layer, each behind its start."""
 
+    block: str
+    """Start of its block, the stack's name and the number of layers in braces."""
+    around: str
+    """Start of what lies around the block."""
     embedding_norm: str
     hidden_norm: str
     projection: str
     norm: str
-    copies: tuple[str, ...]
+    copies: tuple[str, ...] = ()
     """Copies of the model's own embedding and head, which nobody reads."""
 
+    @property
+    def read(self) -> tuple[str, ...]:
+        """What is read around the block."""
+        return self.embedding_norm, self.hidden_norm, self.projection, self.norm
 
+
+_LAST = "{stack}.{number}"
 _DEEPSEEK = _Names(
-    "enorm", "hnorm", "eh_proj", "shared_head.norm", ("embed_tokens", "shared_head.head")
+    *(_LAST, _LAST, "enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    copies=("embed_tokens", "shared_head.head"),
 )
-_FAMILIES: Mapping[str, _Names] = {"deepseek_v3": _DEEPSEEK, "glm4_moe": _DEEPSEEK}
+_QWEN = _Names(
+    *("mtp.layers.{prediction}", "mtp", "pre_fc_norm_embedding", "pre_fc_norm_hidden"),
+    *("fc", "norm"),
+)
+_FAMILIES: Mapping[str, _Names] = {
+    "deepseek_v3": _DEEPSEEK,
+    "glm4_moe": _DEEPSEEK,
+    "qwen3_5_text": _QWEN,
+    "qwen3_5_moe_text": _QWEN,
+}
 """Names by the model type of families whose prediction layers run."""
-_LIKE_LAST: Mapping[str, Any] = {
+_ALONE: Mapping[str, Any] = {
     "num_hidden_layers": 1,
     "first_k_dense_replace": 0,
     "num_nextn_predict_layers": 0,
+    "layer_types": ["full_attention"],
 }
-"""Keys of a config by which its class builds one layer like the model's last ones."""
+"""Keys of a config by which its class builds the one layer, as it builds the model's last."""
 
 
 @dataclass(frozen=True)
@@ -101,45 +123,68 @@ def find_prediction_layers(model: Model) -> PredictionLayers | str:
 
 
 def _find(model: Model) -> PredictionLayers | str:
-    architecture = model.architecture
-    prefix, after = _next_prefix(model)
-    stored = tuple(each for each in model.outside if each.name.startswith(f"{prefix}."))
-    if not stored:
+    architecture, names = model.architecture, _FAMILIES.get(model.architecture.model_type)
+    text = text_config(model.config)
+    first, second = (_start(model, _LAST if names is None else names.block, n) for n in (0, 1))
+    block = tuple(each for each in model.outside if _is_of(each.name, [first]))
+    if not block:
         if any(is_prediction(each.name) for each in model.outside):
             return _unknown(model)
-        by_config = all(each.shard is None for each in model.tensors)
-        if by_config and architecture.num_prediction_layers:
+        stated = architecture.num_prediction_layers or read_count(text, "mtp_num_hidden_layers")
+        if stated and all(each.shard is None for each in model.tensors):
             return (
                 f"a config alone does not tell the prediction layers of {model.source}: name its "
                 "folder or its Hub id"
             )
         return f"{model.source} stores no layers that predict further tokens"
-    names = _FAMILIES.get(architecture.model_type)
     if names is None or model.gguf is not None:
         return _unknown(model)
-    if any(each.name.startswith(f"{after}.") for each in model.outside):
+    if any(_is_of(each.name, [second]) for each in model.outside):
         return (
             f"{model.source} stores several layers that predict further tokens, and drafts are "
             "made by one"
         )
-    around = [f"{prefix}.{name}" for name in names[:4]]
-    outside = tuple(sorted(each for each in stored if _is_of(each.name, around)))
+    start = _start(model, names.around)
+    around, copies = ([f"{start}.{name}" for name in each] for each in (names.read, names.copies))
+    outside = tuple(sorted(each for each in model.outside if _is_of(each.name, around)))
     missing = [name for name in around if not any(_is_of(each.name, [name]) for each in outside)]
     if missing:
         return f"{model.source} lacks {missing[0]}, which its prediction layer needs"
-    left = [*around, *(f"{prefix}.{name}" for name in names.copies)]
-    block = tuple(each for each in stored if not _is_of(each.name, left))
+    known = [*around, *copies]
+    beside = [each.name for each in model.outside if _is_of(each.name, [start])]
+    other = [name for name in beside if not _is_of(name, [*known, first])]
+    if other or text.get("mtp_use_dedicated_embeddings") is True:
+        what = other[0] if other else "an embedding of its prediction layer's own"
+        return f"{model.source} has {what}, which drafts do not know"
+    block = tuple(each for each in block if not _is_of(each.name, known))
     embedding_norm, hidden_norm, projection, norm = around
     try:
-        described = _describe(model, prefix, block, outside)
+        described = _describe(model, first, block, outside)
     except CheckpointError as error:
         return str(error)
     return PredictionLayers(described, projection, embedding_norm, hidden_norm, norm)
 
 
+def _start(model: Model, name: str, prediction: int = 0) -> str:
+    """Return the start of names that a family gives to a prediction layer, the first being 0."""
+    stack, number = model.layers[-1].prefix.rpartition(".")[0], len(model.layers) + prediction
+    return name.format(stack=stack, number=number, prediction=prediction)
+
+
+def _alone(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config by which its class builds the prediction layer alone."""
+    text = text_config(config)
+    if text is config:
+        return {**config, **_ALONE}
+    return {
+        key: _alone(value) if isinstance(value, Mapping) and text_config(value) is text else value
+        for key, value in config.items()
+    }
+
+
 def _describe(model: Model, prefix: str, block: Tensors, outside: Tensors) -> Model:
     """Describe a model of one layer, whose tensors are the block's, as ``assemble`` does."""
-    config = {**model.config, **_LIKE_LAST}
+    config = _alone(model.config)
     architecture: Architecture = read_architecture(config)
     parameters = tuple(
         resize(each, architecture, model.dtype)
@@ -163,12 +208,6 @@ def _describe(model: Model, prefix: str, block: Tensors, outside: Tensors) -> Mo
         num_tensors=len(block) + len(outside),
         notes=(),
     )
-
-
-def _next_prefix(model: Model) -> tuple[str, str]:
-    """Return the starts of the names of the two layers that would follow a model's."""
-    stack = model.layers[-1].prefix.rpartition(".")[0]
-    return f"{stack}.{len(model.layers)}", f"{stack}.{len(model.layers) + 1}"
 
 
 def _is_of(name: str, modules: list[str]) -> bool:

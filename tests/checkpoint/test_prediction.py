@@ -8,12 +8,14 @@ from safetensors.torch import load_file, save_file
 
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.prediction import PredictionLayers, find_prediction_layers
-from tests.runtime.predicting import FAMILIES, save_predicting
+from tests.runtime.predicting import FAMILIES, STORED, save_predicting
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [None, "fp8_block"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [*((each, None) for each in FAMILIES), *((each, "fp8_block") for each in STORED)],
+)
 def test_a_prediction_layer_is_a_model_of_one_layer(
     family: str, form: str | None, tmp_path: Path
 ) -> None:
@@ -25,17 +27,16 @@ def test_a_prediction_layer_is_a_model_of_one_layer(
         (p.name, p.form, p.nbytes) for p in last.parameters
     ]
     assert block.kv_cache == last.kv_cache
-    assert (block.kind, block.key) == ("moe", last.key)
+    assert (block.kind, block.key) == (last.kind, last.key)
     assert found.model.experts == model.experts
-    prefix, hidden = f"model.layers.{len(model.layers)}", model.architecture.hidden_size
+    hidden, prefix = model.architecture.hidden_size, f"model.layers.{len(model.layers)}"
+    names = ["eh_proj", "enorm", "hnorm", "shared_head.norm"]
+    if "qwen" in family:
+        prefix, names = "mtp", ["fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"]
     around = {p.name: p.shape for p in found.model.outside_parameters}
-    assert around == {
-        f"{prefix}.eh_proj.weight": (hidden, 2 * hidden),
-        f"{prefix}.enorm.weight": (hidden,),
-        f"{prefix}.hnorm.weight": (hidden,),
-        f"{prefix}.shared_head.norm.weight": (hidden,),
-    }
-    assert found.projection == f"{prefix}.eh_proj"
+    projection, *norms = (f"{prefix}.{name}.weight" for name in names)
+    assert around == {projection: (hidden, 2 * hidden)} | dict.fromkeys(norms, (hidden,))
+    assert f"{found.projection}.weight" == projection
     size = 4 * (2 * hidden * hidden + 3 * hidden)
     assert found.loaded_bytes == sum(p.loaded_bytes for p in block.parameters) + size
     assert find_prediction_layers(model) is found

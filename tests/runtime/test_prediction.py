@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 
 from offplan.errors import PlanError
+from offplan.runtime.model.cache_mask import filled_blocks
 from offplan.runtime.prediction.predictor import Predictor
 from offplan.runtime.rows import Rows
 from tests.runtime.cached import Abort, abort_in
@@ -14,6 +15,7 @@ from tests.runtime.drafted import PROMPT, open_drafted
 from tests.runtime.plans import CONTEXT, group, offload
 from tests.runtime.predicting import (
     FAMILIES,
+    STORED,
     Reference,
     check_drafts,
     continue_text,
@@ -27,7 +29,7 @@ from tests.tiers import first_quick
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [4, 64])
 @pytest.mark.parametrize("family", first_quick(FAMILIES))
-def test_drafts_are_those_of_transformers_own_layer(
+def test_drafts_are_those_of_the_layer_as_published(
     tmp_path: Path, family: str, chunk: int
 ) -> None:
     folder = save_predicting(family, tmp_path)
@@ -37,12 +39,27 @@ def test_drafts_are_those_of_transformers_own_layer(
     assert compared > 20
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_drafts_by_blocks_are_those_by_mask(tmp_path: Path) -> None:
+    """As on a GPU, where attention of such heads reads blocks."""
+    folder = save_predicting("qwen3_5_text", tmp_path, head_dim=16)
+    reference = Reference(folder)
+    with open_drafted(folder, predicting(offload(group(2, 1)))) as session:
+        assert session.predictor is not None
+        for runner in (session.runner, session.predictor._runner):
+            runner.forward.find_filled = filled_blocks
+        assert check_drafts(session, reference) > 4
+
+
 RIGHT = {"right": [True], "half": [True, True, True, False, True, True, False]}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [None, "fp8_block"])
-@pytest.mark.parametrize("family", first_quick(FAMILIES))
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [*((each, None) for each in FAMILIES), *((each, "fp8_block") for each in STORED)],
+)
 def test_a_text_is_the_same_whatever_is_drafted(
     tmp_path: Path, family: str, form: str | None
 ) -> None:

@@ -15,6 +15,7 @@
 """
 
 import inspect
+import sys
 from collections.abc import Iterable
 from functools import cache, partial
 from typing import Any
@@ -29,6 +30,7 @@ from offplan.kernel_sizes import SPAN_TOKENS
 from offplan.runtime.model.delta_rule import Additions, taking_additions
 from offplan.runtime.refusal import refuse
 from offplan.transformers_private import (
+    CACHES,
     GATED_DELTA_NETS,
     Llama4TextExperts,
     Llama4TextMoe,
@@ -174,6 +176,12 @@ def find_linear(layers: Iterable[nn.Module]) -> list[nn.Module | None]:
     ]
 
 
+def may_be_linear(layers: Iterable[nn.Module]) -> bool:
+    """Return True if a class of these layers may have linear attention, be it not in these."""
+    modules = {type(layer).__module__ for layer in layers}
+    return any(vars(sys.modules[name]).keys() & GATED_DELTA_NETS for name in modules)
+
+
 def take_in_spans(layers: Iterable[nn.Module]) -> None:
     """Have linear attentions take prompts in spans, and be compiled for tokens of steps alone.
 
@@ -199,7 +207,8 @@ class _InSpans(nn.Module):
         if hidden_states.shape[1] == 1:
             made = super().forward(hidden_states, **arguments)
             return made
-        state = arguments["cache_params"].layers[self.layer_idx]
+        (given,) = (arguments[name] for name in CACHES if name in arguments)
+        state = given.layers[self.layer_idx]
         additions: Additions | None = getattr(state, "additions", None)
         if additions is not None:
             made = super().forward(hidden_states, additions=additions, **arguments)

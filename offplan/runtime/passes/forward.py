@@ -34,8 +34,8 @@ class Forward:
     """Tokens of each sequence that the caches have room for."""
     find_filled: FindFilled
     """A call says how attention is told what a step reads of the cache."""
-    has_linear: bool
-    """True if some layers have linear attention."""
+    masks_by_kind: bool
+    """True if the model takes a mask for each kind of layer, as those with linear attention do."""
 
     @cached_property
     def _cache_name(self) -> str:
@@ -99,7 +99,7 @@ class Forward:
     ) -> torch.Tensor:
         self.prepare(rows, new, filled.way)
         mask: Any = filled.mask
-        if self.has_linear:  # to which every token counts; what is no mask must not reach it
+        if self.masks_by_kind:  # to which every token counts; what is no mask must not reach it
             mask = {"full_attention": mask, "linear_attention": None}
         output = self.module(
             input_ids=tokens,

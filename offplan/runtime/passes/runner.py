@@ -23,7 +23,7 @@ from offplan.runtime.model.frequencies import Frequencies
 from offplan.runtime.model.kernels import ExpertKernels, find_filled
 from offplan.runtime.model.latent import keep_latents
 from offplan.runtime.model.layers import Call, DecoderLayers
-from offplan.runtime.model.rewrites import find_linear
+from offplan.runtime.model.rewrites import find_linear, may_be_linear
 from offplan.runtime.passes.captured import MakeLogits, Passes
 from offplan.runtime.passes.carried import Carried, CarriedState
 from offplan.runtime.passes.chunks import ChunkedTexts, Reading, as_planned
@@ -116,7 +116,7 @@ class ModelRunner:
         if capture:
             find = find_filled(model, module, context, codes=coded)
         self.forward = Forward(
-            module, self.layers, self._position, context, find, bool(self.linear)
+            module, self.layers, self._position, context, find, may_be_linear(layers)
         )
         self._experts = ExpertKernels(model, module, device, with_own=capture)
         self._passes = Passes(self._executor, self._give_back)

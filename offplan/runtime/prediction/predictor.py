@@ -111,7 +111,10 @@ class Predictor:
         self._is_lost = True  # unless all of it is done
         if self._num_waiting:
             if self._num_waiting + num_taken > MOST_WAITING:
-                self._read_waiting(fed[:, :1])
+                try:
+                    self._read_waiting(fed[:, :1])
+                except (torch.OutOfMemoryError, MemoryError):
+                    return  # the text goes on without drafts
             else:
                 self._tokens[:, self._num_waiting - 1].copy_(fed[:, 0])
         first, stop = self._num_waiting, self._num_waiting + num_taken
@@ -122,19 +125,26 @@ class Predictor:
     def propose(self, token: int, length: int, most: int) -> list[int]:
         """Draft up to ``most`` tokens behind ``token``, behind ``length`` tokens that passes read.
 
-        None where a pass was missed. Waits for the device.
+        None where a pass was missed, or memory runs out. Waits for the device.
         """
         known = self._num_read + self._num_waiting
         if self._is_lost or known != length or not self._num_waiting or most < 1:
             return []
-        self._is_lost = True
+        self._is_lost = True  # unless all of it is done
+        try:
+            drafted = self._draft(token, most)
+        except (torch.OutOfMemoryError, MemoryError):
+            return []
+        self._is_lost = False
+        return drafted
+
+    def _draft(self, token: int, most: int) -> list[int]:
         made = self._read_waiting(torch.tensor([[token]]).to(self._tokens.device))
         drafts = [self._choose(made)]
         for place in range(most - 1):
             self._fed[:, :1].copy_(made)
             made = self._pass(drafts[-1], self._num_read + place, 1)
             drafts.append(self._choose(made))
-        self._is_lost = False
         drafted: list[int] = torch.cat(drafts, 1)[0].tolist()
         return drafted
 
