@@ -33,7 +33,10 @@ Drafts that cost nothing fill a captured pass. Each draft of a prediction layer 
 is taken less often than the one before.
 """
 GPUS_PREDICT = False
-"""Whether prediction layers draft on a GPU: not before ``tests/runtime/test_drafts_gpu.py`` passes.
+"""Whether prediction layers draft on a GPU: not before their memory and time are measured on one.
+
+Source: ``tests/runtime/test_drafts_gpu.py`` on an H200 with torch 2.11, where texts of DeepSeek-V3
+and GLM-4.5 were right.
 """
 
 
@@ -69,7 +72,10 @@ class Draft(Record):
         """Say why no GPU runs it; None if one does."""
         if not self.uses_layers or GPUS_PREDICT:
             return None
-        return f"{self.key}: prediction layers draft on the CPU alone so far: leave `draft` out"
+        return (
+            f"{self.key}: prediction layers draft on the CPU alone so far, since their memory and "
+            "time on a GPU were not measured: leave `draft` out"
+        )
 
     def why_not_batch(self, batch: int) -> str | None:
         """Say why steps of so many sequences check no drafts; None if they do."""

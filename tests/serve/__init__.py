@@ -70,6 +70,8 @@ def save_float32(source: Path, folder: Path) -> Path:
 class ScriptedRows:
     """Rows that make the tokens of a script, whatever they are asked, and then end the text."""
 
+    make_drafter = None
+
     def __init__(self, script: Sequence[int], num_rows: int = 2) -> None:
         self.script, self.num_rows = [*script, END], num_rows
         self.session = SimpleNamespace(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from offplan.checkpoint.gguf.read import Header
-from offplan.checkpoint.gguf.shape import is_counted, num_layers
+from offplan.checkpoint.gguf.read import is_counted, num_layers
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 _EXPERTS = re.compile(r"blk\.\d+\.ffn_(up|down|gate|gate_up)_(ch|)exps")
