@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from offplan.checkpoint.gguf.places import find_file, is_gguf
-from offplan.checkpoint.gguf.read import Header, describe_gguf, read_header
-from offplan.checkpoint.gguf.read import is_counted, num_layers, of_architecture
+from offplan.checkpoint.gguf.read import (
+    Header,
+    describe_gguf,
+    is_counted,
+    num_layers,
+    of_architecture,
+    read_header,
+)
 from offplan.checkpoint.gguf.split import NOTHING, Split, choose_split
 from offplan.checkpoint.model import Model
 from offplan.errors import InputError, OffplanError

@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from offplan.checkpoint.gguf.read import Header
-from offplan.checkpoint.gguf.read import is_counted, num_layers
+from offplan.checkpoint.gguf.read import Header, is_counted, num_layers
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 _EXPERTS = re.compile(r"blk\.\d+\.ffn_(up|down|gate|gate_up)_(ch|)exps")
