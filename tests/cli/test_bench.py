@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from offplan.errors import MemoryLimitError
 from offplan.plan import load_plan
 from offplan.runtime.measuring import versus
+from offplan.runtime.session import Session
 from tests.cli import CLI, ROOT, RULES, TINY_MOE, write_plan
 
 QUICK = ("--device", "cpu", "--steps", 2, "--repeats", 1)
@@ -175,10 +177,23 @@ def test_accelerate_is_optional(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-def test_dummy_weights_need_no_checkpoint(cli: CLI) -> None:
+def test_dummy_weights_need_no_checkpoint(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps read tokens that no logits chose: those of random weights come again and again."""
+    fed, decode = [], Session.decode
+
+    def note(session: Session, tokens: torch.Tensor) -> torch.Tensor:
+        fed.append(tokens.flatten().tolist())
+        return decode(session, tokens) * 0  # one token is the likeliest
+
+    monkeypatch.setattr(Session, "decode", note)
     config = "plans/tiny-moe/config.json"
-    data = bench(cli, "plans/tiny-moe.yaml", "--model", config, "--dummy-weights")
+    arguments = ("--model", config, "--dummy-weights", "--steps", 20)
+    data = bench(cli, "plans/tiny-moe.yaml", *arguments)
     assert data["measured"]["decode"]["step_s"] > 0
+    made, fed[:] = [*fed], []
+    assert len({*map(tuple, made)}) > len(made) / 2
+    bench(cli, "plans/tiny-moe.yaml", *arguments)
+    assert fed == made
 
 
 @pytest.mark.parametrize(
