@@ -236,6 +236,15 @@ def test_what_no_session_runs_is_refused_by_name(tmp_path: Path) -> None:
     pose(model, SLOW, batched, budget, off, acceptance_file=str(path))
 
 
+@pytest.mark.parametrize("kinds", [("ngram", "mtp"), ("mtp", "ngram")])
+def test_a_kind_that_no_gpu_runs_leaves_the_other(kinds: Sequence[DraftKind]) -> None:
+    plan = make_plan(ask(predicting_model(6), chance=0.8, kinds=kinds)).plan
+    assert plan.offload.draft is not None
+    assert plan.offload.draft.kind == "ngram"
+    with pytest.raises(InputError, match="on the CPU alone"):
+        ask(predicting_model(6), chance=0.8, kinds=["mtp"])
+
+
 def test_a_routing_profile_without_passes_is_refused(tmp_path: Path) -> None:
     model = moe_model(3)
     ref = ModelRef.model_validate(model, from_attributes=True)
