@@ -236,6 +236,18 @@ def test_what_no_session_runs_is_refused_by_name(tmp_path: Path) -> None:
     pose(model, SLOW, batched, budget, off, acceptance_file=str(path))
 
 
+@pytest.mark.usefixtures("gpus_predict")
+def test_prediction_layers_that_read_prompts_keep_a_target_of_theirs() -> None:
+    model, share = predicting_model(24, DENSE), 2.0
+    drafted = make_plan(ask(model, chance=0.9, kinds=["mtp"], share=share)).plan
+    first_s = drafted.prediction.prefill.step_s
+    assert drafted.offload.draft is not None
+    assert not drafted.offload.rules
+    goal = Goal(packing=False, max_ttft=0.999 * first_s)
+    plan = make_plan(ask(model, chance=0.9, kinds=["mtp"], share=share, goal=goal)).plan
+    assert plan.prediction.prefill.step_s < 0.999 * first_s
+
+
 @pytest.mark.parametrize("kinds", [("ngram", "mtp"), ("mtp", "ngram")])
 def test_a_kind_that_no_gpu_runs_leaves_the_other(kinds: Sequence[DraftKind]) -> None:
     plan = make_plan(ask(predicting_model(6), chance=0.8, kinds=kinds)).plan
