@@ -18,6 +18,7 @@ from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Goal, ModelRef, Workload
 from offplan.planner.drafts import list_drafts
 from offplan.planner.find import find_plan
+from offplan.planner.frontier import find_frontier, find_ram_frontier
 from offplan.planner.make import make_plan
 from offplan.planner.neighbours import find_neighbours
 from offplan.planner.question import Question
@@ -194,6 +195,8 @@ def test_asked_drafts_are_in_every_plan() -> None:
     assert plan.prediction.gpu_memory.total_bytes <= plan.budget.gpu_memory
     changes = {each.change for each in find_neighbours(question, plan)}
     assert {"without draft", "draft tokens 3 -> 1", "draft tokens 3 -> 7"} <= changes
+    points = (*find_frontier(question), *find_ram_frontier(question))
+    assert {point.plan.offload.draft for point in points} == {goal.draft}
 
 
 def test_a_target_may_be_kept_by_drafts_alone() -> None:
