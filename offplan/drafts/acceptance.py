@@ -101,9 +101,7 @@ class AcceptanceProfile(Record):
 
     def join(self, *others: "AcceptanceProfile") -> Self:
         """Return the same beside profiles of other kinds; raises InputError for what is no such."""
-        joined = self.model_copy()
-        joined._others = others
-        vars(joined).pop("fingerprint", None)  # which a copy takes along
+        joined = self._beside(others)
         for number, each in enumerate(others, 1):
             if each.kind in [known.kind for known in joined.profiles[:number]]:
                 raise InputError(f"two profiles are of {each.kind} drafts: leave one of them out")
@@ -119,9 +117,14 @@ class AcceptanceProfile(Record):
         """Itself and the profiles of other kinds that its file has, each alone."""
         if not self._others:
             return (self,)
-        alone = self.model_copy()
-        alone._others = ()
-        return (alone, *self._others)
+        return (self._beside(()), *self._others)
+
+    def _beside(self, others: "tuple[AcceptanceProfile, ...]") -> Self:
+        """Return the same beside some others, and beside no more."""
+        copied = self.model_copy()
+        copied._others = others
+        vars(copied).pop("fingerprint", None)  # which a copy takes along
+        return copied
 
     def find(self, kind: DraftKind) -> "AcceptanceProfile | None":
         """Return the profile of a kind of drafts; None if nothing is known of it."""

@@ -86,7 +86,7 @@ class DraftLength:
             self._left -= 1
         elif taken:
             self._begin()
-        elif offered:
+        else:
             self._rest()
 
     def _begin(self) -> None:

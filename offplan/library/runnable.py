@@ -90,6 +90,8 @@ def why_not_run(
         require_runnable(stage, placement, offload, on_gpu=on_gpu)
     except PlanError as error:
         return str(error)
+    # checked on the whole model, in which their layers are found: below some may be left out
+    offload = offload.model_copy(update={"draft": None})
     # of anything else a GPU's answer is a CPU's
     on_gpu = on_gpu and (stage.dtype == "float32" or bool(placement.weight_caches))
     key = {

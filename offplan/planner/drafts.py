@@ -15,10 +15,10 @@ from itertools import groupby
 from offplan.capabilities.drafts import LENGTHS, Draft, DraftKind, pass_tokens
 from offplan.costs import predict
 from offplan.costs.predict import RequestTimes
-from offplan.costs.timeline import to_seconds
+from offplan.costs.timeline import to_ps, to_seconds
 from offplan.errors import InfeasibleError, PlanError
 from offplan.plan import Offload, Plan
-from offplan.planner.aims import NEVER
+from offplan.planner.aims import NEVER, limits_ps
 from offplan.planner.classes import SegmentClass
 from offplan.planner.find import ALIKE, PlanResult, find_plan
 from offplan.planner.question import Question
@@ -105,8 +105,16 @@ def _find_with(
         taken = question.predict(decision).gpu_memory.total_bytes
         if taken <= question.budget.gpu_memory:
             plan = question.answer(decision)
-            return replace(plain, plan=plan, best_s=plan.prediction.objective_s)
+            if _keeps_targets(question, plan):
+                return replace(plain, plan=plan, best_s=plan.prediction.objective_s)
     return _search(question, plain.plan, draft, request_s, below_s)
+
+
+def _keeps_targets(question: Question, plan: Plan) -> bool:
+    """Return True if a plan keeps the targets: prediction layers make a prompt longer."""
+    took = plan.prediction.prefill.step_s, plan.prediction.decode.step_s
+    limits = zip(map(to_ps, took), limits_ps(question.goal), strict=True)
+    return all(each <= limit for each, limit in limits)
 
 
 def _rank(

@@ -55,7 +55,7 @@ def find_ram_frontier(question: Question) -> tuple[RamPoint, ...]:
     if not STORES[question.store].is_host:
         return ()
     points: list[RamPoint] = []
-    searcher = Searcher(Space(question))
+    searcher = Searcher(Space(question, draft=question.goal.asked_draft))
     for ram in sold_sizes():
         budget = question.budget.model_copy(update={"host_memory": lockable_bytes(ram, "linux")})
         try:

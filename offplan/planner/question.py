@@ -86,8 +86,10 @@ class Question:
         """Yield why the profiles that are given cannot serve plans that check drafts."""
         profile, draft, routing = self.stage.acceptance, self.goal.asked_draft, self.stage.routing
         if profile is not None and draft is None and self.goal.draft != "off":
-            least = Draft(kind=profile.kind, tokens=1)
-            for why in self.goal.list_draft_refusals(least, asked):
+            drafts = (Draft(kind=each.kind, tokens=1) for each in profile.profiles)
+            refusals = [[*self.goal.list_draft_refusals(each, asked)] for each in drafts]
+            # plans may have the kinds that are not refused
+            for why in refusals[0] if all(refusals) else ():
                 yield f"`acceptance={self.acceptance_file}`: {why}"
             if self.goal.objective != "latency":
                 yield (

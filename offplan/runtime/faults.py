@@ -7,7 +7,8 @@ import torch
 
 from offplan.errors import MemoryLimitError, Topic
 
-_SIGNS = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
+_OF_HOST = "can't allocate memory"
+_SIGNS = ("out of memory", "ALLOC_FAILED", _OF_HOST)
 """Parts of what torch says when the driver, cuBLAS or the host has no memory left."""
 
 
@@ -29,7 +30,7 @@ def memory_limits(doing: str) -> Iterator[None]:
         raise MemoryLimitError(
             f"memory ran out while {doing}{told}. Close what else uses it, or plan again with a "
             "smaller `gpu_memory`, `batch` or `context`",
-            topic=Topic.GPU_MEMORY,
+            topic=Topic.HOST_MEMORY if _is_of_host(cause) else Topic.GPU_MEMORY,
         ) from error
 
 
@@ -44,3 +45,7 @@ def find_cause(error: BaseException | None) -> BaseException | None:
             return error
         error = error.__cause__ or error.__context__
     return None
+
+
+def _is_of_host(cause: BaseException) -> bool:
+    return isinstance(cause, MemoryError) or _OF_HOST in str(cause)

@@ -459,7 +459,7 @@ class Rows:
         """Extend a text by the first ``num_taken`` of the ``num_checked`` tokens of ``check``.
 
         With ``has_nan`` the others are cleared, which attention weighs by zero. Where it raises,
-        and states may have gone on, the row is emptied.
+        the row is emptied: the caller may not know of what was taken.
         """
         text = self._find(row)
         text.tokens += self._checked[:num_taken]
@@ -471,8 +471,7 @@ class Rows:
                     end = text.length + num_checked - num_taken
                     self._runner.clear_drafts(text.length, end)
         except BaseException:
-            if not self._runner.goes_back:
-                text.forget()
+            text.forget()
             raise
 
     @property

@@ -153,6 +153,12 @@ def test_the_most_lies_on_the_gpu_that_fits(model: Path) -> None:
     )
     assert choose_split(dense, cache, output) == Split(1, 0, output, 0)
     assert choose_split(dense, cache, output - 1).options == ("-ngl", "0")
+    # llama.cpp counts a layer behind the last one that predicts further tokens
+    more = {"llama.block_count": 3, "llama.nextn_predict_layers": 1}
+    predicting = dense._replace(metadata={**dense.metadata, **more})
+    for room in (10**9, output + 2 * layer, output):
+        number, *rest = choose_split(dense, cache, room)
+        assert choose_split(predicting, cache, room) == (number + 1, *rest)
     experts = read_header(model / "other.gguf", "")
     splits = [choose_split(experts, cache, room) for room in range(0, 3_000_000, 10_000)]
     assert list(dict.fromkeys(each.options for each in splits)) == [

@@ -115,6 +115,10 @@ def test_a_file_may_have_a_profile_of_each_kind(profile: AcceptanceProfile, tmp_
     found = load_acceptance(path)
     assert (found.profiles, found.fingerprint) == ((profile, layers), both.fingerprint)
     assert both.fingerprint != profile.fingerprint
+    assert [each.fingerprint for each in both.profiles] == [
+        profile.fingerprint,
+        layers.fingerprint,
+    ]
     assert (found.find("ngram"), found.find("mtp")) == (profile, layers)
     check_kind(found, Draft(kind="mtp", tokens=2), "file")
     assert profile.find("mtp") is None

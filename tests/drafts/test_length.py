@@ -54,6 +54,13 @@ def test_drafts_that_cost_something_are_tried_ever_more_rarely() -> None:
     assert tried == [0, 33, 98, 227]
 
 
+def test_a_trial_that_finds_no_draft_is_followed_by_a_pause() -> None:
+    length = DraftLength(Draft(kind="mtp", tokens=3))
+    assert length.tokens == 1
+    length.note(0, 0)
+    assert length.tokens == 0
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 7])
 @pytest.mark.parametrize(("kind", "most"), [("ngram", 0), ("mtp", 3)])
 def test_no_draft_is_ever_taken(kind: DraftKind, most: int, tokens: int) -> None:

@@ -23,7 +23,7 @@ from offplan.hostmem import limits
 from offplan.library import runnable
 from offplan.library.runnable import check_before_fetching, find_obstacle, why_not_run
 from offplan.plan import Goal
-from offplan.runtime.loading.prepared import fit
+from offplan.runtime.loading.prepared import fit, shorten
 from offplan.runtime.refusal import refuse_config
 from tests.checkpoint.quantised import FORMATS, write_quantised
 from tests.cli import CLI, TINY_MOE
@@ -31,6 +31,7 @@ from tests.engines.configs import STORED_CODES
 from tests.held import open_stage
 from tests.runtime.families import PROMPT, make_config
 from tests.runtime.plans import group, offload, open_session
+from tests.runtime.predicting import predicting, save_predicting
 from tests.tiers import first_quick
 
 CPU = torch.device("cpu")
@@ -114,6 +115,19 @@ def test_one_layer_of_each_kind_is_built(both_ways: Path, monkeypatch: pytest.Mo
     assert find_obstacle(open_stage(TINY_MOE), offload(group(6, 1))) is None
     assert find_obstacle(open_stage(both_ways)) is not None
     assert built == [2, 6, 2, 6]
+
+
+@pytest.mark.slow
+def test_prediction_layers_are_found_beside_layers_that_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of layers that are alike one is built; those that predict are found behind the last."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    stage = open_stage(save_predicting("glm4_moe", tmp_path / "model"))
+    assert len(shorten(stage).layers) < len(stage.layers)
+    assert why_not_run(stage, offload=predicting(offload())) is None
+    why = why_not_run(open_stage(TINY_MOE), offload=predicting(offload()))
+    assert "stores no layers that predict" in (why or "")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Goal, ModelRef, Workload
 from offplan.planner.drafts import list_drafts
 from offplan.planner.find import find_plan
+from offplan.planner.frontier import find_frontier, find_ram_frontier
 from offplan.planner.make import make_plan
 from offplan.planner.neighbours import find_neighbours
 from offplan.planner.question import Question
@@ -194,6 +195,8 @@ def test_asked_drafts_are_in_every_plan() -> None:
     assert plan.prediction.gpu_memory.total_bytes <= plan.budget.gpu_memory
     changes = {each.change for each in find_neighbours(question, plan)}
     assert {"without draft", "draft tokens 3 -> 1", "draft tokens 3 -> 7"} <= changes
+    points = (*find_frontier(question), *find_ram_frontier(question))
+    assert {point.plan.offload.draft for point in points} == {goal.draft}
 
 
 def test_a_target_may_be_kept_by_drafts_alone() -> None:
@@ -234,6 +237,27 @@ def test_what_no_session_runs_is_refused_by_name(tmp_path: Path) -> None:
     # what is off is known of in vain
     off = Goal(packing=False, draft="off")
     pose(model, SLOW, batched, budget, off, acceptance_file=str(path))
+
+
+@pytest.mark.usefixtures("gpus_predict")
+def test_prediction_layers_that_read_prompts_keep_a_target_of_theirs() -> None:
+    model, share = predicting_model(24, DENSE), 2.0
+    drafted = make_plan(ask(model, chance=0.9, kinds=["mtp"], share=share)).plan
+    first_s = drafted.prediction.prefill.step_s
+    assert drafted.offload.draft is not None
+    assert not drafted.offload.rules
+    goal = Goal(packing=False, max_ttft=0.999 * first_s)
+    plan = make_plan(ask(model, chance=0.9, kinds=["mtp"], share=share, goal=goal)).plan
+    assert plan.prediction.prefill.step_s < 0.999 * first_s
+
+
+@pytest.mark.parametrize("kinds", [("ngram", "mtp"), ("mtp", "ngram")])
+def test_a_kind_that_no_gpu_runs_leaves_the_other(kinds: Sequence[DraftKind]) -> None:
+    plan = make_plan(ask(predicting_model(6), chance=0.8, kinds=kinds)).plan
+    assert plan.offload.draft is not None
+    assert plan.offload.draft.kind == "ngram"
+    with pytest.raises(InputError, match="on the CPU alone"):
+        ask(predicting_model(6), chance=0.8, kinds=["mtp"])
 
 
 def test_a_routing_profile_without_passes_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from offplan.capabilities.packing import Packing
 from offplan.capabilities.stock import STOCK
 from offplan.capabilities.way import OWN, Way
 from offplan.checkpoint.open import open_model
-from offplan.errors import InputError, NotANumberError, OffplanError, PlanError
+from offplan.errors import InputError, MemoryLimitError, NotANumberError, OffplanError, PlanError
 from offplan.plan import Offload
 from offplan.refusals import require_batch
 from offplan.runtime.cached_experts.expert_table import ORDER
@@ -288,6 +289,23 @@ def test_a_nan_of_a_rejected_draft_reaches_nothing(tmp_path: Path) -> None:
                         layer.values[:, :, behind] = torch.nan
                 rows.take(row, 4, 2, has_nan=True)
         assert compare(torch.cat(made), expected[:12]) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_text_whose_tokens_cannot_be_taken_is_lost(tmp_path: Path) -> None:
+    """Whoever goes on would feed its last token once more, behind those that were taken."""
+    folder, decision = save_tiny("qwen3", tmp_path), drafting(offload(group(2, 1)), 3)
+    with open_drafted(folder, decision) as session:
+        texts = JoinedTexts(Rows(session, 1), make_drafter=partial(Scripted, [9] * 60, [True]))
+        each = Continued(Text(Words(), PROMPT, num_tokens=30))
+        texts.join([each])
+        assert each._drafting is not None
+        each._drafting._length._begin()
+        lacking = patch.object(session.runner, "take", side_effect=torch.OutOfMemoryError)
+        with lacking, pytest.raises(MemoryLimitError):
+            list(texts.step())
+        assert texts.find_lost() == [each]
+        assert not texts
 
 
 def test_no_more_than_what_fits(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from offplan.capabilities.stock import STOCK
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.errors import CheckpointError, MemoryLimitError
+from offplan.errors import CheckpointError, MemoryLimitError, Topic
 from offplan.hostmem import limits
 from offplan.hostmem.block import HostBlock
 from offplan.hostmem.limits import host_room
@@ -178,8 +178,12 @@ def test_nothing_known_about_the_host(tmp_path: Path) -> None:
             " (CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`)",
         ),
         (MemoryError(), ""),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1"),
+            " (DefaultCPUAllocator: can't allocate memory: you tried to allocate 1)",
+        ),
     ],
-    ids=["torch", "driver", "cublas", "host"],
+    ids=["torch", "driver", "cublas", "host", "torch on the host"],
 )
 def test_out_of_memory_says_what_to_do(error: Exception, told: str) -> None:
     with pytest.raises(MemoryLimitError) as raised, memory_limits("testing"):
@@ -188,6 +192,8 @@ def test_out_of_memory_says_what_to_do(error: Exception, told: str) -> None:
         f"memory ran out while testing{told}. Close what else uses it, or plan again with a "
         "smaller `gpu_memory`, `batch` or `context`"
     )
+    is_of_gpu = "CUDA" in told
+    assert raised.value.topic == (Topic.GPU_MEMORY if is_of_gpu else Topic.HOST_MEMORY)
 
 
 def test_out_of_memory_behind_another_error() -> None:

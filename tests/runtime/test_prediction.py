@@ -156,6 +156,26 @@ def test_an_aborted_pass_costs_no_more_than_drafts(tmp_path: Path) -> None:
         assert continue_text(rows, right=[True], expected=expected)[0] == expected
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["_read_prompt", "_read_waiting", "_pass"])
+def test_memory_that_drafts_lack_ends_no_text(tmp_path: Path, part: str) -> None:
+    folder, decision = save_predicting("deepseek_v3", tmp_path), offload(group(2, 1))
+    with open_drafted(folder, decision) as session:
+        expected, _ = continue_text(session)
+    lacking = RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    with open_drafted(folder, predicting(decision)) as session:
+        rows = Rows(session, 1)
+        with patch.object(Predictor, part, side_effect=lacking):
+            made, each = continue_text(rows)
+        assert made == expected
+        assert each.drafts is not None
+        assert each.drafts.num_passes == 0
+        other = patch.object(Predictor, part, side_effect=RuntimeError("another"))
+        with other, pytest.raises(RuntimeError, match="another"):
+            continue_text(rows, PROMPT[1:])
+        assert continue_text(session, right=[True], expected=expected)[0] == expected
+
+
 @pytest.mark.parametrize(("name", "why"), [("qwen3", "stores no layers that predict")])
 def test_refused_before_anything_is_loaded(tmp_path: Path, name: str, why: str) -> None:
     with pytest.raises(PlanError, match=f"`draft=mtp:3`: .* {why}"):

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from offplan.checkpoint.gguf.read import Header, is_counted, num_layers
+from offplan.checkpoint.gguf.read import Header, is_counted, num_layers, of_architecture
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 _EXPERTS = re.compile(r"blk\.\d+\.ffn_(up|down|gate|gate_up)_(ch|)exps")
@@ -19,7 +19,8 @@ class Split(NamedTuple):
     """Which weights of a file lie on the GPU."""
 
     num_gpu_layers: int
-    """``-ngl``: the output, and one layer fewer from the last layer on."""
+    """``-ngl``: the output, and one layer fewer from the last one on. Layers that predict further
+    tokens are counted, and lie nowhere."""
     num_host_experts: int
     """``-ncmoe``: layers, from the first on, whose routed experts stay on the host."""
     gpu_bytes: int
@@ -52,18 +53,18 @@ def choose_split(header: Header, cache_bytes: Sequence[int], room_bytes: int) ->
 def _list_splits(header: Header, cache_bytes: Sequence[int]) -> Iterator[Split]:
     """List divisions, that with the most on the GPU first; the last one has nothing there."""
     whole, experts, output = _sum_bytes(header)
-    num = len(cache_bytes)
+    num, more = len(cache_bytes), of_architecture(header.metadata).get("nextn_predict_layers", 0)
     layers = [whole[index] + cache_bytes[index] for index in range(num)]
     on_gpu, cached = output + sum(layers), sum(cache_bytes)
     for count in range(num + 1):
         on_gpu -= experts[count - 1] if count else 0
         if count == 0 or experts[count - 1]:
-            yield Split(num + 1, count, on_gpu, cached)
+            yield Split(num + more + 1, count, on_gpu, cached)
     num_host = num if any(experts.values()) else 0
     for index in range(num):
         on_gpu -= layers[index] - experts[index]
         cached -= cache_bytes[index]
-        yield Split(num - index, num_host, on_gpu, cached)
+        yield Split(num + more - index, num_host, on_gpu, cached)
 
 
 def _sum_bytes(header: Header) -> tuple[Counter[int], Counter[int], int]:

@@ -5,13 +5,15 @@ of passes wait until the token behind each is known, and are read together. Each
 entry more, of the layer's own output; the next text's tokens are written over it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from offplan.capabilities.drafts import MOST_DRAFTED, PASS_TOKENS, pass_tokens
+from offplan.runtime.faults import find_cause
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.passes.chunks import Reading
 from offplan.runtime.passes.runner import ModelRunner
@@ -19,6 +21,16 @@ from offplan.runtime.prediction.skeleton import JoinedInput
 
 MOST_WAITING = 1 + MOST_DRAFTED
 """Hidden states that wait: as many as one pass makes. So many steps read them once."""
+
+
+@contextmanager
+def _drafts_may_end() -> Iterator[None]:
+    """Have the text go on without drafts where memory runs out inside the block."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if find_cause(error) is None:
+            raise
 
 
 class Predictor:
@@ -77,6 +89,12 @@ class Predictor:
         self._is_lost = True  # unless all of it is done
         if start > known:
             return
+        with _drafts_may_end():
+            self._read_prompt(chunks, tokens, start)
+
+    def _read_prompt(
+        self, chunks: Sequence[torch.Tensor], tokens: torch.Tensor, start: int
+    ) -> None:
         self._runner.allocate(1)
         if start > self._num_read:
             # the text goes on from where an earlier one was left
@@ -109,12 +127,13 @@ class Predictor:
             self._is_lost = True
             return
         self._is_lost = True  # unless all of it is done
+        with _drafts_may_end():
+            self._note(fed, num_taken)
+
+    def _note(self, fed: torch.Tensor, num_taken: int) -> None:
         if self._num_waiting:
             if self._num_waiting + num_taken > MOST_WAITING:
-                try:
-                    self._read_waiting(fed[:, :1])
-                except (torch.OutOfMemoryError, MemoryError):
-                    return  # the text goes on without drafts
+                self._read_waiting(fed[:, :1])
             else:
                 self._tokens[:, self._num_waiting - 1].copy_(fed[:, 0])
         first, stop = self._num_waiting, self._num_waiting + num_taken
@@ -131,11 +150,10 @@ class Predictor:
         if self._is_lost or known != length or not self._num_waiting or most < 1:
             return []
         self._is_lost = True  # unless all of it is done
-        try:
+        drafted: list[int] = []
+        with _drafts_may_end():
             drafted = self._draft(token, most)
-        except (torch.OutOfMemoryError, MemoryError):
-            return []
-        self._is_lost = False
+            self._is_lost = False
         return drafted
 
     def _draft(self, token: int, most: int) -> list[int]:
