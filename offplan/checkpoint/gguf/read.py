@@ -292,9 +292,10 @@ def import_reader(where: str) -> Any:
     except ImportError:
         raise CheckpointError(
             f"{where}: a GGUF file's header is read by the package gguf, which is not installed: "
-            "in a clone of offplan, pip install '.[gguf]'. offplan runs safetensors, not GGUF: "
-            "name a safetensors checkpoint of the model, or run the file with llama.cpp, Ollama or "
-            "LM Studio"
+            "in a clone of offplan, pip install '.[gguf]', or what installed offplan (uv tool, "
+            "pipx) again with '.[serve,gguf]'. offplan runs safetensors, not GGUF: name a "
+            "safetensors checkpoint of the model, or run the file with llama.cpp, Ollama or LM "
+            "Studio"
         ) from None
     return reader
 
