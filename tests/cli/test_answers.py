@@ -209,7 +209,7 @@ def test_what_is_assumed_of_a_machines_name_is_noted(cli: CLI) -> None:
     one, several = cli(*asked, "rtx3090"), cli(*asked, "2x rtx3090")
     assert (one.err, several.code) == ("", 0)
     assert "this plans for one of 2 GPUs" in several.err
-    assert "add --for vllm --tp 2" in several.err
+    assert "These 2 have 48 GiB, the model 857.2 KiB: add --for vllm --tp 2" in several.err
     assert "It fits NVIDIA GeForce RTX 3090: " in several.out
     both = (*asked, "rtx3090 x2", "--for", "vllm", "--tp")
     assert "GPUs" not in cli(*both, 2).err
