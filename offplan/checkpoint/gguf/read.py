@@ -159,7 +159,7 @@ _TOLERANCE = 0.005
 """Share of the weights by which a file may differ from its metadata's shape. llama.cpp adds tables,
 and cuts or fills up rows of a vocabulary. Source: chosen."""
 _MOST_NAME = 80
-_FORMS = {8: "FP8 (blocks of 128 x 128)", 4: "4 bits (groups of 128)"}
+_FORMS = {8: "FP8 (blocks of 128 x 128)", 4: "4 bits (in groups)"}
 """The form in which ``requantise`` stores linear layers."""
 
 
