@@ -219,6 +219,12 @@ def test_what_is_assumed_of_a_machines_name_is_noted(cli: CLI) -> None:
 
 
 @pytest.mark.slow
+def test_drafts_of_which_nothing_is_known_name_what_they_must_give(cli: CLI) -> None:
+    told = cli("analyze", QWEN, "--machine", "rtx3060", "--draft", "ngram:7").out
+    assert "offplan counts no draft as taken. A pass that checks 7" in " ".join(told.split())
+
+
+@pytest.mark.slow
 def test_the_memory_that_would_do_is_named(cli: CLI) -> None:
     """That of the model, of its checkpoint in fewer bits, and what reads from disk."""
     asked = ("--gpu-memory", "3GiB", "--context", 1024, "--machine")
@@ -230,6 +236,8 @@ def test_the_memory_that_would_do_is_named(cli: CLI) -> None:
     fewer = " ".join(cli("analyze", QWEN, *asked, "rtx3060,ram=8GiB").out.split())
     assert "4 bits fit and give" in fewer
     assert "In 4 bits" not in fewer
+    halved = " ".join(cli("analyze", QWEN, *asked, "rtx3060,os=wsl2,ram=5GiB").out.split())
+    assert "`memory=` in Windows' .wslconfig gives WSL2 more" in halved
     refused = cli("plan", QWEN, *asked, "rtx3060,ram=5GiB")
     assert (refused.code, "a machine with 16 GiB of memory has enough" in refused.err) == (3, True)
     limited = cli("analyze", QWEN, *asked, "rtx3060,ram=16GiB", "--host-memory", "2GiB").out
