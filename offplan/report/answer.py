@@ -27,6 +27,7 @@ from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase
 from offplan.plan import WORKLOADS, Plan, Prediction, Rule, Workload
 from offplan.planner.question import Question
+from offplan.refusals import why_not_multiplied
 from offplan.report.machine import render_machine
 from offplan.report.model import render_model
 from offplan.report.plan import render_plan
@@ -488,6 +489,10 @@ def describe_cores(plan: Plan, question: Question) -> list[str]:
     """
     if not plan.has_cores:
         why = plan.goal.why_left_out(question.asked)
+        stage = question.hold(plan.offload)[0]
+        why = why or next(
+            filter(None, (_why_no_kernel(b, stage) for b in plan.goal.more_backends)), None
+        )
         is_resident = not plan.offload.rules
         return (
             []
@@ -499,6 +504,15 @@ def describe_cores(plan: Plan, question: Question) -> list[str]:
     by = "as many threads as suit" if threads is None else f"{threads.value} threads"
     told = f"{rate.basis}: {rate.source}" if rate.basis == "estimated" else rate.basis
     return [f"The host's cores read {format_rate(rate.value)} with {by} ({told})."]
+
+
+def _why_no_kernel(backend: Backend, stage: Stage) -> str | None:
+    """Say why a backend multiplies some routed experts with no kernel of its own, else None."""
+    for units in stage.units if backend.why_no_kernel is not None else ():
+        experts = [unit for unit in units if unit.is_expert]
+        if why := why_not_multiplied(backend, stage, units, experts):
+            return f"offplan {why.partition(':')[0]}"
+    return None
 
 
 def describe_plainly(plan: Plan, stages: Sequence[Stage]) -> str:
