@@ -179,6 +179,16 @@ def format_range(low: float, high: float, print_number: Callable[[float], str]) 
     return f"{number if unit == same else least} to {most}"
 
 
+def format_about(per_s: float) -> str:
+    """Print an estimate of how many there are in a second, as precise as a range: ``32``."""
+    return format_frequency(float(f"{per_s:.2g}"))
+
+
+def format_about_seconds(seconds: float) -> str:
+    """Print an estimated duration as precise as a range: ``32 ms``."""
+    return format_seconds(float(f"{seconds:.2g}"))
+
+
 def format_seconds_exact(seconds: float) -> str:
     """Print a duration so that it reads back to the same number: ``50 ms``, ``0.0123456 s``."""
     text = format_seconds(seconds)

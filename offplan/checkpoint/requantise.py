@@ -18,15 +18,10 @@ from offplan.errors import CheckpointError
 from offplan.forms.form import Kind
 
 _FP8_KINDS = (Kind.FP8_BLOCK, Kind.FP8_TENSOR)
-_SCHEMES: dict[int, dict[str, Any]] = {
-    8: {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": ["lm_head"],
-    },
-    4: {
+
+
+def _in_groups(size: int) -> dict[str, Any]:
+    return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
@@ -41,23 +36,33 @@ _SCHEMES: dict[int, dict[str, Any]] = {
                     "type": "int",
                     "symmetric": True,
                     "strategy": "group",
-                    "group_size": 128,
+                    "group_size": size,
                     "dynamic": False,
                 },
             }
         },
-    },
+    }
+
+
+_FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head"],
 }
+_SCHEMES = {8: (_FP8,), 4: tuple(_in_groups(size) for size in (128, 64, 32))}
 """The ``quantization_config`` by bits of a weight: FP8 in blocks of 128 x 128, and whole numbers in
-groups of 128. Source: the published FP8 and W4A16 checkpoints of Qwen3."""
+groups of 128. Source: the published FP8 and W4A16 checkpoints of Qwen3. Smaller groups are for
+matrices that 128 does not divide: the experts of Gemma 4 have 704 columns."""
 
 
 def requantise(model: Model, bits: int) -> Model | None:
     """Size a model as its checkpoint of 8 or 4 bits a weight; None where that is not determined.
 
     It is sized from names and shapes: another checkpoint, with values and a quality of its own.
-    Weights that its groups do not divide stay in 16 bits. Returns None for a model that is stored
-    in so few bits already.
+    The size of its groups is that which gives the fewest bytes. Weights that no groups divide stay
+    in 16 bits. Returns None for a model that is stored in so few bits already.
     """
     kinds = {p.form.kind for layer in model.layers for p in layer.parameters if not p.form.is_raw}
     if kinds - {*_FP8_KINDS} or (kinds and bits >= 8):
@@ -67,7 +72,12 @@ def requantise(model: Model, bits: int) -> Model | None:
     # what is not quantised is stored, and all is computed, in the model's type: the config may
     # state another one, in whose place the caller named a type
     config = with_dtype(config, model.dtype)
-    config["quantization_config"] = _SCHEMES[bits]
+    made = (_store(model, {**config, "quantization_config": s}) for s in _SCHEMES[bits])
+    return min((m for m in made if m), key=lambda m: m.total_bytes, default=None)
+
+
+def _store(model: Model, config: Mapping[str, Any]) -> Model | None:
+    """Size a model as ``config`` stores it; None where that is not determined."""
     try:
         architecture = read_architecture(config)
         assert architecture.quantisation is not None

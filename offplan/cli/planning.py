@@ -165,7 +165,9 @@ def settle_context(
     return ask_for(longest)
 
 
-def note_machine(name: str | None, goal: Goal, store: StoreName) -> None:
+def note_machine(
+    name: str | None, goal: Goal, store: StoreName, model: Model, machine: MachineProfile
+) -> None:
     """Note what is assumed of a named machine, where a goal's GPUs are planned for.
 
     Raises InputError if more are planned for than the name says.
@@ -184,11 +186,14 @@ def note_machine(name: str | None, goal: Goal, store: StoreName) -> None:
     if num_gpus == 1 and store == "host":
         is_vllm = (goal.engine or "").startswith("vllm")
         most = 2 ** (there.bit_length() - 1)  # numbers of heads divide by powers of two
+        vllm = f"{'' if is_vllm else '--for vllm '}--tp {most}"
+        room, size = most * machine.gpu_memory.value, model.total_bytes
+        told = f"These {most} have {format_bytes(room)}, the model {format_bytes(size)}"
+        told += f": add {vllm}" if size < room else f", so with {vllm} it may be slower than here"
         print_note(
             f"this plans for one of {there} GPUs, as `offplan run` computes on one. "
             f"{name_options(SECOND_GPU_STORES)}. "
-            f"vLLM divides a model over {most}, which is fast where they hold all of it: add "
-            f"{'' if is_vllm else '--for vllm '}--tp {most}, and compare"
+            f"vLLM divides a model over {most}, which is fast where they hold all of it. {told}"
         )
     elif num_gpus > 1 and num_gpus < there:
         print_note(f"this plans for {num_gpus} of {there} GPUs")

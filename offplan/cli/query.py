@@ -180,7 +180,7 @@ class Query:
             acceptance=None if self.acceptance is None else str(self.acceptance),
             **goal,
         )
-        note_machine(self.machine, asked, self.store)
+        note_machine(self.machine, asked, self.store, model, machine.profile)
         note_budget(machine.profile, self.gpu_memory)
         with waiting("planning"):
             return model, settle_context(ask_this, workload, self.workload.context)

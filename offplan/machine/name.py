@@ -76,6 +76,8 @@ _SHORT_KEYS = {
     "ddr": "cores",
 }
 _SYSTEMS = ("linux", "wsl2", "windows")
+_BARE_SYSTEM = re.compile(rf",\s*(?=(?:{'|'.join(_SYSTEMS)})(?:,|$))", re.IGNORECASE)
+"""The comma before a system without its key, as people write ``rtx4090,wsl2,ram=64GiB``."""
 _KEPT_BY = re.compile(rf"less what ({'|'.join(_SYSTEMS)}|the operating system) keeps(?!:)")
 """The end of the source of a figure that ``ram=`` gave, or that was measured on Linux."""
 
@@ -214,7 +216,7 @@ def parse_name(text: str) -> MachineName:
     ``RTX 4090`` and ``4090`` are ``rtx4090-pcie4``; a file of such a name comes first. A number of
     GPUs beside the name is left out of it. A link without lanes has those of the card.
     """
-    base, *changes = _CHANGE.split(text)
+    base, *changes = _CHANGE.split(_BARE_SYSTEM.sub(",os=", text))
     return _assume_lanes(_parse_base(base)._replace(changes=tuple(changes)))
 
 

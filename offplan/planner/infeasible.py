@@ -52,6 +52,8 @@ def explain_infeasible(searcher: Searcher, question: Question, search: Search) -
     if room is not None and room.value == given and machine.store == "host":
         ram = find_enough_ram(room.source, given + lack)
         told += f": a machine with {format_bytes(ram)} of memory has enough" if ram else ""
+        if "wsl2" in room.source:
+            told += ", and `memory=` in Windows' .wslconfig gives WSL2 more than half of it"
         told += ". llama.cpp, with a GGUF file, reads from disk what memory does not hold"
     return InfeasibleError(told, lack, ram_bytes=ram, topic=Topic.HOST_MEMORY)
 

@@ -27,6 +27,7 @@ from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase
 from offplan.plan import WORKLOADS, Plan, Prediction, Rule, Workload
 from offplan.planner.question import Question
+from offplan.refusals import why_not_multiplied
 from offplan.report.machine import render_machine
 from offplan.report.model import render_model
 from offplan.report.plan import render_plan
@@ -36,6 +37,7 @@ from offplan.report.table import Paragraph
 from offplan.report.wording import name_options
 from offplan.stores import STORES
 from offplan.units import (
+    format_about,
     format_budget,
     format_bytes,
     format_frequency,
@@ -114,7 +116,7 @@ def describe_drafts(analysis: Analysis) -> list[str]:
     found = analysis.draft_advice
     if found is None:
         return []
-    (few, many), (less, more) = found.chances, map(format_frequency, found.tokens_per_s)
+    (few, many), (less, more) = found.chances, map(format_about, found.tokens_per_s)
     why = "texts that repeat themselves take many"
     if found.draft.startswith("mtp"):
         why = "the checkpoint's own layer makes them"
@@ -142,7 +144,8 @@ def _name_bits(alternative: Alternative) -> str:
 
 def _describe_speed(alternative: Alternative | CacheAdvice | ContextAdvice) -> str:
     host = format_bytes(alternative.host_bytes) if alternative.host_bytes else "nothing"
-    return f"{format_frequency(alternative.tokens_per_s)} tokens a second with {host} on the host"
+    rate = format_about(alternative.tokens_per_s)
+    return f"about {rate} tokens a second with {host} on the host"
 
 
 def describe_type(analysis: Analysis) -> list[str]:
@@ -344,6 +347,7 @@ def describe_assumptions(plan: Plan, question: Question) -> list[str]:
             f"machine. `offplan machines {base}` prints their sources."
         )
     lines += [*describe_correction(plan.prediction), *describe_cores(plan, question)]
+    lines += describe_untaken(plan)
     if reads_experts(plan, question.stages[0]) and plan.routing is None:
         lines.append("Tokens choose all experts equally often, which is the slowest case.")
     return lines
@@ -464,6 +468,20 @@ def describe_correction(prediction: Prediction) -> list[str]:
     return [f"{of}: {', '.join(told)}."] if told else []
 
 
+def describe_untaken(plan: Plan) -> list[str]:
+    """Say from how many tokens a pass on drafts gain, in a line; nothing with an acceptance."""
+    draft, priced = plan.offload.draft, plan.prediction.draft
+    if draft is None or priced is None or plan.acceptance is not None:
+        return []
+    passes = {1: priced.pass_2_s, 3: priced.pass_4_s, 7: priced.pass_8_s}
+    took = next(s for drafts, s in passes.items() if drafts >= draft.tokens and s is not None)
+    return [
+        f"offplan counts no draft as taken. A pass that checks {draft.tokens} takes as long as "
+        f"{took / priced.step_s:.1f} steps: drafts gain where it gives more tokens than that. "
+        "`run PLAN --record-drafts FILE` records how many; --acceptance FILE plans by it."
+    ]
+
+
 def describe_cores(plan: Plan, question: Question) -> list[str]:
     """Say what is assumed of the host's cores, or why they multiply nothing of what is offloaded.
 
@@ -471,6 +489,10 @@ def describe_cores(plan: Plan, question: Question) -> list[str]:
     """
     if not plan.has_cores:
         why = plan.goal.why_left_out(question.asked)
+        stage = question.hold(plan.offload)[0]
+        why = why or next(
+            filter(None, (_why_no_kernel(b, stage) for b in plan.goal.more_backends)), None
+        )
         is_resident = not plan.offload.rules
         return (
             []
@@ -482,6 +504,15 @@ def describe_cores(plan: Plan, question: Question) -> list[str]:
     by = "as many threads as suit" if threads is None else f"{threads.value} threads"
     told = f"{rate.basis}: {rate.source}" if rate.basis == "estimated" else rate.basis
     return [f"The host's cores read {format_rate(rate.value)} with {by} ({told})."]
+
+
+def _why_no_kernel(backend: Backend, stage: Stage) -> str | None:
+    """Say why a backend multiplies some routed experts with no kernel of its own, else None."""
+    for units in stage.units if backend.why_no_kernel is not None else ():
+        experts = [unit for unit in units if unit.is_expert]
+        if why := why_not_multiplied(backend, stage, units, experts):
+            return f"offplan {why.partition(':')[0]}"
+    return None
 
 
 def describe_plainly(plan: Plan, stages: Sequence[Stage]) -> str:

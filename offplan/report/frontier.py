@@ -18,11 +18,12 @@ MOST_COLUMNS = 96
 """Columns of the longest bar, at most."""
 _FIGURES_WIDTH = 24
 """Columns that stand beside a bar."""
+_WHOLE = "tokens/s are of a whole request, its prompt included."
 
 
 def render_frontier(points: Sequence[Point]) -> RenderableType:
     """Show what each budget gives, and what one more GiB of it would."""
-    return Group(_render_table(points), Text(), _render_plot(points))
+    return Group(_render_table(points), Text(_WHOLE), Text(), _render_plot(points))
 
 
 def _render_table(points: Sequence[Point]) -> Table:
@@ -63,7 +64,7 @@ def render_ram_frontier(points: Sequence[RamPoint]) -> RenderableType:
             format_seconds(prediction.decode.step_s),
             format_frequency(tokens_per_s(point.plan)),
         )
-    return Group(table, Text("Less does not fit, and more is no faster."))
+    return Group(table, Text(f"Less does not fit, and more is no faster. {_WHOLE}"))
 
 
 def ram_frontier_payload(points: Sequence[RamPoint]) -> list[dict[str, Any]]:

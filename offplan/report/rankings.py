@@ -10,9 +10,9 @@ from rich.text import Text
 from offplan.checkpoint.popular import Checkpoint
 from offplan.library.rankings import Ranked
 from offplan.plan import Workload
-from offplan.report.answer import describe_workload
+from offplan.report.answer import describe_workload, print_speed
 from offplan.report.table import Paragraph, make_table
-from offplan.units import format_budget, format_bytes, format_frequency, format_seconds
+from offplan.units import format_about_seconds, format_budget, format_bytes
 
 _ASSUMED = (
     "Times are estimates from the figures of profiles. RAM is the memory that a machine with Linux "
@@ -29,9 +29,9 @@ def render_ranked_machines(
     for each in found:
         told = ("-", "-")
         if each.plan is not None:
-            prediction = each.plan.prediction
-            host = prediction.host_memory_bytes
-            told = (format_seconds(prediction.prefill.step_s), format_bytes(host) if host else "-")
+            host = each.plan.prediction.host_memory_bytes
+            first = format_about_seconds(each.plan.prediction.prefill.step_s)
+            told = (first, f"{-(-host // 2**30)} GiB" if host else "-")
         memory = format_budget(each.gpu_bytes)
         table.add_row(each.name, memory, _show_rate(each), *told, _show_ram(each))
     return _finish(table, workload)
@@ -77,7 +77,7 @@ def _finish(table: Table, workload: Workload, *more: str) -> Group:
 def _show_rate(ranked: Ranked) -> str:
     if ranked.plan is None:
         return "no"
-    return format_frequency(ranked.rate) + "*" * (ranked.why_not is not None)
+    return print_speed(ranked.plan).rate + "*" * (ranked.why_not is not None)
 
 
 def _show_ram(ranked: Ranked) -> str:

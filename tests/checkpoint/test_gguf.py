@@ -104,10 +104,10 @@ def test_the_shape_is_that_of_transformers_config(llama: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("options", "planned_in", "total_bytes"),
     [
-        ({"num_experts": 4}, "4 bits (groups of 128)", 2356224),
+        ({"num_experts": 4}, "4 bits (in groups)", 2356224),
         ({"stored": TYPES.Q8_0, "file_type": 7}, "FP8 (blocks of 128 x 128)", 1706784),
         ({"stored": None, "file_type": 0}, "bfloat16", 2886144),
-        ({"head": False}, "4 bits (groups of 128)", 873184),
+        ({"head": False}, "4 bits (in groups)", 873184),
     ],
 )
 def test_other_files(

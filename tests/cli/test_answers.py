@@ -209,13 +209,37 @@ def test_what_is_assumed_of_a_machines_name_is_noted(cli: CLI) -> None:
     one, several = cli(*asked, "rtx3090"), cli(*asked, "2x rtx3090")
     assert (one.err, several.code) == ("", 0)
     assert "this plans for one of 2 GPUs" in several.err
-    assert "add --for vllm --tp 2" in several.err
+    assert "These 2 have 48 GiB, the model 857.2 KiB: add --for vllm --tp 2" in several.err
     assert "It fits NVIDIA GeForce RTX 3090: " in several.out
     both = (*asked, "rtx3090 x2", "--for", "vllm", "--tp")
     assert "GPUs" not in cli(*both, 2).err
     refused = cli(*both, 4)
     assert (refused.code, "found 2 GPUs, expected 4" in refused.err) == (2, True)
     assert "pcie=3x16 is assumed" in cli(*asked, "rtx3090,pcie=3").err
+
+
+@pytest.mark.slow
+def test_drafts_of_which_nothing_is_known_name_what_they_must_give(cli: CLI) -> None:
+    told = cli("analyze", QWEN, "--machine", "rtx3060", "--draft", "ngram:7").out
+    assert "offplan counts no draft as taken. A pass that checks 7" in " ".join(told.split())
+
+
+@pytest.mark.slow
+def test_the_answer_says_which_experts_the_cores_have_no_kernel_for(
+    cli: CLI, tmp_path: Path
+) -> None:
+    """Qwen3-VL stores an expert's inputs as rows."""
+    text = {
+        **{"model_type": "qwen3_vl_moe_text", "hidden_size": 256, "intermediate_size": 512},
+        **{"moe_intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 2},
+        **{"head_dim": 64, "vocab_size": 512, "dtype": "bfloat16"},
+    }
+    config = {"model_type": "qwen3_vl_moe", "text_config": text, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    asked = (tmp_path / "config.json", "--machine", "rtx3060", "--context", 1024)
+    told = " ".join(cli("analyze", *asked, "--gpu-memory", "1300MiB").out.split())
+    assert "cores multiply nothing: offplan has no kernel for experts whose rows are inputs" in told
 
 
 @pytest.mark.slow
@@ -230,6 +254,8 @@ def test_the_memory_that_would_do_is_named(cli: CLI) -> None:
     fewer = " ".join(cli("analyze", QWEN, *asked, "rtx3060,ram=8GiB").out.split())
     assert "4 bits fit and give" in fewer
     assert "In 4 bits" not in fewer
+    halved = " ".join(cli("analyze", QWEN, *asked, "rtx3060,wsl2,ram=5GiB").out.split())
+    assert "`memory=` in Windows' .wslconfig gives WSL2 more" in halved
     refused = cli("plan", QWEN, *asked, "rtx3060,ram=5GiB")
     assert (refused.code, "a machine with 16 GiB of memory has enough" in refused.err) == (3, True)
     limited = cli("analyze", QWEN, *asked, "rtx3060,ram=16GiB", "--host-memory", "2GiB").out

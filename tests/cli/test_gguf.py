@@ -28,7 +28,7 @@ def test_analyze_says_what_it_is_what_runs_it_and_how_fast_its_shape_is(
     assert told.startswith(f"{llama}: GGUF, llama, 2 layers, 1,443,072 parameters, 797 KiB in")
     assert f"offplan runs safetensors, not GGUF. `llama-cli -m {llama}` runs this file" in told
     assert f"it names {BASE} as what it was made or trained from" in told
-    assert "checkpoint of this shape in 4 bits (groups of 128): llama, 1,443,072" in told
+    assert "checkpoint of this shape in 4 bits (in groups): llama, 1,443,072" in told
     assert "tokens a second" in told
     assert f"Next: offplan analyze {BASE} --machine rtx4090 --context 2048" in told
     assert "`offplan run` can" not in told
@@ -55,7 +55,7 @@ def test_json_has_the_file_and_that_it_does_not_run(
         "num_layers": 2,
         "runs_with": [f"llama-cli -m {llama}"],
         "bases": [BASE],
-        "planned_in": "4 bits (groups of 128)",
+        "planned_in": "4 bits (in groups)",
     }
     assert answer["run"]["can_execute"] is False
     assert "not GGUF" in answer["run"]["why_not"]

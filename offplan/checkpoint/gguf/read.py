@@ -159,7 +159,7 @@ _TOLERANCE = 0.005
 """Share of the weights by which a file may differ from its metadata's shape. llama.cpp adds tables,
 and cuts or fills up rows of a vocabulary. Source: chosen."""
 _MOST_NAME = 80
-_FORMS = {8: "FP8 (blocks of 128 x 128)", 4: "4 bits (groups of 128)"}
+_FORMS = {8: "FP8 (blocks of 128 x 128)", 4: "4 bits (in groups)"}
 """The form in which ``requantise`` stores linear layers."""
 
 
@@ -292,9 +292,10 @@ def import_reader(where: str) -> Any:
     except ImportError:
         raise CheckpointError(
             f"{where}: a GGUF file's header is read by the package gguf, which is not installed: "
-            "in a clone of offplan, pip install '.[gguf]'. offplan runs safetensors, not GGUF: "
-            "name a safetensors checkpoint of the model, or run the file with llama.cpp, Ollama or "
-            "LM Studio"
+            "in a clone of offplan, pip install '.[gguf]', or what installed offplan (uv tool, "
+            "pipx) again with '.[serve,gguf]'. offplan runs safetensors, not GGUF: name a "
+            "safetensors checkpoint of the model, or run the file with llama.cpp, Ollama or LM "
+            "Studio"
         ) from None
     return reader
 
