@@ -17,8 +17,9 @@ from offplan.capabilities.table import USUAL
 from offplan.capabilities.table import Goal as Goal
 from offplan.capabilities.table import Offload as Offload
 from offplan.capabilities.table import Rule as Rule
+from offplan.checkpoint.model import Model
 from offplan.choices import WorkloadName
-from offplan.errors import PlanError
+from offplan.errors import InputError, PlanError
 from offplan.files import StrPath
 from offplan.kinds import describe_kind
 from offplan.records import (
@@ -67,6 +68,14 @@ class ModelRef(Record):
     """Fingerprint of ``generation_config.json``; left out where there is none, or none is known."""
     dtype: str
     """The type that most bytes are stored in, as torch names it: ``bfloat16``."""
+
+    def require(self, model: Model, name: str, remedy: str) -> None:
+        """Raise InputError, which says ``name``, if what was recorded is of another model."""
+        if self.headers_sha256 != model.headers_sha256:
+            raise InputError(
+                f"{name} was recorded with {self.source} (headers {self.headers_sha256[:12]}); "
+                f"{model.source} has headers {model.headers_sha256[:12]}: {remedy}"
+            )
 
 
 class Workload(Record):

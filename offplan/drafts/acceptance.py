@@ -207,11 +207,5 @@ def check_kind(profile: AcceptanceProfile, draft: Draft, name: str) -> None:
 
 def check_acceptance(profile: AcceptanceProfile, model: Model, name: str) -> None:
     """Raise InputError, which says ``name``, for a profile that is not of a model."""
-    recorded = profile.model
-    if recorded.headers_sha256 != model.headers_sha256:
-        raise InputError(
-            f"{name} was recorded with {recorded.source} (headers "
-            f"{recorded.headers_sha256[:12]}); {model.source} has headers "
-            f"{model.headers_sha256[:12]}: record a run of this model with `record_drafts`, "
-            "or leave `acceptance` out"
-        )
+    again = "record a run of this model with `record_drafts`, or leave `acceptance` out"
+    profile.model.require(model, name, again)

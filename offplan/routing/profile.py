@@ -261,15 +261,10 @@ def require_routing(model: Model, argument: str = "record_routing", way: Way = O
 def check_routing(profile: RoutingProfile, model: Model, name: str) -> None:
     """Raise InputError, which says ``name``, for a profile that is not of a model."""
     require_routing(model, "routing")
-    experts, planned = model.experts, profile.model
+    experts = model.experts
     assert experts is not None
     again = "record a run of this model with `record_routing`, or leave `routing` out"
-    if planned.headers_sha256 != model.headers_sha256:
-        raise InputError(
-            f"{name} was recorded with {planned.source} (headers "
-            f"{planned.headers_sha256[:12]}); {model.source} has headers "
-            f"{model.headers_sha256[:12]}: {again}"
-        )
+    profile.model.require(model, name, again)
     found = {each.layer for each in profile.batches[0].layers}
     known = {layer.index for layer in model.layers if layer.expert_bytes}
     if found != known:

@@ -1,11 +1,12 @@
 """A plan held against what there is by now: its model, its profile, its decision, this machine."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from offplan.checkpoint.model import Model
-from offplan.drafts.acceptance import check_acceptance, load_acceptance
+from offplan.drafts.acceptance import AcceptanceProfile, check_acceptance, load_acceptance
 from offplan.engines.export import export_plan
 from offplan.errors import (
     ExportError,
@@ -29,12 +30,15 @@ from offplan.library.repricing import list_changes, price_decision, price_on
 from offplan.machine.profile import MachineProfile
 from offplan.plan import AcceptanceRef, Plan, RoutingRef, take_plan
 from offplan.progress import Stages, silent
-from offplan.routing.profile import check_routing, load_routing
+from offplan.routing.profile import RoutingProfile, check_routing, load_routing
 from offplan.stores import STORES
 from offplan.units import format_bytes, format_rate
 from offplan.upkeep.figures import Finding, Verdict, list_contradictions
 from offplan.upkeep.local_gpu import LocalGPU, find_local_gpu
 from offplan.upkeep.weights import check_weights
+
+Profile = TypeVar("Profile", RoutingProfile, AcceptanceProfile)
+"""What a run recorded, and a plan was made from."""
 
 MEASURED_TO = 0.05
 """Part of a link's rate by which a measurement may be off before that is drift.
@@ -75,9 +79,11 @@ def check_plan(
     profile, finding = _check_profile(plan, found)
     figures = [_check_figures(plan), finding]
     if plan.routing is not None:
-        figures.append(_check_routing(plan, plan.routing, found))
+        told = "routing", "reuse", load_routing, check_routing
+        figures.append(_check_recorded(plan, plan.routing, *told, found))
     if plan.acceptance is not None:
-        figures.append(_check_acceptance(plan, plan.acceptance, found))
+        of_drafts = "acceptance", "acceptance", load_acceptance, check_acceptance
+        figures.append(_check_recorded(plan, plan.acceptance, *of_drafts, found))
     if found is None:
         absent = f"{plan.model.source} is neither on this disk nor in the Hub's cache: not compared"
         findings = [
@@ -156,37 +162,28 @@ def _check_profile(plan: Plan, model: Model | None) -> tuple[MachineProfile | No
     return machine, Finding("profile", "drift", text)
 
 
-def _check_routing(plan: Plan, routing: RoutingRef, model: Model | None) -> Finding:
-    """Say whether the plan was made from its routing profile as it is by now.
+def _check_recorded(
+    plan: Plan,
+    planned: RoutingRef | AcceptanceRef,
+    name: str,
+    what: str,
+    load: Callable[[Path], Profile],
+    check: Callable[[Profile, Model, str], None],
+    model: Model | None,
+) -> Finding:
+    """Say whether the plan was made from a recorded profile as it is by now.
 
     Without a model, whether the file is one of the model is not compared.
     """
     try:
-        profile = load_routing(Path(plan.locate(routing.file)))
+        profile = load(Path(plan.locate(planned.file)))
         if model is not None:
-            check_routing(profile, model, routing.file)
+            check(profile, model, planned.file)
     except InputError as error:
-        return Finding("routing", "unknown", f"it cannot be compared: {error}")
-    return _compare(routing, profile.fingerprint, "routing", "reuse")
-
-
-def _check_acceptance(plan: Plan, acceptance: AcceptanceRef, model: Model | None) -> Finding:
-    """Say whether the plan was made from its acceptance profile as it is by now."""
-    try:
-        profile = load_acceptance(Path(plan.locate(acceptance.file)))
-        if model is not None:
-            check_acceptance(profile, model, acceptance.file)
-    except InputError as error:
-        return Finding("acceptance", "unknown", f"it cannot be compared: {error}")
-    return _compare(acceptance, profile.fingerprint, "acceptance", "acceptance")
-
-
-def _compare(
-    planned: RoutingRef | AcceptanceRef, fingerprint: str, name: str, what: str
-) -> Finding:
-    if fingerprint == planned.fingerprint:
+        return Finding(name, "unknown", f"it cannot be compared: {error}")
+    if profile.fingerprint == planned.fingerprint:
         return Finding(name, "holds", f"the {what} in {planned.file} is unchanged")
-    was, now = planned.fingerprint[:12], fingerprint[:12]
+    was, now = planned.fingerprint[:12], profile.fingerprint[:12]
     again = "offplan replan makes the plan of it"
     text = f"the plan was made from {planned.file} as {was}, which is {now} by now: {again}"
     return Finding(name, "drift", text)

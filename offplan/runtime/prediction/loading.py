@@ -26,7 +26,7 @@ def prepare_prediction(model: Model, offload: Offload, device: torch.device) -> 
 
     ``list_draft_refusals`` has refused models without one.
     """
-    if offload.draft is None or offload.draft.kind != "mtp":
+    if offload.draft is None or not offload.draft.uses_layers:
         return None
     layers = find_prediction_layers(model)
     assert isinstance(layers, PredictionLayers), layers
