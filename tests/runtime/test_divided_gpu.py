@@ -9,6 +9,7 @@ import torch
 
 from offplan.backends import Backend
 from offplan.errors import OffplanError
+from offplan.hostmem.busy import Watch
 from offplan.plan import Offload, Rule
 from offplan.runtime.cached_experts.expert_table import SEQUENCE
 from offplan.runtime.host_cores.handover import Handover
@@ -105,7 +106,8 @@ def test_logits_are_near_resident_ones(folder: Path, family: str, form: str, rul
         counts = count_experts(session).values()
         assert any(found.hits for found in counts)
         assert any(found.by_cores for found in counts)
-        assert rule.cached_experts == 1 or any(found.copied for found in counts)
+        # where a step misses one expert, the cores have it, and the link brings it later
+        assert rule.cached_experts == 1 or any(found.copied or found.later for found in counts)
         assert any(found.later for found in counts) == bool(rule.later_experts)
     require_near(made, run_resident(checkpoint))
 
@@ -189,7 +191,7 @@ def test_counts_of_captured_steps_are_those_of_uncaptured_ones(folder: Path) -> 
     # sends a few tokens to other experts: steps meet as many, and about as many are found
     for index, found in counts[0].items():
         other = counts[1][index]
-        assert found.from_prompts == other.from_prompts
+        assert abs(found.from_prompts - other.from_prompts) <= 2
         assert abs(found.hits - other.hits) <= 0.1 * found.hits
         assert abs(found.later - other.later) <= 2
     require_near(runs[1], runs[0])
@@ -234,6 +236,7 @@ def test_rates_are_measured_once(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
+    monkeypatch.setattr(Watch, "why", None)  # as on an idle machine: disturbed rates are not kept
     found = []
     for _ in range(2):
         with open_session(
