@@ -4,6 +4,8 @@
 
 The plan's ``offload`` has drafts. Weights are random, so the text is given: what logits say is not
 asked, and each draft is right by chance. How many drafts a pass has follows the rule of a session.
+A prediction layer drafts all the same; its drafts are replaced. Passes of each captured size are
+timed alone, too, with what executors counted in each.
 """
 
 import argparse
@@ -12,17 +14,25 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from offplan.capabilities.drafts import PASS_TOKENS, pass_tokens
+from offplan.drafts.drafter import Drafter
 from offplan.library.sessions import open_session
 from offplan.plan import load_plan
+from offplan.runtime.device import settle
 from offplan.runtime.generate import Measured
 from offplan.runtime.joined import Continued, JoinedTexts
 from offplan.runtime.rows import Rows
 from offplan.runtime.sampling import Choose
+from offplan.runtime.session import Session
 from offplan.runtime.texts import Text
+
+WARMING, TIMED = 4, 12
+"""Passes of each size."""
 
 
 class Given:
@@ -49,16 +59,22 @@ class Given:
 class ByChance:
     """Drafts a given text, each token right by chance."""
 
-    def __init__(self, tokens: Sequence[int], chance: float, vocabulary: int) -> None:
+    def __init__(
+        self, tokens: Sequence[int], chance: float, vocabulary: int, replaced: Drafter | None
+    ) -> None:
         self._tokens, self._chance, self._vocabulary = tokens, chance, vocabulary
-        self._draw, self._at = random.Random(0), 0
+        self._draw, self._at, self._replaced = random.Random(0), 0, replaced
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Take tokens of the text."""
         self._at += len(tokens)
+        if self._replaced is not None:
+            self._replaced.extend(tokens)
 
     def propose(self, most: int) -> list[int]:
         """Draft the next tokens."""
+        if self._replaced is not None and most > 0:
+            self._replaced.propose(most)
         return [
             token if self._draw.random() < self._chance else (token + 1) % self._vocabulary
             for token in self._tokens[self._at : self._at + most]
@@ -82,6 +98,40 @@ class NoWords:
         return ""
 
 
+def time_passes(rows: Rows, session: Session, prompt: list[int], most: int) -> list[dict[str, Any]]:
+    """Time passes of each captured size, of which one token is taken, and the drafts behind."""
+    draw, results = random.Random(2), []
+    vocabulary = session.loaded.module.config.get_text_config().vocab_size
+    for size in (each for each in PASS_TOKENS if each <= pass_tokens(most)):
+        row = rows.join(prompt).row
+        drafter = rows.make_drafter() if rows.make_drafter else None
+        seconds: list[float] = []
+        drafting: list[float] = []
+        before = None
+        for number in range(WARMING + TIMED):
+            if number == WARMING:
+                before = session.count(1)
+            tokens = [draw.randrange(vocabulary) for _ in range(size)]
+            settle(session.device)
+            began = time.perf_counter()
+            rows.check(row, tokens)
+            settle(session.device)
+            seconds.append(time.perf_counter() - began)
+            rows.take(row, size, 1, has_nan=False)
+            if drafter is not None:
+                settle(session.device)
+                began = time.perf_counter()
+                drafter.extend(tokens[1:2])
+                drafter.propose(min(most, size - 1))
+                drafting.append(time.perf_counter() - began)
+        counted = {name: asdict(each) for name, each in session.count(TIMED, before).items()}
+        rows.leave(row)
+        timed = statistics.median(seconds[WARMING:])
+        draft_s = statistics.median(drafting[WARMING:]) if drafting else 0.0
+        results.append({"tokens": size, "pass_s": timed, "draft_s": draft_s, "counts": counted})
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("plan")
@@ -103,7 +153,8 @@ def main() -> None:
 
             def make(chance: float | None = chance) -> ByChance:
                 tokens = [] if chance is None else [*prompt, *made]
-                return ByChance(tokens, chance or 0.0, vocabulary)
+                replaced = None if chance is None or not rows.make_drafter else rows.make_drafter()
+                return ByChance(tokens, chance or 0.0, vocabulary, replaced)
 
             texts = GivenTexts(rows, measured, make_drafter=make)
             texts.given = torch.tensor(made, device=session.device)
@@ -124,7 +175,9 @@ def main() -> None:
                     "taken": counts.taken,
                 }
             )
-    print(json.dumps({"plan": args.plan, "draft": str(session.draft), "runs": results}, indent=1))
+        passes = time_passes(rows, session, prompt, session.draft.tokens)
+    told = {"plan": args.plan, "draft": str(session.draft), "runs": results, "passes": passes}
+    print(json.dumps(told, indent=1))
 
 
 if __name__ == "__main__":
