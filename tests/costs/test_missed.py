@@ -18,7 +18,20 @@ from offplan.capabilities.cached_experts import (
     MissRates,
 )
 from offplan.checkpoint.model import Experts
-from offplan.costs.cached_experts import divide_all, find_experts, later_parts, spread
+from offplan.costs.cached_experts import (
+    DIVIDING_S,
+    PASS_SLOWDOWN,
+    Missed,
+    brought_bytes,
+    divide_all,
+    find_experts,
+    later_parts,
+    spread,
+)
+from offplan.costs.cores import CoresUse
+from offplan.costs.in_place_costs import AtUse
+from offplan.costs.timeline import to_ps
+from offplan.held.held import hold
 from offplan.plan import ModelRef
 from offplan.routing.profile import BatchReuse, make_routing
 from tests.costs.builders import make_machine, moe_model
@@ -165,6 +178,21 @@ def test_uniform_routing_brings_nothing_for_later() -> None:
     found = find_experts(slots, experts, None, 1, rates)
     assert (found.hits, found.later) == (pytest.approx(4 * 41 / NUM_EXPERTS), 0)
     assert 0 < found.by_cores < found.misses
+
+
+def test_a_pass_waits_longer_for_as_many_missed() -> None:
+    """An H200 waited 1.13 times as long as a step's rates say."""
+    stage, machine = hold(moe_model(3)), make_machine()
+    slots = ExpertSlots(1, NUM_EXPERTS, (1 << 20,), by_cores=True)
+    of_sequences, of_one = (
+        Missed.predict(slots, AtUse(stage, machine, *sizes), CoresUse(1 << 20, 1, 1.0))
+        for sizes in ((2, 1), (1, 2))
+    )
+    assert of_sequences.found == of_one.found
+    link_ps = to_ps(brought_bytes(slots, of_one.found) / machine.uva.value)
+    alike = to_ps(DIVIDING_S) - link_ps  # nothing is multiplied meanwhile
+    waits = [each.waiting_ps(machine, 0) - alike for each in (of_sequences, of_one)]
+    assert waits[1] == pytest.approx(PASS_SLOWDOWN * waits[0], rel=1e-6)
 
 
 def test_an_idle_link_brings_more() -> None:
