@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from transformers import AutoModelForCausalLM, PhimoeConfig
+from transformers import AutoModelForCausalLM, PhimoeConfig, Qwen3MoeConfig
 
 from offplan.capabilities.cached_experts import ExpertSlots
 from offplan.capabilities.packing import Packing
+from offplan.checkpoint.open import open_model
 from offplan.errors import PlanError
 from offplan.plan import Offload, Rule
 from offplan.routing.use_order import UseOrder
 from offplan.runtime.cached_experts import experts as cached
 from offplan.runtime.rows import Rows
+from offplan.runtime.session import Session
 from tests.runtime.cached import (
     FEW,
     Abort,
@@ -268,3 +270,27 @@ def test_a_router_that_heeds_no_number_of_the_config(tmp_path: Path) -> None:
     with torch.inference_mode():
         wanted = stock(torch.tensor([[*text, 7]]), use_cache=False).logits[0, -2:]
     assert torch.allclose(torch.cat(got), wanted, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_random_weights_choose_experts_evenly(tmp_path: Path) -> None:
+    """Small embeddings had 886 of 1,200 choices be those of the token before."""
+    config = Qwen3MoeConfig(
+        **SIZES
+        | {"hidden_size": 256, "num_hidden_layers": 12, "vocab_size": 500}
+        | {"moe_intermediate_size": 32, "num_experts": 32, "num_experts_per_tok": 2},
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        architectures=["Qwen3MoeForCausalLM"],
+        dtype="bfloat16",
+    )
+    config.save_pretrained(tmp_path)
+    model, draw = open_model(str(tmp_path / "config.json")), torch.Generator().manual_seed(0)
+    decision = offload(keeping(2, None, "uva", every=1))
+    with Session(model, decision, context=160, device="cpu") as session, session.stream():
+        session.prefill(torch.randint(0, 500, (1, 100), generator=draw))
+        for _ in range(50):
+            session.decode(torch.randint(0, 500, (1, 1), generator=draw))
+        hits = sum(each.hits for each in count_experts(session).values())
+    assert hits == pytest.approx(50 * 12 * 2 * 2 / 32, rel=0.3)
