@@ -275,22 +275,23 @@ class JoinedTexts:
                 self._measured.num_decodes += 1
             arrived, now = arrival.wait()
             self._session.check()
+            chosen: list[int] = arrived.tolist()
+            made = chosen[: count_taken(drafts, chosen) + 1]
+            scores = []
+            with self._session.stream(), torch.inference_mode():
+                if each.num_logprobs is not None:
+                    scores = _read_scores(
+                        _score(logits[: len(made)], tokens[: len(made)], each.num_logprobs)
+                    )
+                checking.keep(len(made))
+                taken = self._tokens.clone()  # the rows keep the one before
+                taken[row] = tokens[len(made) - 1]
+            has_nan = NO_TOKEN in chosen
+            self._rows.take(row, 1 + len(drafts), len(made), has_nan=has_nan)
         except BaseException:
-            checking.keep(0)  # the text goes on as if no pass had been
+            checking.keep(0)  # the text goes on as if no pass had been, if its row does
             raise
-        chosen: list[int] = arrived.tolist()
-        made = chosen[: count_taken(drafts, chosen) + 1]
-        scores = []
-        with self._session.stream(), torch.inference_mode():
-            checking.keep(len(made))
-            if each.num_logprobs is not None:
-                scores = _read_scores(
-                    _score(logits[: len(made)], tokens[: len(made)], each.num_logprobs)
-                )
-            self._tokens = self._tokens.clone()  # the rows keep the one before
-            self._tokens[row] = tokens[len(made) - 1]
-        has_nan = NO_TOKEN in chosen
-        self._rows.take(row, 1 + len(drafts), len(made), has_nan=has_nan)
+        self._tokens = taken
         each._drafting.take_pass(len(drafts), made)
         each._num_chosen += len(made)
         if self._measured is not None:

@@ -300,7 +300,9 @@ def test_an_aborted_pass_leaves_the_text_and_its_grammar(tmp_path: Path, seed: i
     taking = list[str]()
 
     def noting(name: str) -> Any:
-        def note(*arguments: Any, own: Any = getattr(Rows, name), **named: Any) -> Any:
+        own = getattr(Rows, name)
+
+        def note(*arguments: Any, **named: Any) -> Any:
             taking.append(name)
             return own(*arguments, **named)
 
