@@ -259,9 +259,30 @@ class JoinedTexts:
 
     def _check(self, each: Continued, drafts: list[int]) -> Iterator[tuple[Continued, Outcome]]:
         """Check drafts by one pass, and yield the tokens that it makes."""
+        assert each._drafting is not None
+        made, scores, now = self._make_checked(each, drafts)
+        each._drafting.take_pass(len(drafts), made)
+        each._num_chosen += len(made)
+        if self._measured is not None:
+            self._measured.drafts.note(len(drafts), len(made) - 1)
+            self._measured.step_s += [(now - self._last_s) / len(made)] * len(made)
+        self._last_s = now
+        if each._num_chosen == each.text.num_tokens:
+            self._free_row(each)  # nothing follows its last token
+        for place, token in enumerate(made):
+            if each not in self._joined:  # it ended, or left, before this token
+                return
+            added = self._add(each, token, scores[place] if scores else [])
+            if each.text.finish is not None:
+                each._drafting.counts.num_behind += max(0, len(made) - 2 - place)
+            yield each, added
+
+    def _make_checked(
+        self, each: Continued, drafts: list[int]
+    ) -> tuple[list[int], list[list[Scored]], float]:
+        """Run a pass that checks drafts; return its tokens, their scores, and when they arrived."""
         row, moved = each._row, self._session.link_bytes
         assert row is not None
-        assert each._drafting is not None
         checking = Checking(each._choose)
         try:
             logits = self._rows.check(row, [each.made[-1], *drafts])
@@ -286,27 +307,14 @@ class JoinedTexts:
                 checking.keep(len(made))
                 taken = self._tokens.clone()  # the rows keep the one before
                 taken[row] = tokens[len(made) - 1]
-            has_nan = NO_TOKEN in chosen
+            # drafts behind the last mask may have any logits
+            has_nan = NO_TOKEN in chosen or len(chosen) <= len(drafts)
             self._rows.take(row, 1 + len(drafts), len(made), has_nan=has_nan)
         except BaseException:
             checking.keep(0)  # the text goes on as if no pass had been, if its row does
             raise
         self._tokens = taken
-        each._drafting.take_pass(len(drafts), made)
-        each._num_chosen += len(made)
-        if self._measured is not None:
-            self._measured.drafts.note(len(drafts), len(made) - 1)
-            self._measured.step_s += [(now - self._last_s) / len(made)] * len(made)
-        self._last_s = now
-        if each._num_chosen == each.text.num_tokens:
-            self._free_row(each)  # nothing follows its last token
-        for place, token in enumerate(made):
-            if each not in self._joined:  # it ended, or left, before this token
-                return
-            added = self._add(each, token, scores[place] if scores else [])
-            if each.text.finish is not None:
-                each._drafting.counts.num_behind += max(0, len(made) - 2 - place)
-            yield each, added
+        return made, scores, now
 
     def flush(self) -> Iterator[tuple[Continued, Outcome]]:
         """Yield the tokens that were queued before, as ``step`` does, and queue none."""

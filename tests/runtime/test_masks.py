@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,64 +20,13 @@ from offplan.runtime.sampling import Sampling
 from offplan.runtime.session import Session
 from offplan.runtime.texts import Text
 from tests.runtime.conftest import save_tiny
+from tests.runtime.counting import Counts
 from tests.runtime.drafted import PROMPT, Scripted, drafting, open_drafted
 from tests.runtime.interrupted import Abort, interrupted_at
 from tests.runtime.plans import group, offload, open_session
 
 VOCABULARY = 64
 END = 1
-
-
-class Counts:
-    """A matcher of the tokens 10, 11, ... up to a last one, each up to so many times."""
-
-    def __init__(self, last: int, fails_at: int | None = None, often: int = 2) -> None:
-        self.last, self.fails_at, self.often = last, fails_at, often
-        self.taken, self.copies = list[int](), list[Counts]()
-
-    @property
-    def _at(self) -> int:
-        return self.taken[-1] if self.taken else 9
-
-    def _list_allowed(self) -> list[int]:
-        if self.is_stopped():
-            return []
-        again = [self._at] if 0 < self.taken.count(self._at) < self.often else []
-        return [*again, self._at + 1]
-
-    def consume_token(self, token: int) -> bool:
-        self.taken.append(token)
-        return not self.is_error()
-
-    def compute_bitmask(self) -> bytes:
-        return sum(1 << token for token in self._list_allowed()).to_bytes(8, "little")
-
-    def is_stopped(self) -> bool:
-        return self._at >= self.last or self.is_error()
-
-    def is_error(self) -> bool:
-        return self.fails_at is not None and len(self.taken) >= self.fails_at
-
-    def compute_ff_tokens(self) -> list[int]:
-        is_forced = self.often == 1 and not self.is_stopped()
-        return [*range(self._at + 1, self.last + 1)] if is_forced else []
-
-    def try_consume_tokens(self, tokens: list[int]) -> int:
-        for number, token in enumerate(tokens):
-            if token not in self._list_allowed():
-                return number
-            self.taken.append(token)
-        return len(tokens)
-
-    def rollback(self, num_tokens: int) -> bool:
-        assert not self.is_error()
-        del self.taken[len(self.taken) - num_tokens :]
-        return True
-
-    def deep_copy(self) -> "Counts":
-        self.copies.append(copy(self))
-        self.copies[-1].taken = [*self.taken]
-        return self.copies[-1]
 
 
 class Decoder:
@@ -177,6 +125,10 @@ def test_each_place_of_a_pass_has_its_own_mask() -> None:
         list_allowed(mask, 8, scores)
     assert mask.prepare([13]) == 2
     assert list_allowed(mask, 8, scores) == [13, 14]
+    counts.copies[0].fails_at = 6  # a limit that drafts meet on their way
+    assert mask.prepare([12, 13, 13]) == 2
+    assert mask.prepare([12, 13, 13]) == 4
+    assert (len(counts.copies), mask.error, counts.taken) == (2, None, [10, 11, 11, 12])
 
 
 def test_a_grammar_that_does_not_go_back_has_no_drafts() -> None:
@@ -274,6 +226,15 @@ def test_what_a_grammar_forces_is_drafted(tmp_path: Path, tokens: int) -> None:
         assert len(each.drafts.offered) == tokens
 
 
+class Frail(Counts):
+    """A matcher whose copies meet a limit that the text does not."""
+
+    def deep_copy(self) -> Counts:
+        made = super().deep_copy()
+        made.fails_at = len(self.taken) + 3
+        return made
+
+
 @pytest.mark.slow
 def test_limits_that_drafts_meet_end_no_text_before_its_time(tmp_path: Path) -> None:
     folder, decision = save_tiny("qwen3", tmp_path), offload(group(2, 1))
@@ -281,6 +242,10 @@ def test_limits_that_drafts_meet_end_no_text_before_its_time(tmp_path: Path) -> 
         expected = continue_counting(session, Counts(LAST))[0].made
         alone = {at: continue_counting(session, Counts(LAST, at)) for at in range(1, 16)}
     with open_drafted(folder, drafting(decision)) as session:
+        each, added = continue_counting(session, Frail(LAST), expected, [True])
+        assert (each.made, each.text.finish) == (expected, "stop")
+        assert each.drafts is not None
+        assert each.drafts.accepted > 5
         for at, (each, added) in alone.items():
             ours, made = continue_counting(session, Counts(LAST, at), expected, [True])
             assert ours.made == each.made == expected[: at - 1]
