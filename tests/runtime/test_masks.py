@@ -174,15 +174,16 @@ def continue_counting(
 
 
 @pytest.mark.slow
-def test_a_text_with_a_grammar_is_the_same_whatever_is_drafted(tmp_path: Path) -> None:
-    folder, decision = save_tiny("qwen3", tmp_path), offload(group(2, 1))
-    with open_drafted(folder, decision) as session:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_text_with_a_grammar_is_the_same_whatever_is_drafted(tmp_path: Path, device: str) -> None:
+    folder, decision = save_tiny("qwen3_wide", tmp_path), offload(group(2, 1))
+    with open_drafted(folder, decision, device=device) as session:
         alone = {
             way: continue_counting(session, Counts(LAST), **given) for way, given in DRAFTED.items()
         }
     expected = {way: each.made for way, (each, _) in alone.items()}
     assert len({tuple(made) for made in expected.values()}) == len(DRAFTED) - 1
-    with open_drafted(folder, drafting(decision)) as session:
+    with open_drafted(folder, drafting(decision), device=device) as session:
         for way, given in DRAFTED.items():
             for right in ([True], [False], [True, True, True, False, True, True, False]):
                 counts = Counts(LAST)
