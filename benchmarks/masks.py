@@ -5,8 +5,10 @@
 For each form: the time to compile it, and for each token of an answer of that form the time to go
 on by it and to find which tokens may follow (``mask``), and the time to leave these tokens alone in
 the logits of a row, with torch on the CPU (``apply``). The server makes the first while the device
-makes a step, and the second on the device. ``open_s`` is the time that the first such request of a
-server takes for the tokenizer. Needs the extra ``serve``; the tokenizer is that of any model.
+makes a step, and the second on the device. ``cut`` is the time to cut 7 right drafts, before a pass
+that checks them, and ``masks`` that to make the masks of such a pass. ``open_s`` is the time that
+the first such request of a server takes for the tokenizer. Needs the extra ``serve``; the tokenizer
+is that of any model.
 
 ``--steps`` also times so many steps of random weights of Qwen3-8B's sizes (``--layers`` of them, or
 another ``--config``), of 1 text and of ``--texts``: all plain, and all with a grammar. ``share`` is
@@ -26,6 +28,7 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks.serve import NUM_PROMPT, QWEN3_8B, time_texts
+from offplan.capabilities.drafts import MOST_DRAFTED
 from offplan.checkpoint.open import open_model
 from offplan.plan import Offload
 from offplan.runtime.device import find_device
@@ -92,27 +95,38 @@ def time_form(grammars: Grammars, tokenizer: Any, form: str, repeats: int) -> di
     request, answer = FORMS[form]
     tokens = tokenizer(answer, add_special_tokens=False).input_ids
     compiled, masked, applied = list[float](), list[float](), list[float]()
+    cut, made = list[float](), list[float]()
     logits = torch.randn(1, grammars.vocabulary)
     for _ in range(repeats):
         began = time.perf_counter()
         (matcher,) = grammars.list_matchers(request, "a", 1)
-        mask = RowMask(matcher, torch.device("cpu"))
+        mask = RowMask(matcher, torch.device("cpu"), 0, MOST_DRAFTED)
         compiled.append(time.perf_counter() - began)
         for number, token in enumerate(tokens):
             began = time.perf_counter()
             mask.follow(number, token)
-            mask.refresh()
+            mask.refresh(number + 1)
             masked.append(time.perf_counter() - began)
             assert mask.error is None, tokenizer.decode(tokens[: number + 1])
             began = time.perf_counter()
-            mask(logits, logits)
+            mask(torch.empty(1, number + 1), logits)
             applied.append(time.perf_counter() - began)
+            drafts = tokens[number + 1 : number + 1 + MOST_DRAFTED]
+            if len(drafts) == MOST_DRAFTED:
+                began = time.perf_counter()
+                drafts = mask.cut(drafts)
+                cut.append(time.perf_counter() - began)
+                began = time.perf_counter()
+                mask.prepare(drafts)
+                made.append(time.perf_counter() - began)
     return {
         "form": form,
         "tokens": len(tokens),
         "compile_s": statistics.median(compiled),
         "mask_us": spread(masked),
         "apply_us": spread(applied),
+        "cut_us": spread(cut),
+        "masks_us": spread(made),
     }
 
 

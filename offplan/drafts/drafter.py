@@ -17,6 +17,16 @@ class Drafter(Protocol):
         """Return up to ``most`` tokens that may follow; none if it has no guess."""
 
 
+class Grammar(Protocol):
+    """A grammar that one text follows."""
+
+    def list_forced(self) -> list[int]:
+        """Return the tokens that have to follow; none where there is a choice."""
+
+    def cut(self, drafts: Sequence[int]) -> list[int]:
+        """Return the first drafts that may follow, without one that ends the text."""
+
+
 DRAFTERS: Mapping[DraftKind, Callable[[], Drafter]] = {"ngram": NgramDrafter}
 """Makers of the drafters that read a text alone, by the kind of a plan's drafts.
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from offplan.capabilities.drafts import Draft
 from offplan.drafts.counts import DraftCounts
-from offplan.drafts.drafter import DRAFTERS, Drafter
+from offplan.drafts.drafter import DRAFTERS, Drafter, Grammar
 from offplan.drafts.length import DraftLength
 
 
@@ -15,12 +15,15 @@ class Drafting:
         self, draft: Draft, prompt: Sequence[int], make: Callable[[], Drafter] | None = None
     ) -> None:
         """Begin behind a prompt; ``make`` makes another drafter than the one of the kind."""
+        self._most = draft.tokens
         self._drafter = (make or DRAFTERS[draft.kind])()
         self._drafter.extend(prompt)
         self._length = DraftLength(draft)
         self.counts = DraftCounts()
         self._guess: list[int] = []
         """The draft that a step without drafts is compared with."""
+        self._num_forced = 0
+        """Drafts of the pass at hand that a grammar forces: they tell nothing of the drafter."""
         self._guess_next()
 
     @property
@@ -28,13 +31,23 @@ class Drafting:
         """True if the next pass is to check drafts, for which all tokens of the text are wanted."""
         return self._length.tokens > 0
 
-    def propose(self, most: int) -> list[int]:
-        """Return up to ``most`` drafts for the next pass; a step follows if there are none."""
-        drafts = self._drafter.propose(min(most, self._length.tokens)) if most > 0 else []
-        if not drafts:
-            self._length.note(0, 0)
+    def propose(self, most: int, grammar: Grammar | None = None) -> list[int]:
+        """Return up to ``most`` drafts for the next pass; a step follows if there are none.
+
+        Tokens that the text's ``grammar`` forces come before guesses. Guesses are cut where it
+        forbids one.
+        """
+        forced = [] if grammar is None else grammar.list_forced()[: min(most, self._most)]
+        wanted = min(most, self._length.tokens)
+        drafts = self._drafter.propose(wanted) if wanted > len(forced) else []
+        if drafts[: len(forced)] != forced:
+            drafts = forced
+        allowed = grammar.cut(drafts) if grammar is not None and drafts else drafts
+        self._num_forced = len(forced)
+        if not allowed and self.wants_pass:
+            self._length.note(min(1, len(drafts)), 0)
             self._guess_next()
-        return drafts
+        return allowed
 
     def take_step(self, token: int) -> bool | None:
         """Take the token that a step without drafts has made.
@@ -56,7 +69,9 @@ class Drafting:
         """Take the tokens of a pass: of its drafts all but the last of ``made`` were right."""
         num_taken = len(made) - 1
         self.counts.note(num_drafts, num_taken)
-        self._length.note(num_drafts, num_taken)
+        if num_drafts > self._num_forced:
+            guessed = num_drafts - self._num_forced
+            self._length.note(guessed, max(0, num_taken - self._num_forced))
         self._drafter.extend(made)
         self._guess_next()
 

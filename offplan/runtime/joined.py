@@ -20,7 +20,7 @@ from offplan.runtime.masks import Matcher, RowMask
 from offplan.runtime.rows import Rows
 from offplan.runtime.sampling import (
     NO_TOKEN,
-    Checked,
+    Checking,
     Choose,
     Sampling,
     check_tokens,
@@ -197,8 +197,8 @@ class JoinedTexts:
                     each.num_read = len(each.text.prompt) if each.scores_prompt else num_read
                     self._joined[each] = None
                     each._choose = self._make_chooser(each)
-                    # drafts that a grammar's mask has not seen would not be drawn as without them
-                    if (draft := self._session.draft) is not None and each.matcher is None:
+                    draft, mask = self._session.draft, each._mask
+                    if draft is not None and (mask is None or mask.can_go_back):
                         each._drafting = Drafting(draft, each.text.prompt, self._make_drafter)
                 logits = joined[0].logits.new_zeros(self._rows.num_rows, len(joined[0].logits))
                 for row, each_logits, _ in joined:
@@ -245,7 +245,9 @@ class JoinedTexts:
         each = next(iter(self._joined), None)
         if each is None or each._row is None or each._drafting is None:
             return None
-        return each if each._drafting.wants_pass else None
+        mask = each._mask
+        is_forced = mask is not None and mask.count_forced(each._num_chosen) > 0
+        return each if each._drafting.wants_pass or is_forced else None
 
     def _propose(self, each: Continued) -> list[int]:
         """Return the drafts of a text's next pass, all of whose tokens the host has."""
@@ -253,36 +255,12 @@ class JoinedTexts:
         if each not in self._joined or row is None or drafting is None:
             return []  # it has ended
         left = each.text.num_tokens - each._num_chosen
-        return drafting.propose(min(self._rows.count_checked(row), left) - 1)
+        return drafting.propose(min(self._rows.count_checked(row), left) - 1, each._mask)
 
     def _check(self, each: Continued, drafts: list[int]) -> Iterator[tuple[Continued, Outcome]]:
         """Check drafts by one pass, and yield the tokens that it makes."""
-        row, moved = each._row, self._session.link_bytes
-        assert row is not None
         assert each._drafting is not None
-        logits = self._rows.check(row, [each.made[-1], *drafts])
-        with self._session.stream(), torch.inference_mode():
-            checked = Checked.of(each._choose, logits)
-            host = self._checked[: len(logits)]
-            arrival = Arrival(mark_nan(checked.tokens, logits), host)
-        if self._measured is not None:
-            self._measured.decode_link_bytes += self._session.link_bytes - moved
-            self._measured.num_decodes += 1
-        arrived, now = arrival.wait()
-        self._session.check()
-        chosen: list[int] = arrived.tolist()
-        made = chosen[: count_taken(drafts, chosen) + 1]
-        scores = []
-        with self._session.stream(), torch.inference_mode():
-            checked.keep(len(made))
-            if each.num_logprobs is not None:
-                scores = _read_scores(
-                    _score(logits[: len(made)], checked.tokens[: len(made)], each.num_logprobs)
-                )
-            self._tokens = self._tokens.clone()  # the rows keep the one before
-            self._tokens[row] = checked.tokens[len(made) - 1]
-        has_nan = NO_TOKEN in chosen
-        self._rows.take(row, 1 + len(drafts), len(made), has_nan=has_nan)
+        made, scores, now = self._make_checked(each, drafts)
         each._drafting.take_pass(len(drafts), made)
         each._num_chosen += len(made)
         if self._measured is not None:
@@ -298,6 +276,45 @@ class JoinedTexts:
             if each.text.finish is not None:
                 each._drafting.counts.num_behind += max(0, len(made) - 2 - place)
             yield each, added
+
+    def _make_checked(
+        self, each: Continued, drafts: list[int]
+    ) -> tuple[list[int], list[list[Scored]], float]:
+        """Run a pass that checks drafts; return its tokens, their scores, and when they arrived."""
+        row, moved = each._row, self._session.link_bytes
+        assert row is not None
+        checking = Checking(each._choose)
+        try:
+            logits = self._rows.check(row, [each.made[-1], *drafts])
+            with self._session.stream(), torch.inference_mode():
+                if each._mask is not None:  # whose masks are made while the pass runs
+                    logits = logits[: each._mask.prepare(drafts)]
+                tokens = checking.choose(logits)
+                arrival = Arrival(mark_nan(tokens, logits), self._checked[: len(logits)])
+            if self._measured is not None:
+                self._measured.decode_link_bytes += self._session.link_bytes - moved
+                self._measured.num_decodes += 1
+            arrived, now = arrival.wait()
+            self._session.check()
+            chosen: list[int] = arrived.tolist()
+            made = chosen[: count_taken(drafts, chosen) + 1]
+            scores = []
+            with self._session.stream(), torch.inference_mode():
+                if each.num_logprobs is not None:
+                    scores = _read_scores(
+                        _score(logits[: len(made)], tokens[: len(made)], each.num_logprobs)
+                    )
+                checking.keep(len(made))
+                taken = self._tokens.clone()  # the rows keep the one before
+                taken[row] = tokens[len(made) - 1]
+            # drafts behind the last mask may have any logits
+            has_nan = NO_TOKEN in chosen or len(chosen) <= len(drafts)
+            self._rows.take(row, 1 + len(drafts), len(made), has_nan=has_nan)
+        except BaseException:
+            checking.keep(0)  # the text goes on as if no pass had been, if its row does
+            raise
+        self._tokens = taken
+        return made, scores, now
 
     def flush(self) -> Iterator[tuple[Continued, Outcome]]:
         """Yield the tokens that were queued before, as ``step`` does, and queue none."""
@@ -346,7 +363,8 @@ class JoinedTexts:
         text, device = each.text, self._session.device
         processors = text.rules.make_processors(len(text.prompt), device)
         if each.matcher is not None:
-            each._mask = RowMask(each.matcher, device)
+            most = 0 if self._session.draft is None else self._session.draft.tokens
+            each._mask = RowMask(each.matcher, device, len(text.prompt), most)
             processors.append(each._mask)  # the last one: no other rule allows what it does not
         number = text.number if each.number is None else each.number
         return make_ruled_chooser(
@@ -395,10 +413,9 @@ class JoinedTexts:
             if mask.num_followed < each._num_chosen:
                 last = next(made for made in reversed(self._chosen) if made.texts.get(row) is each)
                 token = int(last.arrival.wait()[0][row])
-                if token == NO_TOKEN or token in each.text.rules.end_tokens:
-                    continue  # what is queued behind it is not used
-                mask.follow(each._num_chosen - 1, token)
-            mask.refresh()
+                if token != NO_TOKEN and token not in each.text.rules.end_tokens:
+                    mask.follow(each._num_chosen - 1, token)
+            mask.refresh(each._num_chosen)
 
     def _make_host(self, num_tokens: int | None = None) -> torch.Tensor:
         on_gpu = self._session.device.type == "cuda"

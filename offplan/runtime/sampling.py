@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import (
@@ -185,9 +185,8 @@ class Ruled:
             self._sampler.restore(drawn)
 
 
-@dataclass(frozen=True)
-class Checked:
-    """The tokens that a text's chooser makes behind each token of a pass that checks drafts.
+class Checking:
+    """Chooses a token behind each token of a pass that checks drafts.
 
     A draft is right if the token chosen in its place is the same. As drafts are no random choice,
     that is rejection sampling: a draft x is taken with probability p(x), and what comes in its
@@ -196,30 +195,30 @@ class Checked:
     Source: Leviathan et al. (2023), Algorithm 1, for drafts of probability 1.
     """
 
-    tokens: torch.Tensor
-    """int64 of [tokens, 1]; each supposes that the drafts before it are right."""
-    choose: Choose
-    states: list[Any]
-    """States of the chooser behind each token; empty for a chooser that has none."""
+    def __init__(self, choose: Choose) -> None:
+        """Choose by a text's chooser, and keep what it goes back to."""
+        self._chooser = cast(Any, choose)
+        self._states = [] if choose is choose_likeliest else [self._chooser.save()]
+        """States of the chooser before the first token, and behind each."""
 
-    @classmethod
-    def of(cls, choose: Choose, logits: torch.Tensor) -> "Checked":
-        """Choose a token for each of the logits, [tokens, vocabulary], in order."""
-        if choose is choose_likeliest:
-            return cls(choose_likeliest(logits, ()), choose, [])
-        chooser: Any = choose
-        tokens, states = [], []
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        """Choose a token for each of the logits, [tokens, vocabulary], in order.
+
+        Returns int64 of [tokens, 1]; each supposes that the drafts before it are right.
+        """
+        if not self._states:
+            return choose_likeliest(logits, ())
+        tokens = []
         for of_token in logits.split(1):
-            tokens.append(choose(of_token, (0,)))
+            tokens.append(self._chooser(of_token, (0,)))
             check_tokens(tokens[-1], of_token)
-            states.append(chooser.save())
-        return cls(torch.cat(tokens), choose, states)
+            self._states.append(self._chooser.save())
+        return torch.cat(tokens)
 
     def keep(self, num_made: int) -> None:
         """Have the chooser go on behind the first ``num_made`` tokens."""
-        if self.states:
-            chooser: Any = self.choose
-            chooser.restore(self.states[num_made - 1])
+        if self._states:
+            self._chooser.restore(self._states[num_made])
 
 
 def make_chooser(sampling: Sampling | None, texts: Sequence[int], device: torch.device) -> Choose:

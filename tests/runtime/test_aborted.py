@@ -4,7 +4,6 @@ What comes next is compared with stock transformers, whatever a pass was doing w
 """
 
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM
 
-import offplan.runtime
 from offplan.capabilities.packing import Packing
 from offplan.capabilities.stock import STOCK
 from offplan.capabilities.way import OWN
@@ -33,6 +31,7 @@ from tests.hostcores.cores import require_cores
 from tests.runtime.cached import keeping
 from tests.runtime.conftest import save_tiny
 from tests.runtime.divided import dividing, save, sharing, wide
+from tests.runtime.interrupted import Abort, interrupted_at
 from tests.runtime.plans import CONTEXT, LateLink, group, in_parts, offload, open_session
 from tests.runtime.quantise import save_stored
 from tests.tiers import each_value_once, others_in_sweep
@@ -46,10 +45,6 @@ PROMPT = 9
 ROUNDED = 0.35
 """Most that logits of bfloat16 differ by from stock's float32 ones, over their deviation; with
 another layer's weights they differ by 1 and more."""
-
-
-class Abort(BaseException):
-    """Ends a pass, as Ctrl-C does."""
 
 
 @dataclass
@@ -453,27 +448,6 @@ def test_passes_of_transformers_own(find: Find, prefill: str, decode: str, late:
             own = texts.ensure("first")
             texts.step(own)
             moment += 1
-
-
-@contextmanager
-def interrupted_at(number: int) -> Iterator[list[int]]:
-    """Raise Abort at a line of the runtime's, the ``number``-th that runs; counts them."""
-    place, lines = str(Path(offplan.runtime.__file__).parent), [0]
-    before = sys.gettrace()
-
-    def look(frame: Any, event: str, _: object) -> Any:
-        if event == "call":
-            return look if frame.f_code.co_filename.startswith(place) else None
-        lines[0] += event == "line"
-        if event == "line" and lines[0] == number:
-            raise Abort(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-        return look
-
-    sys.settrace(look)
-    try:
-        yield lines
-    finally:
-        sys.settrace(before)
 
 
 ANYWHERE: dict[str, tuple[str, list[Any]]] = {

@@ -25,7 +25,7 @@ from offplan.runtime.joined import Added, Continued, JoinedTexts
 from offplan.runtime.model.cache_mask import filled_blocks, filled_up_to
 from offplan.runtime.rows import Rows
 from offplan.runtime.rules import TokenRules
-from offplan.runtime.sampling import Checked, Sampler, Sampling
+from offplan.runtime.sampling import Checking, Sampler, Sampling
 from offplan.runtime.session import Session
 from offplan.runtime.texts import Text
 from tests.hostcores.cores import require_cores
@@ -254,14 +254,14 @@ def test_drawn_tokens_have_the_distribution_of_the_logits() -> None:
     sampler = Sampler(Sampling(seed=3), [0], torch.device("cpu"))
     counted, num_taken, number = Counter[int](), 0, 4000
     for _ in range(number):
-        checked = Checked.of(sampler, logits)
-        first, second = checked.tokens.flatten().tolist()
+        checking = Checking(sampler)
+        first, second = checking.choose(logits).flatten().tolist()
         is_right = first == 1
         num_taken += is_right
         counted[first] += 1
         if is_right:
             counted[second + 10] += 1
-        checked.keep(1 + is_right)
+        checking.keep(1 + is_right)
     for token, chance in enumerate(logits[0].softmax(-1).tolist()):
         spread = 4 * (chance * (1 - chance) / number) ** 0.5
         assert abs(counted[token] / number - chance) < spread

@@ -1,16 +1,20 @@
 """Drafts by prediction layers: as transformers' own layers make them, and texts as without."""
 
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from offplan.errors import PlanError
+from offplan.runtime.joined import Continued
 from offplan.runtime.model.cache_mask import filled_blocks
 from offplan.runtime.prediction.predictor import Predictor
 from offplan.runtime.rows import Rows
+from offplan.runtime.session import Session
 from tests.runtime.cached import Abort, abort_in
 from tests.runtime.conftest import save_tiny
+from tests.runtime.counting import Counts
 from tests.runtime.drafted import PROMPT, open_drafted
 from tests.runtime.plans import CONTEXT, group, offload
 from tests.runtime.predicting import (
@@ -79,6 +83,36 @@ def test_a_text_is_the_same_whatever_is_drafted(
                     assert made == alone[way], (way, kind, tokens)
                     assert each.drafts is not None
                     assert each.drafts.accepted > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5_text"])
+def test_a_text_with_a_grammar_is_the_same_whatever_is_drafted(tmp_path: Path, family: str) -> None:
+    """The layer goes on behind passes whose drafts were forced, or cut, and not its own."""
+    folder, decision = save_predicting(family, tmp_path), offload(group(2, 1), prefill_chunk=4)
+    ways = {"greedy": None, "drawn": DRAWN}
+    last = 26
+
+    def continue_formed(session: Session, often: int, **given: Any) -> tuple[list[int], Continued]:
+        return continue_text(session, matcher=Counts(last, often=often), **given)
+
+    with open_drafted(folder, decision) as session:
+        alone = {way: continue_formed(session, 2, sampling=how)[0] for way, how in ways.items()}
+    with open_drafted(folder, predicting(decision)) as session:
+        for way, sampling in ways.items():
+            assert continue_formed(session, 2, sampling=sampling)[0] == alone[way]
+            for right in RIGHT.values():
+                made, each = continue_formed(
+                    session, 2, right=right, expected=alone[way], sampling=sampling
+                )
+                assert made == alone[way]
+                assert each.drafts is not None
+                assert each.drafts.accepted > 5
+        made, each = continue_formed(session, 1)
+        assert made == [*range(10, last + 1)]
+        assert each.drafts is not None
+        assert each.drafts.rejected == 0
+        assert each.drafts.accepted > 8
 
 
 @pytest.mark.slow

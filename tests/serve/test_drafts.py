@@ -1,6 +1,8 @@
 """A server whose passes check drafts says the same, and counts what was taken."""
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -55,3 +57,68 @@ def test_a_client_that_goes_away_leaves_the_row_to_others(drafted: Served) -> No
     with client.completions.create(**asked, stream=True) as stream:
         next(iter(stream))
     assert client.completions.create(**asked).choices[0].text == expected
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "array",
+    "minItems": 2,
+    "maxItems": 3,
+    "items": {
+        "type": "object",
+        "properties": {"city_by_name": {"enum": ["Köln", "京都"]}, "days": {"type": "integer"}},
+        "required": ["city_by_name", "days"],
+        "additionalProperties": False,
+    },
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "schema": {"json_schema": SCHEMA},
+    "pattern": {"regex": "(one city and another city[.] ){2,3}[a-f]{2,9}!"},
+    "grammar": {"grammar": 'root ::= ("to and fro " [0-9] ", "){3} "end"'},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", FORMS)
+def test_answers_of_a_form_are_the_same(drafted: Served, served: Served, form: str) -> None:
+    """Beside others without one, each in its turn; a mask of another place would change them."""
+    pytest.importorskip("llguidance")
+    asked = {"model": NAME, "prompt": "Weights", "max_tokens": 200, **FORMS[form]}
+    plain = {"model": NAME, "prompt": AGAIN, "max_tokens": 30, "temperature": 0}
+
+    def complete(server: Served, fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        found = server.ask("/v1/completions", fields)
+        assert found.status == 200, found.data
+        return found.data["choices"][0], found.data["usage"]
+
+    alone, _ = complete(served, plain)
+    for more in (
+        {"temperature": 0},
+        {"temperature": 0.9, "seed": 7, "frequency_penalty": 0.3, "logit_bias": {"101": 2}},
+        {"temperature": 0, "stop": "days"},
+        {"temperature": 0, "max_tokens": 33},
+        {"temperature": 0, "logprobs": 2},
+    ):
+        expected, _ = complete(served, {**asked, **more})
+        found, usage = complete(drafted, {**asked, **more})
+        assert (found["text"], found["finish_reason"]) == (
+            expected["text"],
+            expected["finish_reason"],
+        )
+        counted = usage["completion_tokens_details"]["accepted_prediction_tokens"]
+        assert 5 < counted < usage["completion_tokens"]
+        assert complete(drafted, plain)[0]["text"] == alone["text"]
+        if form == "schema" and "stop" not in more and "max_tokens" not in more:
+            assert len(json.loads(found["text"])) in (2, 3)
+    assert not drafted.faults
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_grammar_that_does_not_go_back_has_no_drafts(drafted: Served, served: Served) -> None:
+    pytest.importorskip("llguidance")
+    lark = 'start: u "x" /[a-z]{9}/\nu[max_tokens=4]: /[a-d]*/'
+    asked = {"prompt": "Weights", "max_tokens": 40, "temperature": 0, "grammar": lark}
+    found, expected = (each.ask("/v1/completions", asked).data for each in (drafted, served))
+    assert found["choices"][0]["text"] == expected["choices"][0]["text"]
+    assert found["usage"].get("completion_tokens_details") is None

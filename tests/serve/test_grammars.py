@@ -68,10 +68,10 @@ def ask(choice: Any = "required", **fields: Any) -> ChatRequest:
 
 def draw(matcher: Matcher, tokens: dict[bytes, int], seed: int) -> str:
     """Draw what a grammar allows, parts of which are what may end something."""
-    drawn, mask = random.Random(seed), RowMask(matcher, torch.device("cpu"))
+    drawn, mask = random.Random(seed), RowMask(matcher, torch.device("cpu"), 0)
     made, queue = list[bytes](), list[bytes]()
     while len(made) < 3000:
-        scores = mask(torch.zeros(1, 0), torch.zeros(1, END + 1))[0]
+        scores = mask(torch.zeros(1, len(made)), torch.zeros(1, END + 1))[0]
         allowed = [each for each, token in tokens.items() if scores[token] > -torch.inf]
         assert allowed or scores[END] > -torch.inf
         if not allowed or (scores[END] > -torch.inf and drawn.random() < 0.5):
@@ -89,7 +89,7 @@ def draw(matcher: Matcher, tokens: dict[bytes, int], seed: int) -> str:
         assert mask.error is None
         if mask.is_over:
             break
-        mask.refresh()
+        mask.refresh(len(made))
     return b"".join(made).decode()
 
 
