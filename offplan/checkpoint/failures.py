@@ -100,7 +100,10 @@ def explain(error: BaseException, repo: str, revision: str | None, filename: str
         reason = "found no such revision; check `revision` (a branch, a tag or a commit)"
     elif isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 404:
         kind = NoSuchFile
-        reason = f"found no {filename}; the model is not in the safetensors layout of transformers"
+        reason = (
+            f"found no {filename}; the repository is incomplete, or it is not in the safetensors "
+            "layout of transformers"
+        )
     elif isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
         kind = HubError if status >= 500 or status in _BUSY else CheckpointError
@@ -111,8 +114,7 @@ def explain(error: BaseException, repo: str, revision: str | None, filename: str
             "there and let it be written to, or set HF_HOME to another folder"
         )
     elif not isinstance(error, (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError)):
-        is_wrong = isinstance(error, (_CLIENT.UnsupportedProtocol, _CLIENT.InvalidURL))
-        kind = CheckpointError if is_wrong else HubError
+        kind = HubError if _has_protocol() else CheckpointError
         reason = f"{filename}: {_explain_silence(error)}"
     elif constants.HF_HUB_OFFLINE:
         kind = NoSuchFile
@@ -244,14 +246,10 @@ def _read_wait(headers: object) -> str:
 def _explain_silence(error: BaseException) -> str:
     """Explain why no answer that a Hub gives has come."""
     text = describe(error)
-    if isinstance(error, _CLIENT.UnsupportedProtocol):
+    if not _has_protocol():
         return (
             f"found {quote(constants.ENDPOINT)} as HF_ENDPOINT, expected an address such as "
             "https://huggingface.co; correct it, or unset it"
-        )
-    if isinstance(error, _CLIENT.InvalidURL):
-        return f"found an address that is none ({text}); correct HF_ENDPOINT" + "".join(
-            f" and {name}" for name in _name_proxies()
         )
     if isinstance(error, _CLIENT.ProxyError):
         help_ = _LOGIN if "407" in text else "correct it, or unset it where none is needed"
@@ -275,12 +273,11 @@ def _explain_silence(error: BaseException) -> str:
 
 
 def _advise_network() -> str:
-    to_check = [f"the proxy of {name}" for name in _name_proxies()[:1]]
-    to_check += [] if _is_home() else ["HF_ENDPOINT"]
-    checks = " and ".join(
-        filter(None, (", ".join(("the network", *to_check[:-1])), *to_check[-1:]))
-    )
-    return f"check {checks}, or name a folder with the model"
+    checks = ["the network", *(f"the proxy of {name}" for name in _name_proxies()[:1])]
+    checks += [] if _is_home() else ["HF_ENDPOINT"]
+    *first, last = checks
+    listed = f"{', '.join(first)} and {last}" if first else last
+    return f"check {listed}, or name a folder with the model"
 
 
 def _name_proxies() -> list[str]:
@@ -290,6 +287,10 @@ def _name_proxies() -> list[str]:
 
 def _name_proxy() -> str:
     return " or ".join(_name_proxies()) or "the system"
+
+
+def _has_protocol() -> bool:
+    return bool(constants.ENDPOINT.startswith(("http://", "https://")))
 
 
 def _is_home() -> bool:

@@ -21,7 +21,7 @@ from offplan.checkpoint.gguf.places import (
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.own_code import fingerprint_code, names_code
-from offplan.checkpoint.tensors import CONFIG_NAME
+from offplan.checkpoint.tensors import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
 from offplan.errors import CheckpointError, HubError, OffplanError
 from offplan.files import StrPath
 from offplan.kinds import describe_kind
@@ -131,7 +131,7 @@ def _read(source: str, revision: str | None, dtype: str | None, on_progress: Pro
         found = f"nothing of this name in {quote(os.path.dirname(os.path.abspath(source)))}"
     if is_path and may_be_id:
         help_ += ", or name a `revision` if the Hub's model is meant"
-    if is_path and _HUB_ID.fullmatch(source[:-1]):
+    if source.endswith("/") and _HUB_ID.fullmatch(source[:-1]):
         help_ += f", or write {source[:-1]} if the Hub's model is meant"
     raise CheckpointError(
         f"{quote(source)}: found {found}, expected a folder with {CONFIG_NAME} and safetensors, a "
@@ -153,6 +153,9 @@ def _read_hub(source: str, revision: str | None, on_progress: Progress, dtype: s
         with suppress(OffplanError):  # that there is no checkpoint says more
             repository = list_files(source, revision)
         if repository is None:
+            raise
+        has_weights = {SINGLE_NAME, INDEX_NAME}.intersection(repository.others)
+        if has_weights and CONFIG_NAME in repository.others:
             raise
         if not repository.files:
             raise explain_contents(source, repository.others) from None
