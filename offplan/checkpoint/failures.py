@@ -116,6 +116,7 @@ def explain(error: BaseException, repo: str, revision: str | None, filename: str
     elif not isinstance(error, (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError)):
         kind = HubError if _has_protocol() else CheckpointError
         reason = f"{filename}: {_explain_silence(error)}"
+        reason += "" if "/" in repo else f"; check the name, too{find_like(repo)}"
     elif constants.HF_HUB_OFFLINE:
         kind = NoSuchFile
         reason = (

@@ -400,8 +400,8 @@ def test_answers_that_are_no_hubs(single, tmp_path):
 
 @pytest.mark.slow
 def test_a_proxy_is_named_by_its_variable_alone(tmp_path):
-    proxy = {"HTTP_PROXY": "http://me:secret@127.0.0.1:9", "NO_PROXY": ""}
-    text = open_from("http://hub.example", tmp_path, **proxy)["error"]
+    proxy = "http://me:secret@127.0.0.1:9"
+    text = open_from("http://hub.example", tmp_path, HTTP_PROXY=proxy, NO_PROXY="")["error"]
     assert "check the network, the proxy of HTTP_PROXY and HF_ENDPOINT" in text
     assert "secret" not in text
 
