@@ -397,7 +397,7 @@ def describe_fit(plan: Plan, machine: MachineProfile) -> str:
     if machine.host_memory is None:
         return (
             f"{told}, {format_bytes(locked)} of page-locked host memory. This machine's profile "
-            "does not say how much host memory can be page-locked."
+            "does not say how much host memory can be page-locked: add ,ram=64GiB, or what it has."
         )
     room = format_bytes(machine.host_memory.value)
     return f"{told}, {format_bytes(locked)} of {room} of page-locked host memory."
