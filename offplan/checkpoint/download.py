@@ -15,7 +15,8 @@ from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.utils import logging
 from typing_extensions import Self
 
-from offplan.checkpoint.answers import AGENT, NoSuchFile, checked_session, explaining
+from offplan.checkpoint.answers import AGENT, checked_session
+from offplan.checkpoint.failures import NoSuchFile, explaining
 from offplan.checkpoint.folder import MAX_JSON_BYTES, is_inner_path
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.quiet import quietly

@@ -12,7 +12,6 @@ from pathlib import Path
 from huggingface_hub import constants, hf_hub_url
 from huggingface_hub.utils import logging
 
-from offplan.checkpoint.answers import NoSuchFile, explaining
 from offplan.checkpoint.config import GENERATION_NAME, NO_GENERATION, states_quantisation
 from offplan.checkpoint.download import (
     PATIENCE_S,
@@ -22,6 +21,7 @@ from offplan.checkpoint.download import (
     in_threads,
     is_absent,
 )
+from offplan.checkpoint.failures import NoSuchFile, blaming_cache, explaining
 from offplan.checkpoint.folder import (
     ADAPTER_ALONE,
     ADAPTER_NAME,
@@ -51,6 +51,11 @@ def read_hub(repo: str, revision: str | None, on_progress: Progress) -> Stored:
 
     ``on_progress`` hears (shards read, shards in all). Raises CheckpointError and HubError.
     """
+    with blaming_cache(repo):
+        return _read(repo, revision, on_progress)
+
+
+def _read(repo: str, revision: str | None, on_progress: Progress) -> Stored:
     config_path = _fetch_config(repo, revision)
     # huggingface_hub files a download under the commit that the revision stands for.
     commit = config_path.parent.name

@@ -21,7 +21,7 @@ from offplan.checkpoint.gguf.places import (
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.own_code import fingerprint_code, names_code
-from offplan.checkpoint.tensors import CONFIG_NAME
+from offplan.checkpoint.tensors import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
 from offplan.errors import CheckpointError, HubError, OffplanError
 from offplan.files import StrPath
 from offplan.kinds import describe_kind
@@ -120,8 +120,10 @@ def _read(source: str, revision: str | None, dtype: str | None, on_progress: Pro
         try:
             return _read_hub(source, revision, on_progress, dtype)
         except HubError as error:
-            beside = "leave the revision out for what is on disk" if exists else ""
-            raise HubError(f"{error} ({beside or 'nothing on disk has this name'})") from None
+            if not exists:
+                raise
+            beside = "leave the revision out for what is on disk"
+            raise HubError(f"{error} ({beside})", topic=error.topic) from None
     if exists and (kind := describe_kind(source, "a model")) is not None:
         raise CheckpointError(f"{quote(source)}: {kind}")
     found, help_ = "a file" if exists else "nothing on disk and no Hub id", "correct the name"
@@ -129,6 +131,8 @@ def _read(source: str, revision: str | None, dtype: str | None, on_progress: Pro
         found = f"nothing of this name in {quote(os.path.dirname(os.path.abspath(source)))}"
     if is_path and may_be_id:
         help_ += ", or name a `revision` if the Hub's model is meant"
+    if source.endswith("/") and _HUB_ID.fullmatch(source[:-1]):
+        help_ += f", or write {source[:-1]} if the Hub's model is meant"
     raise CheckpointError(
         f"{quote(source)}: found {found}, expected a folder with {CONFIG_NAME} and safetensors, a "
         f"{CONFIG_NAME}, or a Hub id such as Qwen/Qwen3-8B; {help_}"
@@ -137,7 +141,7 @@ def _read(source: str, revision: str | None, dtype: str | None, on_progress: Pro
 
 def _read_hub(source: str, revision: str | None, on_progress: Progress, dtype: str | None) -> Model:
     """Read a checkpoint on the Hub, or what a repository without one has in GGUF files."""
-    from offplan.checkpoint.answers import NoSuchFile
+    from offplan.checkpoint.failures import NoSuchFile, explain_contents
     from offplan.checkpoint.hub import read_hub
 
     try:
@@ -150,6 +154,11 @@ def _read_hub(source: str, revision: str | None, on_progress: Progress, dtype: s
             repository = list_files(source, revision)
         if repository is None:
             raise
+        has_weights = {SINGLE_NAME, INDEX_NAME}.intersection(repository.others)
+        if has_weights and CONFIG_NAME in repository.others:
+            raise
+        if not repository.files:
+            raise explain_contents(source, repository.others) from None
         return read_repository(repository, None, on_progress, dtype)
 
 

@@ -6,6 +6,7 @@ A second run and offline mode need no network: each shard's header is one file u
 
 import time
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
 
 from huggingface_hub import constants, errors
@@ -80,6 +81,10 @@ _PATIENCE_S = 30.0
 _LEAST_BYTES_PER_S = 16 * 1024
 """A read may take so long and so much longer for its bytes. The client's own timeout starts anew
 with every byte, so that a server that lets them drip would hold it for ever."""
+
+_CLIENT = import_module(HTTPError.__module__)
+_NEVER = (_CLIENT.UnsupportedProtocol, _CLIENT.ProxyError)
+"""Errors that another attempt does not mend."""
 
 _Result = TypeVar("_Result")
 
@@ -168,6 +173,8 @@ def _retry_after_s(error: Exception) -> float | None:
         if not isinstance(error.__cause__, errors.HfHubHTTPError):
             return None
         error = error.__cause__
+    if isinstance(error, _NEVER):
+        return None
     if not isinstance(error, errors.HfHubHTTPError):
         return 0.0
     if error.response.status_code not in _RETRIED_STATUSES:

@@ -12,6 +12,7 @@ from offplan.cli.analyze import analyze, plan
 from offplan.cli.bench import bench
 from offplan.cli.chat import chat
 from offplan.cli.check import check
+from offplan.cli.command import Command
 from offplan.cli.common_options import with_habits
 from offplan.cli.diff import diff
 from offplan.cli.explain import explain, show
@@ -62,4 +63,4 @@ _LOOK_AFTER = (show, report, check, diff, explain, replan)
 _EXECUTE = (run, chat, serve, bench, export)
 _KNOW = (measure, machines, models, schema)
 for command in (*_PLAN, *_LOOK_AFTER, *_EXECUTE, *_KNOW):
-    app.command()(with_habits(command))
+    app.command(cls=Command)(with_habits(command))

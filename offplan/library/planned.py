@@ -62,7 +62,7 @@ def find_planned_model(
     """
     if os.path.exists(model or _locate(plan)) and plan.model.revision is None:
         return read_planned_model(plan, model, on_progress)
-    from offplan.checkpoint.answers import NoSuchFile
+    from offplan.checkpoint.failures import NoSuchFile
     from offplan.checkpoint.hub import offline  # it takes a while to import
 
     with offline(), suppress(NoSuchFile):

@@ -10,44 +10,26 @@ from offplan.errors import InputError, ProfileError
 from offplan.hostmem.limits import find_ram, lockable_bytes
 from offplan.kinds import describe_kind
 from offplan.machine.assumed import parse_link, rate_of_memory
+from offplan.machine.cards import SHIPPED as SHIPPED
+from offplan.machine.cards import (
+    Card,
+    find_cards,
+    find_exact,
+    find_nearest,
+    is_geforce,
+    normalise,
+)
+from offplan.machine.cards import shipped_profiles as shipped_profiles
+from offplan.machine.typed import Typed, parse_typed, split_count
 from offplan.units import parse_bytes
 
-SHIPPED = Path(__file__).parent / "profiles"
-_CHANGE = re.compile(r",(?=[a-z0-9_]+=)", re.IGNORECASE)
+_CHANGE = re.compile(
+    r"[,;]\s*(?=[a-z0-9_]+ ?=)|\s+(?=(?:pcie|v?ram|os|ddr|link) ?=)", re.IGNORECASE
+)
 _PCIE = re.compile(r"([0-9])(?:\.0)?x([0-9]+)", re.IGNORECASE)
 _NO_LANES = re.compile(r"(pcie)=(?:gen ?)?([3-6])(?:\.0)?", re.IGNORECASE)
 _LANES = re.compile(r"^link: PCIe [3-6] x([0-9]+)$", re.MULTILINE)
 _MOST_LANES = 16
-_COUNT = re.compile(
-    r"(?P<before>[2-9]|1[0-6]) *[x*] *(?P<name>.+)|"
-    r"(?P<first>.+?) *[x*] *(?P<behind>[2-9]|1[0-6])",
-    re.IGNORECASE,
-)
-"""A name with a number of GPUs: ``2x rtx3090`` or ``rtx3090 x2``."""
-_MAKERS = re.compile(r"nvidia|geforce|tesla|gpu|[^a-z0-9]")
-_OTHER_NAMES = {
-    "gb10-c2c": ("dgxspark", "spark"),
-    **{
-        f"{name}-pcie5": tuple(f"{name}{form}" for form in ("sxm", "sxm5", f"{size}gb", "hgx"))
-        for name, size in (("h200", 141), ("h20", 96))
-    },
-    "h100-pcie5": ("h100sxm", "h100sxm5", "h10080gb", "h10080gbhbm3", "h100hgx"),
-    "b200-pcie5": ("b200sxm", "b200hgx", "dgxb200"),
-    "b300-pcie5": ("b300sxm", "b300hgx", "dgxb300", "b300288gb"),
-    "h100-nvl-pcie5": ("h10094gb",),
-    "a100-pcie4": ("a100pcie", "a10080gb", "a10080gbpcie"),
-}
-_CARD = re.compile(
-    r"(?:rtx|gtx)?([0-9]{2})([0-9]0)(ti)?(super)?(laptop|mobile|m)?(?:([0-9]{1,2})gb?)?"
-)
-"""The normalised name of a GeForce card: generation, tier, and what stands behind."""
-_VRAM_GIB = {
-    **dict.fromkeys(("1060", "1660", "1660ti", "1660super", "2060"), 6),
-    **dict.fromkeys(("1070", "1080", "2060super", "2070", "2070super", "2080", "2080super"), 8),
-    **dict.fromkeys(("3050", "4050", "5050", "5060", "5060ti"), 8),
-    **dict.fromkeys(("1080ti",), 11),
-}
-"""GPU memory of cards of which no profile is shipped. Source: NVIDIA's specifications."""
 _OTHER_MAKERS = {
     "AMD": r"(amd|instinct|radeon|ryzenai|strixhalo)+.*|mi[0-9]{2,3}[axp]?|"
     r"(pro)?(rx|w)[0-9]{3,4}(xtx|xt|gre|m|s)*|[5679][0-9]{3}(xtx|xt|gre)",
@@ -67,24 +49,22 @@ _NVIDIA = re.compile(r"nvidia|geforce|tesla|quadro|[gr]tx", re.IGNORECASE)
 _BEFORE_TURING = re.compile(
     r"(v100s?|p(4|6|40|100)|m(4|6|10|40|60)|k(10|20x?|40|80))(pcie|sxm[23]?)?([0-9]{2}gb)?|"
     r"(quadro)?(g[pv]100|[kmp][1-6][0-9]{2,3}([0-9]{2}gb)?)|"
-    r"(gtx)?titan(x|xp|xpascal|v|z|black)?|gtx(9|10)[0-9]{2}(ti)?([0-9]gb)?|mx[1-3][0-9]{2}"
+    r"(gtx)?titan(x|xp|xpascal|v|z|black)?|(gtx)?(9|10)[5-8]0(ti)?([0-9]gb)?|mx[1-3][0-9]{2}"
 )
 """Normalised names of NVIDIA's GPUs of Volta and before."""
-_GPU_MEMORY = re.compile(r"^gpu_memory: \{value: ([0-9]+) G", re.MULTILINE)
 _SHORT_KEYS = {
     **{"pcie": "link", "ram": "host_memory", "vram": "gpu_memory", "os": "system"},
     "ddr": "cores",
 }
 _SYSTEMS = ("linux", "wsl2", "windows")
+_HOW_TO_WRITE = (
+    "write a GPU's name, a laptop's with -laptop, and the machine's memory behind it: "
+    "rtx4090,ram=64GiB or rtx4060-laptop,ram=16GiB"
+)
 _BARE_SYSTEM = re.compile(rf",\s*(?=(?:{'|'.join(_SYSTEMS)})(?:,|$))", re.IGNORECASE)
 """The comma before a system without its key, as people write ``rtx4090,wsl2,ram=64GiB``."""
 _KEPT_BY = re.compile(rf"less what ({'|'.join(_SYSTEMS)}|the operating system) keeps(?!:)")
 """The end of the source of a figure that ``ram=`` gave, or that was measured on Linux."""
-
-
-def shipped_profiles() -> list[str]:
-    """Names of the profiles that come with offplan."""
-    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
 class MachineName(NamedTuple):
@@ -134,17 +114,17 @@ class MachineName(NamedTuple):
                 "name a GPU that `offplan machines` lists; a profile's file with that GPU's "
                 "figures gives plans, which `offplan run` does not execute there"
             )
-        nearest = find_nearest(self.base)
-        if not nearest:
-            forms = {form: name for name in shipped_profiles() for form in _forms(name)}
-            close = difflib.get_close_matches(_normalise(self.base)[:80], forms, 3)
-            nearest = [*dict.fromkeys(forms[each] for each in close)]
-        meant = " or ".join(nearest)
+        typed = parse_typed(self.base)
+        if cards := find_cards(typed):
+            unsaid = _describe_memory(typed, cards)
+            raise ProfileError(f"no machine profile {self.base!r}: {unsaid}")
         too_old = why_no_run(self.base)
+        meant = "" if too_old and not is_geforce(typed) else " or ".join(find_nearest(typed))
+        help_ = "" if too_old else "; " + _HOW_TO_WRITE
         raise ProfileError(
             f"no machine profile {self.base!r}: it is neither a file nor a name that `offplan "
             "machines` lists"
-            + (f"; is {meant} meant?" if meant else "." if too_old else "")
+            + (f"; is {meant} meant?" if meant else "." if too_old else help_)
             + (f" {too_old}" if too_old else "")
         )
 
@@ -217,28 +197,60 @@ def parse_name(text: str) -> MachineName:
     GPUs beside the name is left out of it. A link without lanes has those of the card.
     """
     base, *changes = _CHANGE.split(_BARE_SYSTEM.sub(",os=", text))
-    return _assume_lanes(_parse_base(base)._replace(changes=tuple(changes)))
+    named = _parse_base(base)
+    return _assume_lanes(named._replace(changes=(*named.changes, *changes)))
 
 
 def _parse_base(base: str) -> MachineName:
     named = MachineName(base)
     if named.is_shipped or not base.isprintable() or Path(base).is_file():
         return named
-    wanted = _normalise(base)
-    loose = next((name for name in shipped_profiles() if wanted in _forms(name)), None)
-    if loose is not None:
-        return named._replace(base=loose)
-    if (counted := _COUNT.fullmatch(base.strip())) is None:
+    if (exact := find_exact(base)) is not None:
+        return named._replace(base=exact)
+    if (described := _choose(parse_typed(base))) is not None:
+        return described
+    one, number = split_count(base)
+    if number == 1 or split_count(one)[1] > 1:
         return named
-    one = _parse_base(counted["name"] or counted["first"])
-    is_known = one.is_shipped or Path(one.base).is_file() or _is_other_card(one.base)
-    number = int(counted["before"] or counted["behind"])
-    return one._replace(num_gpus=number) if is_known and one.num_gpus == 1 else named
+    is_known = Path(one).is_file() or _is_other_card(one)
+    return named._replace(base=one, num_gpus=number) if is_known else named
+
+
+def _choose(typed: Typed) -> MachineName | None:
+    """Choose the shipped machine of a typed name; None if none or several may be meant."""
+    cards = find_cards(typed)
+    vram, others = _split_amounts(typed, cards)
+    if not cards or others:
+        return None
+    card = next((each for each in cards if vram in (None, each.gib)), cards[0])
+    changes = {"vram": None if vram == card.gib else vram, "ram": typed.ram}
+    given = [f"{key}={gib}GiB" for key, gib in changes.items() if gib is not None]
+    given += [] if typed.system is None else [f"os={typed.system}"]
+    return MachineName(card.name, tuple(given), typed.num_gpus)
+
+
+def _split_amounts(typed: Typed, cards: list[Card]) -> tuple[int | None, list[int]]:
+    """Return the GPU's memory, and amounts of which nobody said what they are, in GiB."""
+    others = list(typed.amounts)
+    vram = typed.vram or next((each for each in others if each in [c.gib for c in cards]), None)
+    if typed.vram is None and vram is not None:
+        others.remove(vram)
+    return vram, others
+
+
+def _describe_memory(typed: Typed, cards: list[Card]) -> str:
+    """Say of which memory a typed name leaves open what it is, and how to write it."""
+    vram, (gib, *_) = _split_amounts(typed, cards)
+    card = next((each for each in cards if vram in (None, each.gib)), cards[0])
+    return (
+        f"{card.name} has {card.memory} of GPU memory; write `{card.short},ram={gib}GiB` for a "
+        f"machine with {gib} GiB of memory, or `{card.short},vram={gib}GiB` for a GPU with so much"
+    )
 
 
 def _is_other_card(gpu: str) -> bool:
     """Return True for the name of a GPU of which no profile is shipped."""
-    return why_no_run(gpu) is not None or _read_card(_normalise(gpu)) is not None
+    return why_no_run(gpu) is not None or is_geforce(parse_typed(gpu))
 
 
 def _assume_lanes(named: MachineName) -> MachineName:
@@ -264,7 +276,7 @@ def why_no_run(gpu: str) -> str | None:
             f"`offplan run` executes models on NVIDIA's GPUs, found one by {maker}, {gpu}; "
             f"{_RUN_THERE[maker]}"
         )
-    if _BEFORE_TURING.fullmatch(_normalise(gpu)):
+    if _BEFORE_TURING.fullmatch(normalise(gpu)):
         return (
             f"`offplan run` needs a GPU of Turing (RTX 20, T4) or newer, found {gpu}: CUDA 13, for "
             "which torch's wheels are built, supports none before; llama.cpp, built for CUDA 12 or "
@@ -277,57 +289,5 @@ def _find_maker(gpu: str) -> str | None:
     """Find who makes a GPU, None if no name of another maker than NVIDIA is known."""
     if _NVIDIA.search(gpu):
         return None
-    name = _normalise(gpu)
+    name = normalise(gpu)
     return next((each for each, known in _OTHER_MAKERS.items() if re.fullmatch(known, name)), None)
-
-
-class _Card(NamedTuple):
-    """The facts in a GeForce card's name."""
-
-    generation: int
-    tier: int
-    is_ti: bool
-    is_super: bool
-    is_laptop: bool
-    vram_gib: int | None
-    """GPU memory, None if neither name nor table says."""
-
-
-def find_nearest(name: str) -> list[str]:
-    """Name the two shipped GeForce cards nearest to one in kind and memory; none for others."""
-    wanted = _read_card(_normalise(name))
-    if wanted is None:
-        return []
-    ranked = []
-    for shipped in shipped_profiles():
-        card = _read_card(_normalise(shipped.rpartition("-")[0]))
-        if card is None:
-            continue
-        found = _GPU_MEMORY.search((SHIPPED / f"{shipped}.yaml").read_text("utf-8"))
-        vram = int(found[1]) if found else 0
-        lack = 0 if wanted.vram_gib is None else abs(wanted.vram_gib - vram)
-        kind = card.is_laptop != wanted.is_laptop
-        apart = abs(card.tier - wanted.tier), abs(card.generation - wanted.generation)
-        marks = card.is_ti != wanted.is_ti, card.is_super != wanted.is_super
-        ranked.append(((kind, lack, *apart, *marks), shipped))
-    return [shipped for _, shipped in sorted(ranked)[:2]]
-
-
-def _read_card(text: str) -> _Card | None:
-    found = _CARD.fullmatch(text)
-    if found is None:
-        return None
-    generation, tier, ti, plus, laptop, vram = found.groups()
-    known = _VRAM_GIB.get(f"{generation}{tier}{ti or ''}{plus or ''}") if not laptop else None
-    gib = int(vram) if vram else known
-    return _Card(int(generation), int(tier), bool(ti), bool(plus), bool(laptop), gib)
-
-
-def _forms(name: str) -> set[str]:
-    """Return what may be typed for a shipped name: its link, ``rtx`` and punctuation left out."""
-    gpu = _normalise(name.rpartition("-")[0] or name)
-    return {_normalise(name), gpu, gpu.removeprefix("rtx"), *_OTHER_NAMES.get(name, ())}
-
-
-def _normalise(text: str) -> str:
-    return _MAKERS.sub("", text.lower())

@@ -264,7 +264,7 @@ class MachineProfile(Record):
     @cached_property
     def vector_rate(self) -> float:
         """``vector``, or what is assumed in its place."""
-        known = self.vector or _vector_of(self.name)
+        known = self.vector or _vector_of(self.name, self.gpu_memory.value)
         return VECTOR_SHARE * self.matmul.value if known is None else known.value
 
     @property
@@ -458,13 +458,16 @@ def load_profile(name: str | MachineName) -> MachineProfile:
 
 
 @cache
-def _vector_of(gpu: str) -> Figure[float] | None:
-    """Find what a shipped profile tells of the CUDA cores of a GPU of this name."""
-    for name in shipped_profiles():
-        text = (SHIPPED / f"{name}.yaml").read_text("utf-8")
-        if f"\nname: {gpu}\n" in text:
-            return load_profile(name).vector
-    return None
+def _vector_of(gpu: str, gpu_bytes: int) -> Figure[float] | None:
+    """Find what a shipped profile tells of the CUDA cores of a GPU of this name and memory."""
+    same = [
+        load_profile(name)
+        for name in shipped_profiles()
+        if f"\nname: {gpu}\n" in (SHIPPED / f"{name}.yaml").read_text("utf-8")
+    ]
+    # cards of one name and two memories have other cores
+    same.sort(key=lambda each: abs(each.gpu_memory.value - gpu_bytes))
+    return same[0].vector if same else None
 
 
 def parse_profile(text: str, name: str) -> MachineProfile:

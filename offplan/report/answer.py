@@ -397,7 +397,7 @@ def describe_fit(plan: Plan, machine: MachineProfile) -> str:
     if machine.host_memory is None:
         return (
             f"{told}, {format_bytes(locked)} of page-locked host memory. This machine's profile "
-            "does not say how much host memory can be page-locked."
+            "does not say how much host memory can be page-locked: add ,ram=64GiB, or what it has."
         )
     room = format_bytes(machine.host_memory.value)
     return f"{told}, {format_bytes(locked)} of {room} of page-locked host memory."
@@ -503,7 +503,9 @@ def describe_cores(plan: Plan, question: Question) -> list[str]:
     rate, threads = assumed.cores_rate, assumed.host_threads
     by = "as many threads as suit" if threads is None else f"{threads.value} threads"
     told = f"{rate.basis}: {rate.source}" if rate.basis == "estimated" else rate.basis
-    return [f"The host's cores read {format_rate(rate.value)} with {by} ({told})."]
+    is_assumed = assumed.cores is None and question.profile is not None
+    other = " For two modules of DDR4-3200 add ,ddr=4-3200x2 to --machine." if is_assumed else ""
+    return [f"The host's cores read {format_rate(rate.value)} with {by} ({told}).{other}"]
 
 
 def _why_no_kernel(backend: Backend, stage: Stage) -> str | None:

@@ -1,6 +1,7 @@
 import gzip
 import json
 import os
+import re
 import shutil
 from typing import Any
 
@@ -174,7 +175,10 @@ def test_one_file_offline(single, tmp_path):
 @pytest.mark.slow
 def test_offline_without_a_cache(single, tmp_path):
     text = refusal(single, tmp_path, HF_HUB_OFFLINE="1")
-    assert "config.json is not in the cache and HF_HUB_OFFLINE is set" in text
+    assert (
+        f"config.json is not in the cache {tmp_path / 'hub'} and HF_HUB_OFFLINE is set; unset"
+        in text
+    )
     assert not single.requests
 
 
@@ -252,13 +256,14 @@ def test_dropped_connections_and_busy_servers_are_tried_again(sharded, folders, 
     ("status", "code", "message"),
     [
         (401, "GatedRepo", "accept its terms"),
-        (401, "", "HTTP 401: the token is not valid or missing"),
+        (401, "", "HTTP 401: access without a token is refused; set HF_TOKEN"),
         (401, "RepoNotFound", "no such model"),
-        (403, "", "HTTP 403: the token has no access"),
+        (403, "", "HTTP 403: access without a token is refused; set HF_TOKEN"),
+        (407, "", "HTTP 407: the proxy wants a login; write its name and password into"),
         (404, "EntryNotFound", "no model-00001-of-00002.safetensors"),
         (416, "", "HTTP 416: the file is empty"),
-        (429, "", "HTTP 429: too many requests"),
-        (500, "", "the server failed (HTTP 500); try again later"),
+        (429, "", "wait five minutes, or set HF_TOKEN for a higher limit"),
+        (500, "", "failed (HTTP 500), also when asked again; try again later"),
         (418, "", "HTTP 418: the server refused"),
     ],
 )
@@ -273,7 +278,7 @@ def test_refused_shard(sharded, tmp_path, status, code, message):
 @pytest.mark.slow
 def test_server_that_fails_from_the_first_request(single, tmp_path):
     single.statuses = {"config.json": [503]}
-    assert "the server failed (HTTP 503)" in refusal(single, tmp_path, exit_code=1)
+    assert f"the server {single.url} failed (HTTP 503)" in refusal(single, tmp_path, exit_code=1)
 
 
 @pytest.mark.slow
@@ -300,8 +305,8 @@ def test_nothing_listens(tmp_path):
     got = open_from("http://127.0.0.1:9", tmp_path)
     text = got["error"]
     assert got["exit_code"] == 1
-    assert "config.json" in text
-    assert "127.0.0.1:9" in text
+    assert "config.json: cannot reach http://127.0.0.1:9 (" in text
+    assert "check the network and HF_ENDPOINT, or name a folder" in text
 
 
 @pytest.mark.slow
@@ -310,6 +315,9 @@ def test_nothing_listens(tmp_path):
     [
         ({"repo": "org/other"}, "org/other: found nothing of this name on disk and no such model"),
         ({"repo": "gpt9"}, "gpt9: found nothing of this name on disk and no such model"),
+        ({"repo": "gpt9"}, "(most have their owner's name before them: Qwen/Qwen3-8B)"),
+        ({"repo": "gpt-oss-20B"}, "check the name (is openai/gpt-oss-20b meant?)"),
+        ({"repo": "qwen/Qwen-3-8b"}, "check the name (is Qwen/Qwen3-8B meant?)"),
         ({"revision": "v9"}, "org/tiny@v9: found no such revision"),
         ({"repo": "org/a--b"}, "not a Hub id"),
     ],
@@ -322,7 +330,80 @@ def test_model_that_is_not_there(single, tmp_path, options, message):
 def test_repository_without_safetensors(serve, folders, tmp_path):
     hub = serve(folders[0])
     del hub.files[SINGLE]
+    assert "found no weights among its files ('config.json'), expected" in refusal(hub, tmp_path)
+    hub.lists_files = False
     assert f"found no {INDEX}" in refusal(hub, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("pytorch_model.bin", "weights in pickled files, expected .* call save_pretrained"),
+        ("model_index.json", "a pipeline of diffusers, expected .* name a language model"),
+        ("consolidated.safetensors", "its maker's own layout, expected .* ends in -hf"),
+        ("unet.safetensors", "safetensors that no model.safetensors.index.json lists"),
+        ("model.onnx", "another program's format, expected .* name the same model"),
+    ],
+)
+def test_what_a_repository_has_in_place_of_a_checkpoint(serve, folders, tmp_path, name, message):
+    hub = serve(folders[0])
+    hub.files = {"README.md": b"", name: b"x"}
+    assert re.search(f"org/tiny: found '{name}', {message}", refusal(hub, tmp_path))
+
+
+@pytest.mark.slow
+def test_a_tag_of_a_repository_that_has_safetensors_alone(single, tmp_path):
+    text = refusal(single, tmp_path, repo="org/tiny:Q4_K_M")
+    assert (
+        "found no GGUF file there, expected one of 'Q4_K_M'; for its safetensors name org" in text
+    )
+
+
+@pytest.mark.slow
+def test_a_token_that_has_no_access_is_not_asked_for_again(single, tmp_path):
+    single.statuses, single.error_code = {"config.json": [403]}, "GatedRepo"
+    with_token = refusal(single, tmp_path, HF_TOKEN="hf_secret")
+    assert "the token that is set has no access; accept its terms at" in with_token
+    assert "and no token is set; accept its terms at" in refusal(single, tmp_path)
+    single.error_code = ""
+    assert "set another HF_TOKEN" in refusal(single, tmp_path, HF_TOKEN="hf_secret")
+    single.statuses = {"config.json": [429]}
+    busy = refusal(single, tmp_path, exit_code=1, HF_TOKEN="hf_secret")
+    assert "wait five minutes" in busy
+    assert "HF_TOKEN" not in busy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damaged", ["config.json", FIRST, INDEX])
+def test_what_to_remove_where_the_cache_is_damaged(sharded, tmp_path, damaged):
+    open_from(sharded.url, tmp_path, files="config.json")
+    cached = next((tmp_path / "hub").rglob(f"snapshots/*/{damaged}")).resolve()
+    cached.write_bytes(cached.read_bytes()[:50])
+    text = refusal(sharded, tmp_path)
+    assert f"remove {tmp_path / 'hub' / 'models--org--tiny'} and try again" in text
+
+
+@pytest.mark.slow
+def test_answers_that_are_no_hubs(single, tmp_path):
+    def log_in(handler):
+        handler.send_head(200, Content_Length="5")
+        handler.wfile.write(b"Hello")
+
+    single.everywhere = log_in
+    assert "none of a Hub's: it may be the login page" in refusal(single, tmp_path, exit_code=1)
+    secure = open_from(single.url.replace("http:", "https:"), tmp_path)["error"]
+    assert "no trusted connection to" in secure
+    assert "SSL_CERT_FILE" in secure
+    assert "found 'hub.example' as HF_ENDPOINT" in open_from("hub.example", tmp_path)["error"]
+
+
+@pytest.mark.slow
+def test_a_proxy_is_named_by_its_variable_alone(tmp_path):
+    proxy = "http://me:secret@127.0.0.1:9"
+    text = open_from("http://hub.example", tmp_path, HTTP_PROXY=proxy, NO_PROXY="")["error"]
+    assert "check the network, the proxy of HTTP_PROXY and HF_ENDPOINT" in text
+    assert "secret" not in text
 
 
 def test_hostile_index_is_refused_before_any_request(serve, folders, tmp_path):

@@ -622,3 +622,20 @@ def test_what_takes_a_while_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "print_note", lambda text: shown.set())
     with output.waiting("planning"):
         assert shown.wait(30)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("analyze", "x", "--ram", "32GiB"), "; write .* --machine rtx4090,ram=64GiB"),
+        (("analyze", "x", "--vram", "8"), "; write --gpu-memory 8GiB, or .*,vram=24GiB"),
+        (("run", "x", "--max-tokens", "3"), "; write --max-new-tokens 256"),
+        (("serve", "x", "--n-gpu-layers", "33"), "; offplan chooses what the GPU holds"),
+        (("machines", "--gpu", "3060"), "--gpu\n"),
+        (("analyze", "x", "--fo"), "--fo .Possible options: --for, --force"),
+    ],
+)
+def test_options_of_other_programs(cli: CLI, arguments: tuple[str, ...], told: str) -> None:
+    code, _, err = cli(*arguments)
+    assert code == 2
+    assert re.search(f"No such option: {arguments[-2]}{told}" if told[0] == ";" else told, err)

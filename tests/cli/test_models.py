@@ -114,7 +114,7 @@ def test_offline_and_gated_models_say_what_to_do(hub: Hub, calls: Warm, tmp_path
     hub.statuses, hub.error_code = {"config.json": [403]}, "GatedRepo"
     gated = calls.run(COMMAND, *asked)
     assert (gated.returncode, gated.stdout) == (2, "")
-    assert "the model is gated; accept its terms at " in gated.stderr
+    assert "the model is gated, and no token is set; accept its terms at " in gated.stderr
     hub.statuses = {}
     assert calls.run(ASKS + COMMAND, *asked).returncode == 2
     unasked = "from huggingface_hub import constants; constants.HF_HUB_OFFLINE = True; "

@@ -42,6 +42,84 @@ def test_what_people_type(typed: str, found: str) -> None:
     assert str(parse_name(typed)) == found
 
 
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        ("4060 8GB laptop", "rtx4060-laptop-pcie4"),
+        ("rtx 4070 laptop 8gb", "rtx4070-laptop-pcie4"),
+        ("laptop 4060", "rtx4060-laptop-pcie4"),
+        ("rtx 4080m", "rtx4080-laptop-pcie4"),
+        ("GeForce RTX 4060 Max-Q", "rtx4060-laptop-pcie4"),
+        ("3070 notebook", "rtx3070-laptop-pcie4"),
+        ("RTX 3060 12GB", "rtx3060-pcie4"),
+        ("rtx 3060 12 gig", "rtx3060-pcie4"),
+        ("rtx3060 8g", "rtx3060-8gb-pcie4"),
+        ("RTX4060Ti 16G", "rtx4060ti-16gb-pcie4"),
+        ("4060ti16gb", "rtx4060ti-16gb-pcie4"),
+        ("rtx 5060 ti 8 gb", "rtx5060ti-pcie5"),
+        ("rtx4090 24 GB VRAM", "rtx4090-pcie4"),
+        ("4090 48GB VRAM", "rtx4090-pcie4,vram=48GiB"),
+        ("4070tis", "rtx4070ti-super-pcie4"),
+        ("4070 Ti S", "rtx4070ti-super-pcie4"),
+        ("4080S", "rtx4080-super-pcie4"),
+        ("L40S 48GB", "l40s-pcie4"),
+        ("RTX PRO 6000 Blackwell Workstation Edition", "rtxpro6000-pcie5"),
+        ("rtx 6000 pro 96gb", "rtxpro6000-pcie5"),
+        ("rtx a6000 48gb", "rtxa6000-pcie4"),
+        ("MSI GeForce RTX\u2122 4070 Ti SUPER", "rtx4070ti-super-pcie4"),
+        ("nvidia rtx 3090 founders edition", "rtx3090-pcie4"),
+        ("rtx3090 + 64GB RAM", "rtx3090-pcie4,ram=64GiB"),
+        ("4090, 64 GB of DDR5", "rtx4090-pcie4,ram=64GiB"),
+        ("rtx 5090 32gb 192gb ram", "rtx5090-pcie5,ram=192GiB"),
+        ("4060 laptop 8GB 16GB RAM", "rtx4060-laptop-pcie4,ram=16GiB"),
+        ("RTX 4060 8 GB, 32 GB RAM, Windows 11", "rtx4060-pcie4,ram=32GiB,os=windows"),
+        ("rtx4090 wsl2,ram=64GiB", "rtx4090-pcie4,os=wsl2,ram=64GiB"),
+        ("rtx4090, ram=64GiB", "rtx4090-pcie4,ram=64GiB"),
+        ("4x 4090 ram=256GB", "rtx4090-pcie4,ram=256GB"),
+    ],
+)
+def test_how_people_describe_it(typed: str, found: str) -> None:
+    assert str(parse_name(typed)) == found
+    load_profile(typed)
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        (
+            "3060 laptop with 32GB",
+            "6 GiB of .* `rtx3060-laptop,ram=32GiB` .* `rtx3060-laptop,vram=",
+        ),
+        ("4090 48GB", "24 GiB of .* `rtx4090,vram=48GiB`"),
+        ("2080ti 22gb", "11 GiB of .* `rtx2080ti,vram=22GiB`"),
+        ("a100 40gb", "80 GB of .* `a100,vram=40GiB`"),
+        ("rtx5090 32gb 64gb", "32 GiB of .* `rtx5090,ram=64GiB`"),
+        ("my gaming pc", "write a GPU's name, .* rtx4060-laptop,ram=16GiB"),
+    ],
+)
+def test_what_to_write_where_a_name_leaves_something_open(typed: str, told: str) -> None:
+    with pytest.raises(ProfileError, match=told):
+        load_profile(typed)
+
+
+@pytest.mark.parametrize("typed", ["two RTX 3090s", "dual 3090", "a pair of 3090", "3090 x 2 24gb"])
+def test_a_number_of_gpus_in_words(typed: str) -> None:
+    assert parse_name(typed)[::2] == ("rtx3090-pcie4", 2)
+
+
+@pytest.mark.parametrize("name", shipped_profiles())
+def test_every_shipped_machine_has_the_names_of_its_gpu(name: str) -> None:
+    short = name.rpartition("-")[0] or name
+    for typed in (
+        name,
+        short,
+        short.upper(),
+        short.replace("-", " "),
+        short.replace("rtx", "RTX "),
+    ):
+        assert str(parse_name(typed)) == name
+
+
 @pytest.mark.parametrize("typed", ["rtx3090 x2", "2x rtx3090", "2x3090", "RTX 3090 * 2", "3090X2"])
 def test_a_number_of_gpus_is_no_part_of_the_name(typed: str) -> None:
     named = parse_name(f"{typed},ram=64GiB")
@@ -61,12 +139,15 @@ def test_other_names_have_no_number_of_gpus(typed: str) -> None:
 @pytest.mark.parametrize(
     ("typed", "nearest"),
     [
-        ("rtx2080", "rtx3070-pcie4 or rtx3070ti-pcie4"),
         ("gtx1080ti", "rtx2080ti-pcie3"),
-        ("RTX 5060", "rtx4060-pcie4"),
-        ("rtx4050 laptop", "rtx4060-laptop-pcie4"),
-        ("rtx5060ti-8gb", "rtx4060ti-pcie4"),
-        ("rtx3050", "rtx3060ti-pcie4"),
+        ("gtx 1660 super", "rtx2060-pcie3"),
+        ("rtx4050", "rtx4050-laptop-pcie4"),
+        ("rtx 4090 ti", "rtx4090-pcie4 or rtx3090ti-pcie4"),
+        ("5080 super", "rtx5080-pcie5"),
+        ("rtx3050ti laptop", "rtx4050-laptop-pcie4"),
+        ("Ryzen 7 5800X RTX 3060", "rtx3060-pcie4"),
+        ("i7-13700H, RTX 4060", "rtx4060-pcie4"),
+        ("two 3090 with nvlink", "rtx3090-pcie4"),
         ("h20O", "h20-pcie5"),
     ],
 )
@@ -121,7 +202,7 @@ def test_a_name_that_says_nothing_against_run(gpu: str) -> None:
 
 
 def test_a_card_before_turing_is_called_so() -> None:
-    for typed in ("titan x", "gtx1080ti"):
+    for typed in ("titan x", "gtx1080ti", "1080 Ti", "tesla p40 24gb"):
         with pytest.raises(ProfileError, match=r"lists.*[.?] `offplan run` needs .* CUDA 12"):
             parse_name(typed).find_file()
 

@@ -48,3 +48,9 @@ def test_cores_of_a_measured_gpu_are_those_of_its_name() -> None:
     assert known.vector is None
     assert known.vector_rate == shipped.value
     assert other.vector_rate == VECTOR_SHARE * 60e12
+
+
+@pytest.mark.parametrize("name", ["rtx2060", "rtx2060-12gb", "rtx3050", "rtx3050-6gb"])
+def test_cards_of_one_name_are_told_apart_by_memory(name: str) -> None:
+    shipped = load_profile(name)
+    assert shipped.model_copy(update={"vector": None}).vector_rate == shipped.vector.value

@@ -2,6 +2,7 @@
 
 import re
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import NamedTuple
 from huggingface_hub import HfApi, constants, hf_hub_url
 from huggingface_hub.utils import logging
 
-from offplan.checkpoint.answers import AGENT, checked_session, explaining
+from offplan.checkpoint.answers import AGENT, checked_session
+from offplan.checkpoint.failures import explaining
 from offplan.checkpoint.gguf.places import (
     QUANTISATION,
     SHARD,
@@ -38,20 +40,19 @@ _NAMED = re.compile(rf"(?<![A-Za-z0-9])({QUANTISATION})\.gguf$", re.IGNORECASE)
 
 
 class Repository(NamedTuple):
-    """A repository's GGUF files at a commit."""
+    """A repository's files at a commit."""
 
     name: str
     commit: str
     files: list[str]
+    """Its GGUF files."""
+    others: Sequence[str] = ()
 
 
-def list_files(repo: str, revision: str | None) -> Repository | None:
-    """List a repository's GGUF files; None where it has none.
+def list_files(repo: str, revision: str | None) -> Repository:
+    """List a repository's files; raises CheckpointError and HubError."""
 
-    Raises CheckpointError and HubError.
-    """
-
-    def ask() -> Repository | None:
+    def ask() -> Repository:
         with checked_session(is_aside=True):
             found = HfApi(library_name=AGENT).model_info(
                 repo,
@@ -61,7 +62,8 @@ def list_files(repo: str, revision: str | None) -> Repository | None:
             )
         names = [each.rfilename for each in found.siblings or ()]
         files = sorted(name for name in names if name.lower().endswith(SUFFIX))
-        return Repository(repo, found.sha or "", files) if files else None
+        others = sorted({*names}.difference(files))
+        return Repository(repo, found.sha or "", files, others)
 
     with quietly(logging), explaining(repo, revision, "its list of files"):
         return retry(ask)
@@ -70,9 +72,11 @@ def list_files(repo: str, revision: str | None) -> Repository | None:
 def read_named(name: HubName, on_progress: Progress, dtype: str | None = None) -> Model:
     """Do what ``read_repository`` does for a name that has the repository in it."""
     repository = list_files(name.repo, name.revision)
-    if repository is None:
+    if not repository.files:
+        has_weights = any(each.endswith(".safetensors") for each in repository.others)
         raise CheckpointError(
-            f"{name.repo}: found no GGUF file there, expected one; check the name"
+            f"{name.repo}: found no GGUF file there, expected one of {quote(name.wanted)}; "
+            + (f"for its safetensors name {name.repo}" if has_weights else "check the name")
         )
     return read_repository(repository, name.wanted, on_progress, dtype)
 
