@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 
-from offplan.capabilities.drafts import LENGTHS, Draft, DraftKind, pass_tokens
+from offplan.capabilities.drafts import LENGTHS, Draft, DraftKind, list_places, pass_tokens
 from offplan.costs import predict
 from offplan.costs.predict import RequestTimes
 from offplan.costs.timeline import to_ps, to_seconds
@@ -35,7 +35,7 @@ chosen: fewer are looked at, and the best is hardly ever further."""
 
 
 def list_drafts(question: Question) -> tuple[Draft, ...]:
-    """List the drafts that plans of a question may have, beside none."""
+    """List the drafts that plans of a question may have, beside none, in one place each."""
     goal, known = question.goal, question.stage.acceptance
     if goal.draft != "auto" or known is None:
         return ()
@@ -100,8 +100,8 @@ def _find_with(
 ) -> PlanResult | None:
     """Find a plan that checks a draft: the one without, if nothing has to make room, or another."""
     offload = plain.plan.offload
-    if not offload.rules:
-        decision = offload.model_copy(update={"draft": draft})
+    for placed in list_places(draft, question.model) if not offload.rules else ():
+        decision = offload.model_copy(update={"draft": placed})
         taken = question.predict(decision).gpu_memory.total_bytes
         if taken <= question.budget.gpu_memory:
             plan = question.answer(decision)
@@ -134,7 +134,7 @@ def _shorten(question: Question, found: PlanResult) -> PlanResult:
     assert offload.draft is not None, "it was found with drafts"
     most = pass_tokens(offload.draft.tokens)
     drafts = [
-        each
+        each.with_experts(offload.draft.experts)
         for each in list_drafts(question)
         if each.kind == offload.draft.kind and pass_tokens(each.tokens) <= most
     ]

@@ -25,7 +25,7 @@ def check_range(space: Space) -> None:
         copies_ps *= max(2, int(space.table.num_chunks.max()))
     backends = [way for way in space.question.runner.backends if not way.streams]
     passes = [*(each.prefill for each in settings), space.decode]
-    reads = [*(space.reading_ps(each.row_bytes[0]) for each in settings), 0]
+    reads = [*(each.row_ps[0] for each in settings), 0]
     for kind, count in Counter(space.kind_of).items():
         ways = [[(unit, way) for unit in space.units[kind]] for way in backends]
         reads = [

@@ -54,7 +54,7 @@ class StageSpace(Space):
         """Settings are those of the largest stage, with this stage's own embeddings, or none."""
         found = []
         for each in self.largest.settings:
-            prompt = self.compute.price(*each.prefill.shapes)
+            prompt = self.compute.price(*each.prefill.shapes)  # engines have no drafts
             tables = self.stage.tables if each.embeddings == "host" else ()
             found.append(self.setting(each.prefill_chunk, prompt, tables))
         return tuple(found)
