@@ -304,6 +304,34 @@ class Space:
         """Prices what layers take at use, in the largest passes of decode."""
         return self.steps[-1].at_use
 
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The chunks to try, the largest first."""
+        workload, passes = self.question.workload, self.stage.passes
+        if self.near is not None:
+            return (self.near.prefill_chunk,)
+        sizes = prefill_chunks(workload.prompt_tokens, workload.batch)
+        # where each chunk would have the weights cross again, the whole prompt is one
+        return sizes[:1] if passes is not None and passes.chunk_bytes is None else sizes
+
+    @cached_property
+    def prompts(self) -> Mapping[int, PassCompute]:
+        """What a prompt takes without drafts, by chunk."""
+        workload = self.question.workload
+        return {
+            chunk: self.compute.price(*prefill_shapes(workload, chunk)) for chunk in self.chunks
+        }
+
+    @cached_property
+    def _used_bytes(self) -> Mapping[int, int]:
+        """Bytes of KV cache and activations, by chunk."""
+        asked = self.stage, self.question.workload
+        return {
+            chunk: kv_cache_bytes(*asked, chunk, self.draft)
+            + activation_bytes(*asked, chunk, self.draft)
+            for chunk in self.chunks
+        }
+
     @cached_property
     def settings(self) -> tuple[Setting, ...]:
         """The chunks to try, the largest first, with what may lie on the host in either place."""
@@ -311,17 +339,9 @@ class Space:
         places: tuple[tuple[Table, ...], ...] = ((),)
         if stage.tables and self.question.runner.places_tables(stage.model.tables):
             places = ((), stage.tables)
-        workload = self.question.workload
-        sizes = prefill_chunks(workload.prompt_tokens, workload.batch)
-        if stage.passes is not None and stage.passes.chunk_bytes is None:
-            sizes = sizes[:1]  # each chunk would have the weights cross again
-        if self.near is not None:
-            sizes = (self.near.prefill_chunk,)
-        prompts = [self.compute.price(*prefill_shapes(workload, size)) for size in sizes]
-        pairs = zip(sizes, prompts, strict=True)
         found = (
-            self.setting(*pair, place, draft)
-            for pair in pairs
+            self.setting(chunk, place, draft)
+            for chunk in self.prompts
             for place in places
             for draft in self.drafts
             # embeddings free memory for less time than experts
@@ -360,15 +380,10 @@ class Space:
         }
 
     def setting(
-        self,
-        prefill_chunk: int,
-        prompt: PassCompute,
-        host_tables: tuple[Table, ...],
-        draft: Draft | None = None,
+        self, prefill_chunk: int, host_tables: tuple[Table, ...], draft: Draft | None = None
     ) -> Setting:
-        """Return what a chunk, whose prompt takes this without drafts, and places come to."""
-        stage, workload = self.stage, self.question.workload
-        prompt = self._add_drafting(prompt, draft)
+        """Return what a chunk and the places of embeddings and experts come to."""
+        stage, prompt = self.stage, self._add_drafting(self.prompts[prefill_chunk], draft)
         host_bytes = sum(table.nbytes for table in host_tables)
         of_steps = (rows_bytes(host_tables, each.compute.shapes) for each in self.steps)
         read = (
@@ -382,8 +397,7 @@ class Space:
             device_bytes=stage.loaded_bytes
             - host_bytes
             + resident_draft_bytes(stage, draft)
-            + kv_cache_bytes(stage, workload, prefill_chunk, draft)
-            + activation_bytes(stage, workload, prefill_chunk, draft),
+            + self._used_bytes[prefill_chunk],
             host_bytes=host_bytes,
             row_ps=(row_ps[0], row_ps[1]),
             prefill=prompt,
