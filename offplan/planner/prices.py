@@ -119,6 +119,9 @@ class Prices:
         prompt_reads = [of_chunk[each.prefill_chunk] for each in space.settings]
         step_read_ps = space.step_read_ps(in_decode)
         step_cores_ps, beside_cores_ps = space.step_cores_ps(in_decode)
+        kept_read_ps, kept_cores_ps = step_read_ps, step_cores_ps
+        if len(never) < len(in_decode):
+            kept_read_ps, kept_cores_ps = space.step_read_ps(never), space.step_cores_ps(never)[0]
         if engine is not None and engine.copies_in_place and not any(spans):
             # it copies what it is told to read in place, for each chunk
             step_read_ps = space.copying_ps(slab.nbytes)
@@ -134,10 +137,10 @@ class Prices:
             prompt_copy_ps=copies[0],
             step_copy_ps=copies[1],
             step_read_ps=step_read_ps,
-            kept_read_ps=space.step_read_ps(never),
+            kept_read_ps=kept_read_ps,
             step_cores_ps=step_cores_ps,
             beside_cores_ps=beside_cores_ps,
-            kept_cores_ps=space.step_cores_ps(never)[0],
+            kept_cores_ps=kept_cores_ps,
             prompt_read_ps=prompt_reads,
         )
 

@@ -241,11 +241,15 @@ class Space:
     def step_read_ps(self, served: Served) -> int:
         """Picoseconds that a decode step reads what a layer has served."""
         served = list(served)
+        if not served:
+            return 0
         return self.mean(each.at_use.read_ps(served, each.compute) for each in self.steps)
 
     def step_cores_ps(self, served: Served) -> tuple[int, int]:
         """Picoseconds that a decode step waits for the cores, alone and beside copies."""
-        served = list(served)
+        served = [each for each in served if each[1].is_by_cores]
+        if not served:
+            return 0, 0
         uses = [each.at_use.cores(served) for each in self.steps]
         alone, beside = (
             self.mean(to_ps(use.seconds(self.machine, beside=of)) for use in uses)
