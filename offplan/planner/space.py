@@ -247,9 +247,7 @@ class Space:
 
     def step_cores_ps(self, served: Served) -> tuple[int, int]:
         """Picoseconds that a decode step waits for the cores, alone and beside copies."""
-        served = [each for each in served if each[1].is_by_cores]
-        if not served:
-            return 0, 0
+        served = list(served)
         uses = [each.at_use.cores(served) for each in self.steps]
         alone, beside = (
             self.mean(to_ps(use.seconds(self.machine, beside=of)) for use in uses)

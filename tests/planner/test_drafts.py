@@ -178,7 +178,7 @@ def test_prediction_layers_that_are_asked_for_are_in_every_plan() -> None:
     goal = Goal(packing=False, draft=Draft(kind="mtp", tokens=2))
     question = ask(predicting_model(4), goal=goal, share=1.0)
     plan = make_plan(question).plan
-    assert plan.offload.draft == goal.draft
+    assert str(plan.offload.draft) == "mtp:2"
     assert plan.prediction.gpu_memory.total_bytes <= plan.budget.gpu_memory
     changes = {each.change for each in find_neighbours(question, plan)}
     assert {"without draft", "draft tokens 2 -> 1", "draft tokens 2 -> 3"} <= changes

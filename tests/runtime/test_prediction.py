@@ -1,11 +1,17 @@
 """Drafts by prediction layers: as transformers' own layers make them, and texts as without."""
 
 from pathlib import Path
+from typing import Literal
 from unittest.mock import patch
 
 import pytest
+import torch
 
+from offplan.capabilities.drafts import Draft
+from offplan.checkpoint.open import open_model
+from offplan.costs.memory import resident_draft_bytes, stored_draft_bytes
 from offplan.errors import PlanError
+from offplan.held.held import hold, hold_prediction
 from offplan.runtime.model.cache_mask import filled_blocks
 from offplan.runtime.prediction.predictor import Predictor
 from offplan.runtime.rows import Rows
@@ -16,9 +22,11 @@ from tests.runtime.plans import CONTEXT, group, offload
 from tests.runtime.predicting import (
     FAMILIES,
     STORED,
+    WITH_EXPERTS,
     Reference,
     check_drafts,
     continue_text,
+    noting_logits,
     predicting,
     save_predicting,
 )
@@ -79,6 +87,42 @@ def test_a_text_is_the_same_whatever_is_drafted(
                     assert made == alone[way], (way, kind, tokens)
                     assert each.drafts is not None
                     assert each.drafts.accepted > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [None, "fp8_block"])
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_experts_on_the_host_change_nothing_but_memory(
+    tmp_path: Path, family: str, form: str | None
+) -> None:
+    folder = save_predicting(family, tmp_path, form)
+    stage = hold(open_model(str(folder)))
+    decision, made, held_bytes = offload(group(2, 1), prefill_chunk=4), [], {}
+    places: tuple[Literal["device", "host"], ...] = ("device", "host")
+    for experts in places:
+        placed = predicting(decision, experts=experts)
+        with open_drafted(folder, placed) as session:
+            assert session.predictor is not None
+            text, _ = continue_text(session)
+            with noting_logits() as noted:
+                again, _ = continue_text(session, right=RIGHT["half"], expected=text)
+            assert again == text
+            made.append((text, torch.stack(noted)))
+            store = session.predictor._loaded.store
+            held_bytes[experts] = sum(weight.nbytes for weight in store.resident.values())
+            assert held_bytes[experts] == resident_draft_bytes(stage, placed.draft)
+            slab_bytes = sum(each.nbytes for each in store.slabs.values())
+            assert slab_bytes == stored_draft_bytes(stage, placed.draft)
+            assert all(".experts." in name for name in store.offloaded)
+            assert bool(store.offloaded) == (experts == "host")
+    (text, logits), (on_host, logits_on_host) = made
+    assert text == on_host
+    assert torch.equal(logits, logits_on_host)
+    assert len(logits) > 20
+    layers = hold_prediction(stage, Draft(kind="mtp", tokens=1))
+    assert layers is not None
+    (block,) = layers.layers
+    assert block.expert_bytes == held_bytes["device"] - held_bytes["host"]
 
 
 @pytest.mark.slow
