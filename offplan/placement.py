@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from offplan.backends import Backend
-from offplan.capabilities.drafts import Draft
+from offplan.capabilities.drafts import Draft, why_not_placed
 from offplan.capabilities.rule import WeightCache
 from offplan.capabilities.table import decide_prediction
 from offplan.checkpoint.tables import Table
@@ -330,11 +330,13 @@ def place(stage: Stage, offload: Offload) -> Placement:
 def place_prediction(stage: Stage, draft: Draft | None) -> tuple[Stage, Placement] | None:
     """Lower and place the prediction layers that drafts are made by; None as ``hold_prediction``.
 
-    Raises PlanError as ``place`` does.
+    Raises PlanError for experts on the host of a layer that has none.
     """
     layers = hold_prediction(stage, draft)
     if layers is None or draft is None:
         return None
+    if (why := why_not_placed(draft, stage.model)) is not None:
+        raise PlanError(why)
     key = decide_prediction, draft.experts
     if key not in layers.memo:
         # no chunk changes where weights lie

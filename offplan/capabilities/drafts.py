@@ -212,6 +212,16 @@ def list_places(draft: Draft, model: Model) -> tuple[Draft, ...]:
     return (draft,)
 
 
+def why_not_placed(draft: Draft, model: Model) -> str | None:
+    """Say why experts of a model's prediction layer cannot lie where a draft has them."""
+    if draft.experts == "device" or has_experts(model):
+        return None
+    return (
+        f"{draft.key} with `experts: host`: the prediction layer of {model.source} has no routed "
+        "experts: leave `experts` out"
+    )
+
+
 def has_experts(model: Model) -> bool:
     """Return True if a model has a prediction layer with routed experts."""
     layers = find_prediction_layers(model)
@@ -255,11 +265,8 @@ def list_draft_refusals(
     key = draft.key
     if draft.uses_layers and isinstance(why := find_prediction_layers(model), str):
         yield f"{key}: {why}: choose `draft=ngram:N`"
-    elif draft.experts == "host" and not has_experts(model):
-        yield (
-            f"{key} with `experts: host`: the prediction layer of {model.source} has no routed "
-            "experts: leave `experts` out"
-        )
+    elif (not_placed := why_not_placed(draft, model)) is not None:
+        yield not_placed
     if engine is not None:
         yield f"{key} with `engine={engine}`: offplan's own runtime alone checks drafts"
     if not way.is_own:

@@ -220,6 +220,13 @@ def test_memory_that_drafts_lack_ends_no_text(tmp_path: Path, part: str) -> None
         assert continue_text(session, right=[True], expected=expected)[0] == expected
 
 
+@pytest.mark.slow
+def test_experts_that_are_not_there_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    folder = save_predicting("qwen3_5_text", tmp_path)
+    with pytest.raises(PlanError, match="with `experts: host`: the prediction layer"):
+        open_drafted(folder, predicting(offload(), experts="host"))
+
+
 @pytest.mark.parametrize(("name", "why"), [("qwen3", "stores no layers that predict")])
 def test_refused_before_anything_is_loaded(tmp_path: Path, name: str, why: str) -> None:
     with pytest.raises(PlanError, match=f"`draft=mtp:3`: .* {why}"):
