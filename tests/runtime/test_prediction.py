@@ -221,6 +221,20 @@ def test_memory_that_drafts_lack_ends_no_text(tmp_path: Path, part: str) -> None
 
 
 @pytest.mark.slow
+def test_the_host_has_to_have_room_for_model_and_layer(tmp_path: Path) -> None:
+    folder = save_predicting("glm4_moe", tmp_path)
+    placed = predicting(offload(group(2, 1)), experts="host")
+    with patch("offplan.runtime.loading.prepared.check_host_room") as check:
+        open_drafted(folder, placed).close()
+    (of_model, on_device), (in_all, all_on_device) = (each.args for each in check.call_args_list)
+    stage = hold(open_model(str(folder)))
+    on_host = stored_draft_bytes(stage, placed.draft)
+    assert on_host > 0
+    assert all_on_device - on_device == resident_draft_bytes(stage, placed.draft)
+    assert in_all - of_model == on_host + all_on_device - on_device
+
+
+@pytest.mark.slow
 def test_experts_that_are_not_there_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     folder = save_predicting("qwen3_5_text", tmp_path)
     with pytest.raises(PlanError, match="with `experts: host`: the prediction layer"):
