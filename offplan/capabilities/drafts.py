@@ -76,17 +76,13 @@ class Draft(Record):
         """Return the same with experts of its prediction layer in a place."""
         return self.model_copy(update={"experts": place})
 
-    def list_others(self) -> Iterator["Draft"]:
-        """Yield drafts of the same kind whose passes differ in time."""
+    def list_steps(self) -> Iterator[tuple[str, "Draft"]]:
+        """Yield its steps in words: lengths whose passes differ in time, and the other place."""
         for tokens in LENGTHS[self.kind]:
             is_other = pass_tokens(tokens) != pass_tokens(self.tokens)
             if is_other or (self.uses_layers and tokens != self.tokens):
-                yield self.model_copy(update={"tokens": tokens})
-
-    def list_steps(self) -> Iterator[tuple[str, "Draft"]]:
-        """Yield its steps in words: other lengths, and the other place of experts."""
-        for other in self.list_others():
-            yield f"draft tokens {self.tokens} -> {other.tokens}", other
+                other = self.model_copy(update={"tokens": tokens})
+                yield f"draft tokens {self.tokens} -> {tokens}", other
         if self.uses_layers:
             other = self.with_experts("device" if self.experts == "host" else "host")
             yield f"draft experts {self.experts} -> {other.experts}", other

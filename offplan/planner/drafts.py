@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 
-from offplan.capabilities.drafts import LENGTHS, Draft, DraftKind, list_places, pass_tokens
+from offplan.capabilities.drafts import LENGTHS, Draft, DraftKind, pass_tokens
 from offplan.costs import predict
 from offplan.costs.predict import RequestTimes
 from offplan.costs.timeline import to_ps, to_seconds
@@ -100,8 +100,8 @@ def _find_with(
 ) -> PlanResult | None:
     """Find a plan that checks a draft: the one without, if nothing has to make room, or another."""
     offload = plain.plan.offload
-    for placed in list_places(draft, question.model) if not offload.rules else ():
-        decision = offload.model_copy(update={"draft": placed})
+    if not offload.rules:
+        decision = offload.model_copy(update={"draft": draft})
         taken = question.predict(decision).gpu_memory.total_bytes
         if taken <= question.budget.gpu_memory:
             plan = question.answer(decision)
