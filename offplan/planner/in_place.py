@@ -121,15 +121,15 @@ class InPlaceRules:
     def _whole(self, option: int | None) -> tuple[list[int], list[int]]:
         """Number the contents of layers of which all is taken; sum up the parameters taken."""
         if option not in self._wholes:
-            numbers, sizes = [], []
-            for kind in self.space.kind_of:
-                of_layer = 0
-                if option is not None:
-                    taken = self.space.taken(self.prices.options[option].segment_class)[kind]
-                    of_layer = len(taken)
-                options = () if option is None or not of_layer else (option,)
-                numbers.append(self.prices.number(kind, options, of_layer))
-                sizes.append(of_layer)
+            kinds, options = self.space.kind_of, () if option is None else (option,)
+            sizes = [0] * len(kinds)
+            if option is not None:
+                taken = self.space.taken(self.prices.options[option].segment_class)
+                sizes = [len(taken[kind]) for kind in kinds]
+            numbers = [
+                self.prices.number(kind, options if size else (), size)
+                for kind, size in zip(kinds, sizes, strict=True)
+            ]
             self._wholes[option] = numbers, list(accumulate(sizes))
         return self._wholes[option]
 
