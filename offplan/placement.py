@@ -328,9 +328,10 @@ def place(stage: Stage, offload: Offload) -> Placement:
 
 
 def place_prediction(stage: Stage, draft: Draft | None) -> tuple[Stage, Placement] | None:
-    """Lower and place the prediction layers that drafts are made by; None as ``hold_prediction``.
+    """Lower and place the prediction layers that drafts are made by, as their decision says.
 
-    Raises PlanError for experts on the host of a layer that has none.
+    Returns None where ``hold_prediction`` does. Raises PlanError for experts on the host of a layer
+    that has none.
     """
     layers = hold_prediction(stage, draft)
     if layers is None or draft is None:
