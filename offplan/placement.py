@@ -14,9 +14,12 @@ from itertools import pairwise
 from typing import TypeVar
 
 from offplan.backends import Backend
+from offplan.capabilities.drafts import Draft, why_not_placed
 from offplan.capabilities.rule import WeightCache
+from offplan.capabilities.table import decide_prediction
 from offplan.checkpoint.tables import Table
 from offplan.errors import PlanError
+from offplan.held.held import hold_prediction
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit
 from offplan.plan import Offload, Rule
@@ -322,6 +325,25 @@ def place(stage: Stage, offload: Offload) -> Placement:
         weight_caches={layer: of for cached in caches for layer, of in cached.items()},
         chunks_at_once=chunks_at_once,
     )
+
+
+def place_prediction(stage: Stage, draft: Draft | None) -> tuple[Stage, Placement] | None:
+    """Lower and place the prediction layers that drafts are made by, as their decision says.
+
+    Returns None where ``hold_prediction`` does. Raises PlanError for experts on the host of a layer
+    that has none.
+    """
+    layers = hold_prediction(stage, draft)
+    if layers is None or draft is None:
+        return None
+    if (why := why_not_placed(draft, stage.model)) is not None:
+        raise PlanError(why)
+    key = decide_prediction, draft.experts
+    if key not in layers.memo:
+        # no chunk changes where weights lie
+        layers.memo[key] = place(layers, decide_prediction(draft, prefill_chunk=1))
+    placement: Placement = layers.memo[key]
+    return layers, placement
 
 
 def _first_rule(unit: Unit, rules: Sequence[Rule], left: Sequence[float]) -> int | None:

@@ -6,7 +6,8 @@ Source: Leviathan et al., "Fast Inference from Transformers via Speculative Deco
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from offplan.capabilities.goal import Asked, GoalBase
 from offplan.capabilities.offload import OffloadBase
@@ -46,6 +47,21 @@ class Draft(Record):
     kind: DraftKind
     tokens: Annotated[int, Field(ge=1, le=MOST_DRAFTED)]
     """Drafted tokens of a pass, at most."""
+    # left out where they lie on the device: other plans stay as they are
+    experts: Literal["device", "host"] = Field(
+        default="device", exclude_if=lambda place: place == "device"
+    )
+    """``host``: the routed experts of a prediction layer stay in pinned host memory, and are read
+    in place. In a goal ``device`` lets the planner choose."""
+
+    @model_validator(mode="after")
+    def _has_layers(self) -> Self:
+        if self.experts == "host" and not self.uses_layers:
+            raise ValueError(
+                f"found `experts: host` with `kind: {self.kind}`: prediction layers (mtp) alone "
+                "have experts: leave `experts` out"
+            )
+        return self
 
     def __str__(self) -> str:
         """Return it as the command line takes it."""
@@ -56,12 +72,20 @@ class Draft(Record):
         """True if the checkpoint's own prediction layers make the drafts, on the GPU."""
         return self.kind == "mtp"
 
-    def list_others(self) -> Iterator["Draft"]:
-        """Yield drafts of the same kind whose passes differ in time."""
+    def with_experts(self, place: Literal["device", "host"]) -> "Draft":
+        """Return the same with experts of its prediction layer in a place."""
+        return self.model_copy(update={"experts": place})
+
+    def list_steps(self) -> Iterator[tuple[str, "Draft"]]:
+        """Yield its steps in words: lengths whose passes differ in time, and the other place."""
         for tokens in LENGTHS[self.kind]:
             is_other = pass_tokens(tokens) != pass_tokens(self.tokens)
             if is_other or (self.uses_layers and tokens != self.tokens):
-                yield self.model_copy(update={"tokens": tokens})
+                other = self.model_copy(update={"tokens": tokens})
+                yield f"draft tokens {self.tokens} -> {tokens}", other
+        if self.uses_layers:
+            other = self.with_experts("device" if self.experts == "host" else "host")
+            yield f"draft experts {self.experts} -> {other.experts}", other
 
     @property
     def key(self) -> str:
@@ -88,7 +112,10 @@ class Draft(Record):
 
     def describe(self) -> str:
         """Say what is drafted, for a plan's report."""
-        return f"up to {self.tokens} drafted token{'s'[: self.tokens > 1]} a pass ({self.kind})"
+        where = ", experts in host memory" if self.experts == "host" else ""
+        return (
+            f"up to {self.tokens} drafted token{'s'[: self.tokens > 1]} a pass ({self.kind}{where})"
+        )
 
 
 class DraftOffload(OffloadBase):
@@ -102,8 +129,7 @@ class DraftOffload(OffloadBase):
         """Yield steps to passes of other sizes, and to none that check drafts."""
         if self.draft is not None:
             yield "without draft", {"draft": None}
-            for other in self.draft.list_others():
-                yield f"draft tokens {self.draft.tokens} -> {other.tokens}", {"draft": other}
+            yield from ((step, {"draft": other}) for step, other in self.draft.list_steps())
         yield from super().list_steps()
 
 
@@ -172,6 +198,32 @@ def read_draft(text: str) -> str | dict[str, Any]:
     return {"kind": kind, "tokens": int(tokens)}
 
 
+def list_places(draft: Draft, model: Model) -> tuple[Draft, ...]:
+    """List a draft with experts of its prediction layer in each place, the device first.
+
+    A layer without routed experts has one place, and so has a draft whose experts are on the host.
+    """
+    if draft.uses_layers and draft.experts == "device" and has_experts(model):
+        return draft, draft.with_experts("host")
+    return (draft,)
+
+
+def why_not_placed(draft: Draft, model: Model) -> str | None:
+    """Say why experts of a model's prediction layer cannot lie where a draft has them."""
+    if draft.experts == "device" or has_experts(model):
+        return None
+    return (
+        f"{draft.key} with `experts: host`: the prediction layer of {model.source} has no routed "
+        "experts: leave `experts` out"
+    )
+
+
+def has_experts(model: Model) -> bool:
+    """Return True if a model has a prediction layer with routed experts."""
+    layers = find_prediction_layers(model)
+    return not isinstance(layers, str) and layers.block.expert_bytes > 0
+
+
 def pass_tokens(tokens: int) -> int:
     """Return the tokens of the pass that checks so many drafts, padded to what is captured.
 
@@ -209,6 +261,8 @@ def list_draft_refusals(
     key = draft.key
     if draft.uses_layers and isinstance(why := find_prediction_layers(model), str):
         yield f"{key}: {why}: choose `draft=ngram:N`"
+    elif (not_placed := why_not_placed(draft, model)) is not None:
+        yield not_placed
     if engine is not None:
         yield f"{key} with `engine={engine}`: offplan's own runtime alone checks drafts"
     if not way.is_own:

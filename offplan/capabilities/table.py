@@ -10,8 +10,9 @@ from typing import Any
 from pydantic import model_validator
 from typing_extensions import Self
 
+from offplan.backends import Backend
 from offplan.capabilities.cached_experts import CachedExpertsGoal, CachedExpertsRule
-from offplan.capabilities.drafts import DraftGoal, DraftOffload
+from offplan.capabilities.drafts import Draft, DraftGoal, DraftOffload
 from offplan.capabilities.goal import Asked, GoalBase
 from offplan.capabilities.host_cores import HostCoresGoal
 from offplan.capabilities.kv_cache import KVCacheGoal
@@ -69,6 +70,22 @@ class Offload(DraftOffload, PackingOffload):
             if (why := rule.why_not_store(self.store)) is not None:
                 raise ValueError(f"rule {number} {why}")
         return self
+
+
+def decide_prediction(draft: Draft, prefill_chunk: int) -> Offload:
+    """Return the decision on the prediction layer that makes a plan's drafts.
+
+    The layer is a model of one layer. The runtime loads it by this decision, and plans have its
+    costs.
+    """
+    experts = Rule(
+        cpu_offload_params=("experts",),
+        group_size=1,
+        num_in_group=1,
+        prefill=Backend.UVA,
+        decode=Backend.UVA,
+    )
+    return Offload(prefill_chunk=prefill_chunk, rules=(experts,) if draft.experts == "host" else ())
 
 
 class Goal(

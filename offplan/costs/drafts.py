@@ -100,6 +100,9 @@ def list_drafted(stage: Stage, drafted: DraftedTimes) -> Iterator[Term]:
         if each.compute.drafting_ps:
             of_layers = "of compute, the prediction layers'"
             inputs += (Input(of_layers, to_seconds(each.compute.drafting_ps), "s"),)
+        if each.compute.drafting_bytes:
+            of_layers = "of link bytes, the prediction layers'"
+            inputs += (Input(of_layers, each.compute.drafting_bytes, "bytes"),)
         step_s = to_seconds(each.taken.step_ps)
         yield Term(f"draft.{each.name}", step_s, "s", "compute + stall, once a pass", inputs)
     parts = " + ".join(f"share of {_plural(each)} x its own" for each in drafted.passes)

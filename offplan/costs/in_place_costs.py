@@ -93,6 +93,8 @@ class AtUse:
     def cores(self, served: Served) -> CoresUse:
         """Find what the host's cores do of one layer in a decode step."""
         units = [unit for unit, backend in served if backend.is_by_cores]
+        if not units:
+            return CoresUse(num_bytes=0, num_products=0, slowness=1.0)
         use = find_use(units, self.machine, self.stage.experts, self.num_tokens, self.reuse)
         # where the cores multiply shared experts, too, they do so once the routed ones are done
         are_shared = any(role_of(each.parameters[0]) is Role.SHARED_EXPERTS for each in units)

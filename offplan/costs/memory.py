@@ -10,7 +10,7 @@ from offplan.costs.term import Input, Term, list_figures, sum_up
 from offplan.held.held import hold_prediction
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
-from offplan.placement import Placement
+from offplan.placement import Placement, place_prediction
 from offplan.plan import Budget, Offload, Workload
 from offplan.stores import HOST, STORES
 
@@ -37,9 +37,15 @@ def kv_cache_bytes(
 
 
 def resident_draft_bytes(stage: Stage, draft: Draft | None) -> int:
-    """Bytes of the prediction layers that make drafts, which no rule takes off the GPU."""
-    layers = hold_prediction(stage, draft)
-    return 0 if layers is None else layers.loaded_bytes
+    """Bytes on the GPU of the prediction layers that make drafts, which no plan's rule takes."""
+    placed = place_prediction(stage, draft)
+    return 0 if placed is None else placed[1].resident_bytes
+
+
+def stored_draft_bytes(stage: Stage, draft: Draft | None) -> int:
+    """Bytes of host memory that experts of these layers take."""
+    placed = place_prediction(stage, draft)
+    return 0 if placed is None else placed[1].slab_bytes
 
 
 def overhead_bytes(machine: MachineProfile, budget: Budget) -> int:
@@ -125,10 +131,13 @@ def _cache_parts(stage: Stage, workload: Workload, draft: Draft | None) -> dict[
     return found | {"batch x state of linear attention": of_states}
 
 
-def list_stores(placement: Placement, offload: Offload, num_gpus: int) -> Iterator[Term]:
+def list_stores(placement: Placement, stage: Stage, offload: Offload) -> Iterator[Term]:
     """List the memory that all GPUs of a stage take of the host, and of another store if any."""
+    num_gpus = stage.num_gpus
     each = " x GPUs" if num_gpus > 1 else ""
     slabs = {f"slabs, each tensor on a boundary{each}": num_gpus * placement.slab_bytes}
     taken: dict[str, dict[str, int]] = {HOST.memory: {}, STORES[offload.store].memory: slabs}
     taken[HOST.memory] |= {f"embeddings on the host{each}": num_gpus * placement.table_bytes}
+    if drafting := stored_draft_bytes(stage, offload.draft):
+        taken[HOST.memory]["experts of prediction layers"] = drafting
     yield from (sum_up(memory, parts) for memory, parts in taken.items())

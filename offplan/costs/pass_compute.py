@@ -29,7 +29,9 @@ class PassCompute:
     correction: Correction | None = None
     """What measured layers of other models changed about all layers, if about all."""
     drafting_ps: int = 0
-    """Picoseconds behind it in which prediction layers make drafts."""
+    """Picoseconds behind it in which prediction layers make drafts, with everything resident."""
+    drafting_bytes: int = 0
+    """Bytes that these read in place meanwhile, re-reads included."""
 
     @property
     def behind_ps(self) -> int:

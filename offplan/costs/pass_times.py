@@ -1,6 +1,7 @@
 """The times of each operation of a pass on a machine."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 from offplan.backends import Backend
@@ -51,9 +52,9 @@ def pass_times(
         for backend, num_bytes in read[layer].items():
             uva_ps[layer] += read_ps(backend, machine, count * num_bytes)
             read_by[backend] += count * num_bytes
-    return PassTimes(
+    times = PassTimes(
         compute_ps=priced.layer_ps,
-        outside_ps=priced.behind_ps,
+        outside_ps=priced.outside_ps,
         uva_ps=tuple(uva_ps),
         uva_slowdown=uva_slowdown(machine),
         uva_bytes=read_by.total(),
@@ -69,4 +70,23 @@ def pass_times(
         keeping_ps=tuple(keeping),
         later_bytes=later_bytes,
         later_ps=to_ps(later_bytes / machine.h2d.value),
+    )
+    return add_drafting_times(times, machine, priced)
+
+
+def add_drafting_times(times: PassTimes, machine: MachineProfile, priced: PassCompute) -> PassTimes:
+    """Return the times of a pass with those of the prediction layers behind it.
+
+    What they read in place counts as the first layer's reading, which follows them.
+    """
+    num_bytes = priced.drafting_bytes
+    times = replace(times, outside_ps=priced.behind_ps) if priced.drafting_ps else times
+    if not num_bytes:
+        return times
+    first, *others = times.uva_ps
+    return replace(
+        times,
+        uva_ps=(first + read_ps(Backend.UVA, machine, num_bytes), *others),
+        uva_bytes=times.uva_bytes + num_bytes,
+        read_by=Counter(times.read_by) + Counter({Backend.UVA: num_bytes}),
     )

@@ -46,6 +46,9 @@ def list_phase(
     read = {b.words.noun: size if reads else 0 for b, size in read_by.items()}
     later = {"brought for later": taken.times.later_bytes} if taken.times.later_bytes else {}
     crossing = list_sizes({"streamed": taken.copied_bytes, **read, **later})
+    if priced.drafting_bytes:
+        of_layers = "of what is read in place, the prediction layers'"
+        crossing += (Input(of_layers, priced.drafting_bytes, "bytes"),)
     formula = f"{' + '.join(('streamed', *read, *later))}, re-reads included"
     is_step = priced.shapes[0].phase is Phase.DECODE
     for list_misses in MISSES if is_step else ():

@@ -13,7 +13,7 @@ from offplan.costs.drafts import DraftedPass, DraftedTimes, list_drafted
 from offplan.costs.engine_times import add_up_engine, engine_pass_times
 from offplan.costs.memory import list_gpu_memory, list_stores
 from offplan.costs.pass_compute import PassCompute
-from offplan.costs.pass_times import pass_times
+from offplan.costs.pass_times import add_drafting_times, pass_times
 from offplan.costs.phase_terms import list_phase
 from offplan.costs.prediction import add_drafting
 from offplan.costs.steady import price_plan
@@ -114,14 +114,14 @@ class Decided:
 
     def _find_times(self, priced: PassCompute) -> PassTimes:
         """Find the times of a pass, which differ behind its layers alone by what drafts it."""
-        engine, of_layers = self.stage.pass_rules, replace(priced, drafting_ps=0)
+        engine = self.stage.pass_rules
+        of_layers = replace(priced, drafting_ps=0, drafting_bytes=0)
         asked = self.placement, self.stage, self.machine, of_layers
         if of_layers not in self._times:
             self._times[of_layers] = (
                 pass_times(*asked) if engine is None else engine_pass_times(engine, *asked)
             )
-        known = self._times[of_layers]
-        return replace(known, outside_ps=priced.behind_ps) if priced.drafting_ps else known
+        return add_drafting_times(self._times[of_layers], self.machine, priced)
 
 
 PricedStage = tuple[Placement, PassCompute, PassCompute, RequestTimes]
@@ -262,7 +262,7 @@ def derive_stage(
         priced += [each.compute for each in times.drafted.passes]
     terms = (
         *list_gpu_memory(placement, stage, machine, workload, budget, chunk, offload.draft),
-        *list_stores(placement, offload, stage.num_gpus),
+        *list_stores(placement, stage, offload),
         *list_phase(stage, machine, prompt, times.prefill, placement),
         *decode,
         Term("objective", request_s, "s", formula, (steps,)),

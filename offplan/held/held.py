@@ -73,7 +73,7 @@ def hold_counted(model: Model, way: Way, passes: CountedPasses | None = None) ->
 
 
 def hold_prediction(stage: Stage, draft: Draft | None) -> Stage | None:
-    """Lower the prediction layers that drafts are made by, which lie on the GPU as they are stored.
+    """Lower the prediction layers that drafts are made by, as they are stored.
 
     Returns None for other drafts, and for a model without such layers.
     """

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from offplan.capabilities.drafts import LENGTHS, Draft, DraftKind
+from offplan.capabilities.drafts import LENGTHS, Draft, DraftKind, list_places
 from offplan.costs.timeline import to_seconds
 from offplan.drafts.acceptance import AcceptanceProfile
 from offplan.drafts.mix import find_mix
@@ -68,15 +68,23 @@ def _advise(question: Question, plan: Plan, kind: DraftKind) -> DraftAdvice | No
         assert drafted is not None, "drafts are priced"
         return to_seconds(drafted.with_mix(mix).token_ps) + lacking_s / mix.tokens
 
+    def lacking_s(draft: Draft) -> float:
+        taken = question.predict(plan.offload.model_copy(update={"draft": draft})).gpu_memory
+        lacking = max(0, taken.total_bytes - plan.budget.gpu_memory)
+        drafted, stored = priced[draft].drafted, plan.stored_bytes
+        if draft.uses_layers and drafted is not None and stored:
+            crossing = drafted.passes[-1].taken.link_bytes / stored
+            lacking = round(min(1.0, crossing) * lacking)
+        return lacking / question.planned_machine.h2d.value
+
     best = min(priced, key=lambda draft: token_s(draft, known[-1]))
-    taken = question.predict(plan.offload.model_copy(update={"draft": best})).gpu_memory
-    lacking = max(0, taken.total_bytes - plan.budget.gpu_memory)
-    drafted, stored = priced[best].drafted, plan.stored_bytes
-    if best.uses_layers and drafted is not None and stored:
-        crossing = drafted.passes[-1].taken.link_bytes / stored
-        lacking = round(min(1.0, crossing) * lacking)
-    lacking_s = lacking / question.planned_machine.h2d.value
-    speeds = tuple(1 / token_s(best, profile, lacking_s) for profile in known)
+    lacking = {best: lacking_s(best)}
+    if lacking[best]:  # experts of a prediction layer may lie on the host
+        _, *others = list_places(best, question.model)
+        priced |= price_drafts(question, plan.offload, others)
+        lacking |= {each: lacking_s(each) for each in others}
+    best = min(lacking, key=lambda draft: token_s(draft, known[-1], lacking[draft]))
+    speeds = tuple(1 / token_s(best, profile, lacking[best]) for profile in known)
     if speeds[-1] * plan.prediction.decode.step_s < WORTH_TELLING:
         return None
     return DraftAdvice(str(best), CHANCES, speeds)

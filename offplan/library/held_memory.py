@@ -2,8 +2,8 @@
 
 from offplan.checkpoint.model import Model
 from offplan.errors import PlanError
-from offplan.held.held import hold, hold_prediction
-from offplan.placement import place
+from offplan.held.held import hold
+from offplan.placement import place, place_prediction
 from offplan.plan import GPUMemoryPrediction, Plan
 from offplan.stores import HOST, STORES
 
@@ -18,11 +18,14 @@ def count_held(plan: Plan, model: Model) -> Plan:
     stage = hold(model, plan.offload.recoding, plan.goal.way)
     placement = place(stage, plan.offload)
     recorded, draft = plan.prediction.gpu_memory, plan.offload.draft
-    layers, cache_bytes = hold_prediction(stage, draft), stage.cache_bytes(plan.workload, draft)
+    placed, cache_bytes = place_prediction(stage, draft), stage.cache_bytes(plan.workload, draft)
     resident_bytes = placement.resident_bytes + sum(placement.cached_bytes.values())
-    if layers is not None:
-        resident_bytes += layers.loaded_bytes
+    drafting_bytes = 0
+    if placed is not None:
+        layers, of_layers = placed
+        resident_bytes += of_layers.resident_bytes
         cache_bytes += layers.cache_bytes(plan.workload)
+        drafting_bytes = of_layers.slab_bytes
     terms = {
         "resident": resident_bytes,
         "ring": placement.ring_bytes,
@@ -33,7 +36,7 @@ def count_held(plan: Plan, model: Model) -> Plan:
     }
     stored = dict.fromkeys((each.bytes_key for each in STORES.values()), 0)
     stored[STORES[plan.offload.store].bytes_key] = placement.slab_bytes
-    stored[HOST.bytes_key] += placement.table_bytes
+    stored[HOST.bytes_key] += placement.table_bytes + drafting_bytes
     counted = {
         "gpu_memory": GPUMemoryPrediction(**terms, total=sum(terms.values())),
         **stored,

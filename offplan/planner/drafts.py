@@ -35,7 +35,7 @@ chosen: fewer are looked at, and the best is hardly ever further."""
 
 
 def list_drafts(question: Question) -> tuple[Draft, ...]:
-    """List the drafts that plans of a question may have, beside none."""
+    """List the drafts that plans of a question may have, beside none, in one place each."""
     goal, known = question.goal, question.stage.acceptance
     if goal.draft != "auto" or known is None:
         return ()
@@ -134,7 +134,7 @@ def _shorten(question: Question, found: PlanResult) -> PlanResult:
     assert offload.draft is not None, "it was found with drafts"
     most = pass_tokens(offload.draft.tokens)
     drafts = [
-        each
+        each.with_experts(offload.draft.experts)
         for each in list_drafts(question)
         if each.kind == offload.draft.kind and pass_tokens(each.tokens) <= most
     ]

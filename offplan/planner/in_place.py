@@ -109,16 +109,33 @@ class InPlaceRules:
 
     def _number(self, option: int | None, num_units: int) -> list[int]:
         """Number the contents of all layers of which an option's first parameters are taken."""
-        numbers = []
-        for kind in self.space.kind_of:
-            of_layer = 0
+        none, _ = self._whole(None)
+        if option is None:
+            return none
+        whole, ends = self._whole(option)
+        last = min(bisect_left(ends, num_units), len(ends) - 1)
+        left, kind = num_units - (ends[last - 1] if last else 0), self.space.kind_of[last]
+        part = self.prices.number(kind, (option,), left)
+        return [*whole[:last], part, *none[last + 1 :]]
+
+    def _whole(self, option: int | None) -> tuple[list[int], list[int]]:
+        """Number the contents of layers of which all is taken; sum up the parameters taken."""
+        if option not in self._wholes:
+            kinds, options = self.space.kind_of, () if option is None else (option,)
+            sizes = [0] * len(kinds)
             if option is not None:
-                taken = self.space.taken(self.prices.options[option].segment_class)[kind]
-                of_layer = min(num_units, len(taken))
-            options = () if option is None or not of_layer else (option,)
-            numbers.append(self.prices.number(kind, options, of_layer))
-            num_units -= of_layer
-        return numbers
+                taken = self.space.taken(self.prices.options[option].segment_class)
+                sizes = [len(taken[kind]) for kind in kinds]
+            numbers = [
+                self.prices.number(kind, options if size else (), size)
+                for kind, size in zip(kinds, sizes, strict=True)
+            ]
+            self._wholes[option] = numbers, list(accumulate(sizes))
+        return self._wholes[option]
+
+    @cached_property
+    def _wholes(self) -> dict[int | None, tuple[list[int], list[int]]]:
+        return {}
 
 
 def _roundest(low: int, high: int) -> int:

@@ -2,9 +2,10 @@
 
 from functools import cache, partial
 
-from offplan.costs.memory import MARGIN, overhead_bytes, resident_draft_bytes
+from offplan.costs.memory import MARGIN, overhead_bytes
 from offplan.costs.term import least_that
 from offplan.errors import ExportError, InfeasibleError, Topic
+from offplan.held.held import hold_prediction
 from offplan.machine.name import find_enough_ram
 from offplan.plan import Backend, Offload, Rule
 from offplan.planner.aims import Fastest
@@ -27,7 +28,7 @@ def explain_infeasible(searcher: Searcher, question: Question, search: Search) -
         space = min(searcher.spaces, key=lambda each: find_room(each, budget).lacking_bytes.min())
         stage, number = space.stage, int(find_room(space, budget).lacking_bytes.argmin())
         smallest = space.settings[number]
-        layers = "prediction layers, " if resident_draft_bytes(stage, space.draft) else ""
+        layers = "prediction layers, " if hold_prediction(stage, space.draft) else ""
         fixed = stage.outside_bytes - smallest.host_bytes
         weights = stage.loaded_bytes - smallest.host_bytes
         taken = smallest.device_bytes + overhead_bytes(space.machine, budget) - weights

@@ -24,8 +24,9 @@ def check_range(space: Space) -> None:
     if space.stage.pass_rules is not None:  # for each chunk, and in a step at most twice
         copies_ps *= max(2, int(space.table.num_chunks.max()))
     backends = [way for way in space.question.runner.backends if not way.streams]
-    passes = [*(each.prefill for each in settings), space.decode]
-    reads = [*(space.reading_ps(each.row_bytes[0]) for each in settings), 0]
+    distinct = {(each.prefill_chunk, each.row_ps[0]): each for each in settings}.values()
+    passes = [*(each.prefill for each in distinct), space.decode]
+    reads = [*(each.row_ps[0] for each in distinct), 0]
     for kind, count in Counter(space.kind_of).items():
         ways = [[(unit, way) for unit in space.units[kind]] for way in backends]
         reads = [

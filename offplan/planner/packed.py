@@ -123,7 +123,7 @@ def _find_fewest(plain: Space, packed: Space, budget: Budget, aim: Aim) -> Candi
         embeddings=setting.embeddings,
         store=plain.machine.store,
         packing=packing,
-        draft=plain.draft,
+        draft=setting.draft,
     )
     times_ps = float(prompt_ps[number, pattern]), float(step_ps[number, pattern])
     return Candidate(float(values[number, pattern]), (0, 0, 0, 1, 0), times_ps, lambda: offload)

@@ -113,9 +113,15 @@ class Prices:
         reads = [(u, way) for u, way in chosen if not (way.has_curve or way.decode.streams)]
         in_decode = [(u, way.decode) for u, way in reads]
         never = [(u, way.decode) for u, way in reads if not way.fills_ring]
-        prompt_reads = [at_use.read_ps(in_prefill, each.prefill) for each in space.settings]
+        of_chunk = {
+            chunk: at_use.read_ps(in_prefill, prompt) for chunk, prompt in space.prompts.items()
+        }
+        prompt_reads = [of_chunk[each.prefill_chunk] for each in space.settings]
         step_read_ps = space.step_read_ps(in_decode)
         step_cores_ps, beside_cores_ps = space.step_cores_ps(in_decode)
+        kept_read_ps, kept_cores_ps = step_read_ps, step_cores_ps
+        if len(never) < len(in_decode):
+            kept_read_ps, kept_cores_ps = space.step_read_ps(never), space.step_cores_ps(never)[0]
         if engine is not None and engine.copies_in_place and not any(spans):
             # it copies what it is told to read in place, for each chunk
             step_read_ps = space.copying_ps(slab.nbytes)
@@ -131,10 +137,10 @@ class Prices:
             prompt_copy_ps=copies[0],
             step_copy_ps=copies[1],
             step_read_ps=step_read_ps,
-            kept_read_ps=space.step_read_ps(never),
+            kept_read_ps=kept_read_ps,
             step_cores_ps=step_cores_ps,
             beside_cores_ps=beside_cores_ps,
-            kept_cores_ps=space.step_cores_ps(never)[0],
+            kept_cores_ps=kept_cores_ps,
             prompt_read_ps=prompt_reads,
         )
 

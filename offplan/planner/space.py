@@ -16,7 +16,7 @@ Of a pipeline it is the space of the largest stage; ``planner.stages`` prices th
 A space has one recoding for all its plans; ``planner.packed`` goes over those.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offplan.backends import Backend
-from offplan.capabilities.drafts import Draft
+from offplan.capabilities.drafts import Draft, list_places
 from offplan.capabilities.table import Recoding
 from offplan.checkpoint.model import Layer
 from offplan.checkpoint.tables import Table
@@ -35,7 +35,12 @@ from offplan.costs.calls import count_calls
 from offplan.costs.compute import ModelCompute
 from offplan.costs.in_place_costs import AtUse, Served, read_ps
 from offplan.costs.link import rows_bytes, uva_slowdown
-from offplan.costs.memory import kv_cache_bytes, overhead_bytes, resident_draft_bytes
+from offplan.costs.memory import (
+    kv_cache_bytes,
+    overhead_bytes,
+    resident_draft_bytes,
+    stored_draft_bytes,
+)
 from offplan.costs.pass_compute import PassCompute
 from offplan.costs.prediction import add_drafting
 from offplan.costs.timeline import to_ps
@@ -77,7 +82,7 @@ def prefill_chunks(prompt_tokens: int, batch: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Setting:
-    """One choice of everything that does not depend on the rules: chunk and embeddings."""
+    """One choice of everything that does not depend on the rules: chunk, embeddings, draft."""
 
     prefill_chunk: int
     embeddings: Literal["device", "host"]
@@ -85,16 +90,19 @@ class Setting:
     """GPU memory with all layers resident, overhead left out."""
     host_bytes: int
     """Bytes of the embeddings that lie on the host."""
-    row_bytes: tuple[int, int]
-    """Bytes of embedding rows read in place: by a prompt, and by a decode step."""
+    row_ps: tuple[int, int]
+    """Picoseconds of reading embedding rows and a prediction layer's experts in place: in a prompt,
+    and in a decode step."""
     prefill: PassCompute
+    draft: Draft | None = None
+    """The space's draft, with the place of experts of its prediction layer."""
 
 
 class SettingTable(NamedTuple):
     """Figures of all settings: arrays with a row for each; picoseconds unless they say bytes."""
 
     row_ps: NDArray[np.int64]
-    """Reading embedding rows in place, [settings, 2]: in a prompt, and in a decode step."""
+    """``Setting.row_ps``, [settings, 2]."""
     layer_ps: NDArray[np.int64]
     """A prompt's compute in each layer, [settings, layers]."""
     outside_ps: NDArray[np.int64]
@@ -137,7 +145,7 @@ class Space:
     recoding: Recoding | None = None
     """The weights that all its plans hold in another form than the checkpoint's."""
     draft: Draft | None = None
-    """The drafts that passes of all its plans check."""
+    """The drafts that passes of all its plans check; settings have the place of experts."""
     near: Near | None = None
     """The part of it that is searched; None for all."""
 
@@ -205,7 +213,10 @@ class Space:
 
     def _price(self, *shapes: PassShape) -> PassCompute:
         """Price a pass of these chunks, and what prediction layers take behind it."""
-        return add_drafting(self.stage, self.machine, self.compute.price(*shapes), self.draft)
+        return self._add_drafting(self.compute.price(*shapes), self.draft)
+
+    def _add_drafting(self, priced: PassCompute, draft: Draft | None) -> PassCompute:
+        return add_drafting(self.stage, self.machine, priced, draft)
 
     def mean(self, values: Iterable[float]) -> int:
         """Return the mean over the passes of decode, of a value of each."""
@@ -223,12 +234,15 @@ class Space:
             layer_ps=tuple(map(self.mean, zip(*(p.layer_ps for p in passes), strict=True))),
             outside_ps=self.mean(p.outside_ps for p in passes),
             drafting_ps=self.mean(p.drafting_ps for p in passes),
+            drafting_bytes=0,  # settings have them
             routed_ps=tuple(map(self.mean, zip(*(p.routed_ps for p in passes), strict=True))),
         )
 
     def step_read_ps(self, served: Served) -> int:
         """Picoseconds that a decode step reads what a layer has served."""
         served = list(served)
+        if not served:
+            return 0
         return self.mean(each.at_use.read_ps(served, each.compute) for each in self.steps)
 
     def step_cores_ps(self, served: Served) -> tuple[int, int]:
@@ -292,22 +306,49 @@ class Space:
         """Prices what layers take at use, in the largest passes of decode."""
         return self.steps[-1].at_use
 
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The chunks to try, the largest first."""
+        workload, passes = self.question.workload, self.stage.passes
+        if self.near is not None:
+            return (self.near.prefill_chunk,)
+        sizes = prefill_chunks(workload.prompt_tokens, workload.batch)
+        # where each chunk would have the weights cross again, the whole prompt is one
+        return sizes[:1] if passes is not None and passes.chunk_bytes is None else sizes
+
+    @cached_property
+    def prompts(self) -> Mapping[int, PassCompute]:
+        """What a prompt takes without drafts, by chunk."""
+        workload = self.question.workload
+        return {
+            chunk: self.compute.price(*prefill_shapes(workload, chunk)) for chunk in self.chunks
+        }
+
+    @cached_property
+    def _used_bytes(self) -> Mapping[int, int]:
+        """Bytes of KV cache and activations, by chunk."""
+        asked = self.stage, self.question.workload
+        return {
+            chunk: kv_cache_bytes(*asked, chunk, self.draft)
+            + activation_bytes(*asked, chunk, self.draft)
+            for chunk in self.chunks
+        }
+
     @cached_property
     def settings(self) -> tuple[Setting, ...]:
-        """The chunks to try, the largest first, with embeddings in either place."""
+        """The chunks to try, the largest first, with what may lie on the host in either place."""
         stage = self.stage
         places: tuple[tuple[Table, ...], ...] = ((),)
         if stage.tables and self.question.runner.places_tables(stage.model.tables):
             places = ((), stage.tables)
-        workload = self.question.workload
-        sizes = prefill_chunks(workload.prompt_tokens, workload.batch)
-        if stage.passes is not None and stage.passes.chunk_bytes is None:
-            sizes = sizes[:1]  # each chunk would have the weights cross again
-        if self.near is not None:
-            sizes = (self.near.prefill_chunk,)
-        prompts = [self._price(*prefill_shapes(workload, size)) for size in sizes]
-        pairs = zip(sizes, prompts, strict=True)
-        found = (self.setting(*pair, place) for pair in pairs for place in places)
+        found = (
+            self.setting(chunk, place, draft)
+            for chunk in self.prompts
+            for place in places
+            for draft in self.drafts
+            # embeddings free memory for less time than experts
+            if place == places[-1] or draft is self.draft
+        )
         kept = None if self.near is None else self.near.embeddings
         return tuple(each for each in found if kept in (None, each.embeddings))
 
@@ -322,32 +363,47 @@ class Space:
         settings = self.settings
         prompts, step_ps = [each.prefill for each in settings], self.decode.resident_ps
         return SettingTable(
-            row_ps=np.array([[*map(self.reading_ps, each.row_bytes)] for each in settings]),
+            row_ps=np.array([each.row_ps for each in settings]),
             layer_ps=np.array([each.layer_ps for each in prompts]),
             outside_ps=np.array([each.behind_ps for each in prompts]),
             resident_ps=np.array([[each.resident_ps, step_ps] for each in prompts]),
             num_chunks=np.array([len(each.shapes) for each in prompts]),
         )
 
+    @cached_property
+    def drafts(self) -> Mapping[Draft | None, int]:
+        """The draft with experts of its prediction layer in each place, and the bytes of them that
+        a decode step reads in place."""
+        places = (None,) if self.draft is None else list_places(self.draft, self.stage.model)
+        computes = [each.compute for each in self.steps]
+        return {
+            draft: self.mean(self._add_drafting(each, draft).drafting_bytes for each in computes)
+            for draft in places
+        }
+
     def setting(
-        self, prefill_chunk: int, prompt: PassCompute, host_tables: tuple[Table, ...]
+        self, prefill_chunk: int, host_tables: tuple[Table, ...], draft: Draft | None = None
     ) -> Setting:
-        """Return what a chunk, whose prompt takes this, and the embeddings' place come to."""
-        stage, workload = self.stage, self.question.workload
+        """Return what a chunk and the places of embeddings and experts come to."""
+        stage, prompt = self.stage, self._add_drafting(self.prompts[prefill_chunk], draft)
         host_bytes = sum(table.nbytes for table in host_tables)
         of_steps = (rows_bytes(host_tables, each.compute.shapes) for each in self.steps)
-        rows = rows_bytes(host_tables, prompt.shapes), self.mean(of_steps)
+        read = (
+            (rows_bytes(host_tables, prompt.shapes), prompt.drafting_bytes),
+            (self.mean(of_steps), self.drafts[draft]),
+        )
+        row_ps = [sum(map(self.reading_ps, each)) for each in read]
         return Setting(
             prefill_chunk=prefill_chunk,
             embeddings="host" if host_tables else "device",
             device_bytes=stage.loaded_bytes
             - host_bytes
-            + resident_draft_bytes(stage, self.draft)
-            + kv_cache_bytes(stage, workload, prefill_chunk, self.draft)
-            + activation_bytes(stage, workload, prefill_chunk, self.draft),
+            + resident_draft_bytes(stage, draft)
+            + self._used_bytes[prefill_chunk],
             host_bytes=host_bytes,
-            row_bytes=rows,
+            row_ps=(row_ps[0], row_ps[1]),
             prefill=prompt,
+            draft=draft,
         )
 
     def takes_padding(self, segment_class: SegmentClass) -> bool:
@@ -384,10 +440,13 @@ def find_room(space: Space, budget: Budget) -> Room:
     overhead = overhead_bytes(space.machine, budget)
     taken = overhead + space.stage.layout.grown_bytes
     lacking = [each.device_bytes + taken - budget.gpu_memory for each in space.settings]
-    on_host = space.machine.store == "host"  # embeddings are, wherever the slabs lie
+    on_host = space.machine.store == "host"  # other weights are, wherever the slabs lie
     limit = float("inf") if budget.host_memory is None else budget.host_memory
     limit /= space.stage.num_gpus  # each locks as much
-    host = [limit - (each.host_bytes if on_host else 0) for each in space.settings]
+    host = [
+        limit - on_host * (each.host_bytes + stored_draft_bytes(space.stage, each.draft))
+        for each in space.settings
+    ]
     pairs = zip(lacking, space.settings, strict=True)
     missing = min(lack + each.host_bytes for lack, each in pairs)
     return Room(np.array(lacking), missing, np.array(host, dtype=np.float64), budget)

@@ -49,14 +49,18 @@ class StageSpace(Space):
         """What a GPU of the stage holds."""
         return self.other
 
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The chunks of the largest stage."""
+        return self.largest.chunks
+
     @cached_property
     def settings(self) -> tuple[Setting, ...]:
         """Settings are those of the largest stage, with this stage's own embeddings, or none."""
         found = []
         for each in self.largest.settings:
-            prompt = self.compute.price(*each.prefill.shapes)
             tables = self.stage.tables if each.embeddings == "host" else ()
-            found.append(self.setting(each.prefill_chunk, prompt, tables))
+            found.append(self.setting(each.prefill_chunk, tables))
         return tuple(found)
 
 

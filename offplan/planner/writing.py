@@ -54,5 +54,5 @@ def write_rules(space: Space, setting: int, prefetch_step: int, rules: tuple[Rul
         embeddings=chosen.embeddings,
         store=space.machine.store,
         rules=rules,
-        draft=space.draft,
+        draft=chosen.draft,
     ).recoded_by(space.recoding)

@@ -526,7 +526,9 @@ def describe_plainly(plan: Plan, stages: Sequence[Stage]) -> str:
     if offload.draft is not None:
         recoded.append(f"offplan checks {offload.draft.describe()}")
     if not offload.rules and offload.embeddings == "device":
-        return _join(["everything stays on the GPU", *recoded])
+        is_whole = offload.draft is None or offload.draft.experts == "device"
+        what = "everything" if is_whole else "all of the model"
+        return _join([f"{what} stays on the GPU", *recoded])
     where = STORES[offload.store].where
     sentences = [_describe_rule_plainly(rule, stages, where) for rule in offload.rules]
     if offload.embeddings == "host":

@@ -85,7 +85,7 @@ class Session:
             share_layers=share_layers,
             host_threads=host_threads,
         )
-        predicting = prepare_prediction(model, offload, self.device)
+        predicting = prepare_prediction(model, prepared)
         if way.is_own:
             refuse_long_texts(model, context)
         if record_routing:

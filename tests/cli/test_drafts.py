@@ -52,6 +52,7 @@ def test_run_and_bench_print_what_was_taken(cli: CLI, tmp_path: Path) -> None:
     [
         ("{kind: mtp, tokens: 1}", "stores no layers that predict further tokens"),
         ("{kind: ngram, tokens: 8}", "offload.draft.tokens: Input should be less than or equal"),
+        ("{kind: ngram, tokens: 1, experts: host}", "prediction layers (mtp) alone have experts"),
         ("{kind: eagle, tokens: 1}", "offload.draft.kind: Input should be 'ngram' or 'mtp'"),
     ],
 )

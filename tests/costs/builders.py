@@ -99,13 +99,13 @@ def moe_model(num_layers: int = 5) -> Model:
     return make_model([DENSE, *[MOE] * (num_layers - 1)])
 
 
-def predicting_model(num_layers: int = 3, later: Shapes = MOE) -> Model:
+def predicting_model(num_layers: int = 3, later: Shapes = MOE, last: Shapes = MOE) -> Model:
     """A model of such layers behind a dense one that stores a prediction layer as GLM-4.5 does."""
     sizes = {"num_key_value_heads": 2, "n_routed_experts": NUM_EXPERTS, "vocab_size": VOCABULARY}
     experts = {"num_experts_per_tok": PER_TOKEN, "num_nextn_predict_layers": 1}
     family = {"model_type": "glm4_moe", "num_hidden_layers": num_layers}
     model = make_model([DENSE, *[later] * (num_layers - 1)], **sizes, **experts, **family)
-    block, prefix = make_layer(num_layers, MOE), f"model.layers.{num_layers}"
+    block, prefix = make_layer(num_layers, last), f"model.layers.{num_layers}"
     around: Shapes = {
         "eh_proj.weight": (HIDDEN, 2 * HIDDEN),
         "enorm.weight": (HIDDEN,),

@@ -4,6 +4,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+from pydantic import ValidationError
 
 from offplan.capabilities.drafts import MOST_DRAFTED, Draft, list_draft_refusals
 from offplan.capabilities.way import OWN
@@ -17,15 +18,25 @@ from offplan.costs.prediction import DRAFT_OPERATORS, JOINING_KERNELS, add_draft
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import PassShape, decode_shape, prefill_shapes
 from offplan.drafts.acceptance import AcceptanceProfile
-from offplan.errors import PlanError
+from offplan.errors import InputError, PlanError
 from offplan.held.held import hold, hold_prediction
 from offplan.library.asking import pose
 from offplan.library.held_memory import count_held
 from offplan.machine.profile import LAUNCHES
 from offplan.plan import Goal, ModelRef, Offload, Workload, dump_plan, parse_plan
 from offplan.planner.make import make_plan
+from offplan.planner.neighbours import find_neighbours
 from offplan.records import load_yaml
-from tests.costs.builders import HIDDEN, dense_model, make_machine, predicting_model, rule
+from tests.costs.builders import (
+    DENSE,
+    HIDDEN,
+    NUM_EXPERTS,
+    PER_TOKEN,
+    dense_model,
+    make_machine,
+    predicting_model,
+    rule,
+)
 from tests.held import predict
 from tests.planner.cases import UNLIMITED
 
@@ -118,6 +129,101 @@ def test_a_prompt_is_read_chunk_by_chunk() -> None:
     prompt = ModelCompute(stage, MACHINE).price(*shapes)
     read = add_drafting(stage, MACHINE, prompt, KINDS[1])
     assert read.drafting_ps == pytest.approx(to_ps(sum(map(use_s, shapes))), abs=2)
+
+
+ON_HOST = Draft(kind="mtp", tokens=2, experts="host")
+
+
+def test_experts_on_the_host_leave_the_device_for_its_memory() -> None:
+    asked = MODEL, MACHINE, WORKLOAD, UNLIMITED
+    device, host = (
+        predict(*asked, decide(each, rule("down_proj")))
+        for each in (Draft(kind="mtp", tokens=2), ON_HOST)
+    )
+    experts_bytes = layers().block.expert_bytes
+    assert 0 < experts_bytes < layers().loaded_bytes
+    assert device.gpu_memory.resident_bytes - host.gpu_memory.resident_bytes == experts_bytes
+    assert host.host_memory_bytes - device.host_memory_bytes == experts_bytes
+    for term in ("ring_bytes", "kv_cache_bytes", "activation_bytes", "overhead_bytes"):
+        assert getattr(device.gpu_memory, term) == getattr(host.gpu_memory, term)
+    # everything resident, both take as long: the rest is waiting for the link
+    for phase in ("prefill", "decode"):
+        one, other = getattr(device, phase), getattr(host, phase)
+        assert one.compute_s == other.compute_s
+        assert one.step_s < other.step_s
+        assert one.link_bytes < other.link_bytes
+
+
+def test_each_use_reads_the_experts_that_its_tokens_touch() -> None:
+    """By hand: by one token and by two all experts differ, by many a share has been touched."""
+    stage, compute, block = hold(MODEL), ModelCompute(hold(MODEL), MACHINE), layers().block
+
+    def touched_bytes(num_tokens: int) -> float:
+        share = 1 - (1 - PER_TOKEN / NUM_EXPERTS) ** num_tokens
+        return share * block.expert_bytes
+
+    for tokens in (2, 4):
+        plain = compute.price(decode_shape(WORKLOAD, tokens))
+        priced = add_drafting(stage, MACHINE, plain, ON_HOST)
+        chained = (min(2, tokens - 1) - 1) * touched_bytes(1)
+        assert priced.drafting_bytes == pytest.approx(touched_bytes(tokens) + chained, abs=4)
+        device = add_drafting(stage, MACHINE, plain, Draft(kind="mtp", tokens=2))
+        assert replace(priced, drafting_bytes=0) == device
+    step = add_drafting(stage, MACHINE, compute.price(decode_shape(WORKLOAD)), ON_HOST)
+    assert step.drafting_bytes == pytest.approx(touched_bytes(8) / 8, abs=4)
+    shapes = prefill_shapes(WORKLOAD, 64)
+    prompt = add_drafting(stage, MACHINE, compute.price(*shapes), ON_HOST)
+    expected = sum(touched_bytes(each.tokens) for each in shapes)
+    assert prompt.drafting_bytes == pytest.approx(expected, rel=1e-3)
+    # with nothing else over the link each byte takes the time of reading in place
+    *_, times = price_stage(stage, MACHINE, WORKLOAD, decide(ON_HOST))
+    for taken, priced in ((times.prefill, prompt), (times.decode, step)):
+        reading = to_ps(priced.drafting_bytes / MACHINE.uva.value)
+        assert taken.step_ps == priced.resident_ps + reading
+        assert (taken.link_bytes, taken.link_ps) == (priced.drafting_bytes, reading)
+
+
+def test_a_plan_with_experts_on_the_host_reads_back_and_explains_itself() -> None:
+    goal = Goal(packing=False, draft=ON_HOST)
+    plan = make_plan(pose(MODEL, MACHINE, WORKLOAD, UNLIMITED, goal)).plan
+    text = dump_plan(plan)
+    assert "draft: {kind: mtp, tokens: 2, experts: host}\n" in text
+    assert dump_plan(parse_plan(load_yaml(text), "plan")) == text
+    counted = count_held(plan, MODEL).prediction
+    assert counted.gpu_memory == plan.prediction.gpu_memory
+    assert counted.host_memory_bytes == plan.prediction.host_memory_bytes > 0
+    terms = {term.path: term for term in derive_prediction([hold(MODEL)], MACHINE, plan)}
+    inputs = {
+        path: {each.name: each.value for each in terms[path].inputs}
+        for path in ("gpu_memory.resident", "host_memory", "prefill.link_bytes", "draft.pass_4")
+    }
+    experts_bytes = layers().block.expert_bytes
+    rest = layers().loaded_bytes - experts_bytes
+    assert inputs["gpu_memory.resident"]["prediction layers"] == rest
+    assert inputs["host_memory"]["experts of prediction layers"] == experts_bytes
+    name = "of what is read in place, the prediction layers'"
+    assert inputs["prefill.link_bytes"][name] == terms["prefill.link_bytes"].value
+    assert inputs["draft.pass_4"]["of link bytes, the prediction layers'"] > 0
+
+
+def test_experts_that_are_not_there_are_refused() -> None:
+    with pytest.raises(ValidationError, match="alone have experts"):
+        Draft.model_validate({"kind": "ngram", "tokens": 3, "experts": "host"})
+    dense = predicting_model(last=DENSE)
+    with pytest.raises(PlanError, match="with `experts: host`: the prediction layer"):
+        predict(dense, MACHINE, WORKLOAD, UNLIMITED, decide(ON_HOST))
+    with pytest.raises(InputError, match="no routed experts"):
+        pose(dense, MACHINE, WORKLOAD, UNLIMITED, Goal(packing=False, draft=ON_HOST))
+    goal = Goal(packing=False, draft=ON_HOST.with_experts("device"))
+    question = pose(dense, MACHINE, WORKLOAD, UNLIMITED, goal)
+    plan = make_plan(question).plan
+    assert plan.offload.draft == goal.draft
+    changes = {each.change for each in find_neighbours(question, plan)}
+    assert "draft tokens 2 -> 3" in changes
+    assert not any("experts" in each for each in changes)
+    moved = plan.offload.model_copy(update={"draft": ON_HOST})
+    with pytest.raises(PlanError, match="no routed experts"):
+        count_held(plan.model_copy(update={"offload": moved}), dense)
 
 
 def list_times(times: RequestTimes) -> list[Fraction]:

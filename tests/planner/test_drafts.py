@@ -1,6 +1,7 @@
 """The planner chooses drafts, how many, or none, by an acceptance profile."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -178,13 +179,70 @@ def test_prediction_layers_that_are_asked_for_are_in_every_plan() -> None:
     goal = Goal(packing=False, draft=Draft(kind="mtp", tokens=2))
     question = ask(predicting_model(4), goal=goal, share=1.0)
     plan = make_plan(question).plan
-    assert plan.offload.draft == goal.draft
+    assert str(plan.offload.draft) == "mtp:2"
     assert plan.prediction.gpu_memory.total_bytes <= plan.budget.gpu_memory
     changes = {each.change for each in find_neighbours(question, plan)}
     assert {"without draft", "draft tokens 2 -> 1", "draft tokens 2 -> 3"} <= changes
     nothing = replace(question, budget=Budget(gpu_memory=2**18))
     with pytest.raises(InfeasibleError, match="prediction layers, KV cache, activations"):
         make_plan(nothing)
+
+
+@pytest.mark.parametrize(("share", "place"), [(0.2, "host"), (2.0, "device")])
+@pytest.mark.parametrize("is_asked", [True, False])
+@pytest.mark.usefixtures("gpus_predict")
+def test_experts_of_prediction_layers_are_on_the_host_where_memory_is_short(
+    is_asked: bool, share: float, place: str
+) -> None:
+    draft = Draft(kind="mtp", tokens=2)
+    if is_asked:
+        question = ask(predicting_model(6), goal=Goal(packing=False, draft=draft), share=share)
+    else:
+        question = ask(predicting_model(24, DENSE), chance=0.9, share=share, kinds=["mtp"])
+    plan = make_plan(question).plan
+    assert plan.prediction.gpu_memory.total_bytes <= plan.budget.gpu_memory
+    assert plan.offload.draft is not None
+    assert plan.offload.draft.experts == place
+    changes = {each.change for each in find_neighbours(question, plan)}
+    other = "host -> device" if place == "host" else "device -> host"
+    assert {each for each in changes if "experts" in each} == {f"draft experts {other}"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.2, 0.5, 1.0, 2.0])
+@pytest.mark.usefixtures("gpus_predict")
+def test_both_places_of_experts_are_searched_together(share: float) -> None:
+    """The plan is as good as the better one of both places, each searched alone."""
+    draft = Draft(kind="mtp", tokens=2)
+    question = ask(predicting_model(5), goal=Goal(packing=False, draft=draft), share=share)
+    found = make_plan(question).plan.prediction.objective_s
+    searched = []
+    for experts in ("device", "host"):
+        space = Space(question, draft=draft)
+        placed = {each: size for each, size in space.drafts.items() if each.experts == experts}
+        vars(space)["drafts"] = placed
+        with suppress(InfeasibleError):
+            searched.append(find_plan(Searcher(space), question))
+    least = min(each.plan.prediction.objective_s for each in searched if each is not None)
+    assert found <= 1.01 * least
+
+
+@pytest.mark.usefixtures("gpus_predict")
+def test_experts_of_prediction_layers_keep_to_the_memory_of_the_host() -> None:
+    goal = Goal(packing=False, draft=Draft(kind="mtp", tokens=2))
+    question = ask(predicting_model(6), goal=goal, share=0.7)
+    plan = make_plan(question).plan
+    assert plan.offload.draft is not None
+    assert plan.offload.draft.experts == "host"
+    taken = plan.prediction.host_memory_bytes
+    budgets = (
+        question.budget.model_copy(update={"host_memory": int(share * taken)})
+        for share in (1.0, 0.9)
+    )
+    enough, less = (replace(question, budget=budget) for budget in budgets)
+    assert make_plan(enough).plan.offload == plan.offload
+    with pytest.raises(InfeasibleError, match="of host memory"):
+        make_plan(less)
 
 
 def test_asked_drafts_are_in_every_plan() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -41,6 +41,8 @@ HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5")
 FAMILIES = ("deepseek_v3", "glm4_moe", *HYBRIDS)
 STORED = FAMILIES[:-1]
 """Families that tests store in forms: the last one is the text's beside a tower."""
+WITH_EXPERTS = ("glm4_moe", "deepseek_v3", "qwen3_5_moe_text")
+"""Families whose tiny prediction layer has routed experts."""
 KINDS = [*["linear_attention"] * 3, *["full_attention"] * 2]
 """The layers of tiny models of Qwen3.5, of which the last predicts."""
 
@@ -105,8 +107,11 @@ TOLERANCE = 8e-6
 """Part of the largest logit by which drafts' logits may differ: see ``test_drafts``."""
 
 
-def predicting(decision: Offload, tokens: int = 3) -> Offload:
-    return decision.model_copy(update={"draft": Draft(kind="mtp", tokens=tokens)})
+def predicting(
+    decision: Offload, tokens: int = 3, experts: Literal["device", "host"] = "device"
+) -> Offload:
+    draft = Draft(kind="mtp", tokens=tokens, experts=experts)
+    return decision.model_copy(update={"draft": draft})
 
 
 class Reference:

@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -29,6 +29,7 @@ from tests.runtime.plans import group, offload
 from tests.runtime.predicting import FAMILIES as PREDICTING
 from tests.runtime.predicting import STORED as STORED_PREDICTING
 from tests.runtime.predicting import (
+    WITH_EXPERTS,
     Reference,
     check_drafts,
     continue_text,
@@ -216,6 +217,40 @@ def test_a_text_is_the_same_whatever_is_predicted(
                 assert made == expected
                 assert each.drafts is not None
                 assert each.drafts.accepted > 5
+
+
+@pytest.mark.usefixtures("gpus_predict")
+@pytest.mark.parametrize("form", [None, "fp8_block"])
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_experts_of_prediction_layers_on_the_host(
+    tmp_path: Path, family: str, form: str | None
+) -> None:
+    """They leave the device, and captured passes draft by them what they draft by resident ones."""
+    folder = save_predicting(family, tmp_path, form, torch.bfloat16)
+    decision, made, held = offload(group(2, 1), prefill_chunk=4), [], []
+    places: tuple[Literal["device", "host"], ...] = ("device", "host")
+    for experts in places:
+        before = torch.cuda.memory_allocated()
+        with open_drafted(folder, predicting(decision, experts=experts), device="cuda") as session:
+            held.append(torch.cuda.memory_allocated() - before)
+            rows = Rows(session, 1)
+            rows.warm_up(len(PROMPT))
+            text, _ = continue_text(rows)
+            with noting_logits() as noted, session.stream():
+                again, _ = continue_text(rows, right=[True, True, False], expected=text)
+            assert again == text
+            made.append((text, torch.stack(noted).float().cpu()))
+            assert session.predictor is not None
+            offloaded = session.predictor._loaded.store.offloaded
+            assert bool(offloaded) == (experts == "host")
+            assert all(
+                each.device.type == "cuda" or each.is_pinned() for each in offloaded.values()
+            )
+    (text, logits), (on_host, logits_on_host) = made
+    assert text == on_host
+    assert held[1] < held[0]
+    assert logits.shape == logits_on_host.shape
+    assert float((logits - logits_on_host).abs().mean() / logits.std()) < ROUNDED
 
 
 @pytest.mark.usefixtures("gpus_predict")

@@ -1,12 +1,17 @@
 """Drafts by prediction layers: as transformers' own layers make them, and texts as without."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import pytest
+import torch
 
+from offplan.capabilities.drafts import Draft
+from offplan.checkpoint.open import open_model
+from offplan.costs.memory import resident_draft_bytes, stored_draft_bytes
 from offplan.errors import PlanError
+from offplan.held.held import hold, hold_prediction
 from offplan.runtime.joined import Continued
 from offplan.runtime.model.cache_mask import filled_blocks
 from offplan.runtime.prediction.predictor import Predictor
@@ -20,9 +25,11 @@ from tests.runtime.plans import CONTEXT, group, offload
 from tests.runtime.predicting import (
     FAMILIES,
     STORED,
+    WITH_EXPERTS,
     Reference,
     check_drafts,
     continue_text,
+    noting_logits,
     predicting,
     save_predicting,
 )
@@ -113,6 +120,42 @@ def test_a_text_with_a_grammar_is_the_same_whatever_is_drafted(tmp_path: Path, f
         assert each.drafts is not None
         assert each.drafts.rejected == 0
         assert each.drafts.accepted > 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [None, "fp8_block"])
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_experts_on_the_host_change_nothing_but_memory(
+    tmp_path: Path, family: str, form: str | None
+) -> None:
+    folder = save_predicting(family, tmp_path, form)
+    stage = hold(open_model(str(folder)))
+    decision, made, held_bytes = offload(group(2, 1), prefill_chunk=4), [], {}
+    places: tuple[Literal["device", "host"], ...] = ("device", "host")
+    for experts in places:
+        placed = predicting(decision, experts=experts)
+        with open_drafted(folder, placed) as session:
+            assert session.predictor is not None
+            text, _ = continue_text(session)
+            with noting_logits() as noted:
+                again, _ = continue_text(session, right=RIGHT["half"], expected=text)
+            assert again == text
+            made.append((text, torch.stack(noted)))
+            store = session.predictor._loaded.store
+            held_bytes[experts] = sum(weight.nbytes for weight in store.resident.values())
+            assert held_bytes[experts] == resident_draft_bytes(stage, placed.draft)
+            slab_bytes = sum(each.nbytes for each in store.slabs.values())
+            assert slab_bytes == stored_draft_bytes(stage, placed.draft)
+            assert all(".experts." in name for name in store.offloaded)
+            assert bool(store.offloaded) == (experts == "host")
+    (text, logits), (on_host, logits_on_host) = made
+    assert text == on_host
+    assert torch.equal(logits, logits_on_host)
+    assert len(logits) > 20
+    layers = hold_prediction(stage, Draft(kind="mtp", tokens=1))
+    assert layers is not None
+    (block,) = layers.layers
+    assert block.expert_bytes == held_bytes["device"] - held_bytes["host"]
 
 
 @pytest.mark.slow
@@ -208,6 +251,27 @@ def test_memory_that_drafts_lack_ends_no_text(tmp_path: Path, part: str) -> None
         with other, pytest.raises(RuntimeError, match="another"):
             continue_text(rows, PROMPT[1:])
         assert continue_text(session, right=[True], expected=expected)[0] == expected
+
+
+@pytest.mark.slow
+def test_the_host_has_to_have_room_for_model_and_layer(tmp_path: Path) -> None:
+    folder = save_predicting("glm4_moe", tmp_path)
+    placed = predicting(offload(group(2, 1)), experts="host")
+    with patch("offplan.runtime.loading.prepared.check_host_room") as check:
+        open_drafted(folder, placed).close()
+    (of_model, on_device), (in_all, all_on_device) = (each.args for each in check.call_args_list)
+    stage = hold(open_model(str(folder)))
+    on_host = stored_draft_bytes(stage, placed.draft)
+    assert on_host > 0
+    assert all_on_device - on_device == resident_draft_bytes(stage, placed.draft)
+    assert in_all - of_model == on_host + all_on_device - on_device
+
+
+@pytest.mark.slow
+def test_experts_that_are_not_there_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    folder = save_predicting("qwen3_5_text", tmp_path)
+    with pytest.raises(PlanError, match="with `experts: host`: the prediction layer"):
+        open_drafted(folder, predicting(offload(), experts="host"))
 
 
 @pytest.mark.parametrize(("name", "why"), [("qwen3", "stores no layers that predict")])

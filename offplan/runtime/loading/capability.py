@@ -167,6 +167,10 @@ class Prepared:
     """Executors of the capabilities that the plan uses, by their name."""
     owners: Mapping[str, str] = field(default_factory=dict)
     """Whose weight a parameter that is not loaded reads, by name."""
+    host_bytes: int = 0
+    """Bytes of host memory that it takes as planned."""
+    stand_in_bytes: int = 0
+    """Bytes that the CPU takes for a GPU for which it stands in."""
 
     @property
     def passes(self) -> PassesExecutor | None:

@@ -51,6 +51,7 @@ def prepare(
     share_layers: bool = False,
     host_threads: int | None = None,
     build: Callable[[Model], PreTrainedModel] = build_skeleton,
+    beside: Prepared | None = None,
 ) -> Prepared:
     """Build a model without weights, and find out whether ``device`` and host can take a plan's.
 
@@ -58,7 +59,7 @@ def prepare(
     ``way`` are the passes that it is built for. With ``share_layers`` layers that are alike read
     the weights of the first of them; the plan then offloads none but tables. ``host_threads`` are
     what the host computes with. ``build`` builds the model without weights for offplan's own
-    passes.
+    passes. ``beside`` is another prepared model, which host memory has to hold as well.
 
     Raises what ``fit`` raises, and MemoryLimitError where the host's memory or a second GPU is
     lacking. Raises OffplanError where a package is, or what builds the host's kernels.
@@ -83,8 +84,10 @@ def prepare(
     device_bytes += sum(each.device_bytes for each in prepared.executors.values())
     device_bytes *= stands_in
     host_bytes = placement.table_bytes + (placement.slab_bytes if elsewhere is None else 0)
-    check_host_room(host_bytes + device_bytes, device_bytes)
-    return replace(prepared, owners=owners)
+    of_others = (0, 0) if beside is None else (beside.host_bytes, beside.stand_in_bytes)
+    in_all = host_bytes + of_others[0], device_bytes + of_others[1]
+    check_host_room(sum(in_all), in_all[1])
+    return replace(prepared, owners=owners, host_bytes=host_bytes, stand_in_bytes=device_bytes)
 
 
 def fit(

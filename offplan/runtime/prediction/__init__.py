@@ -1,1 +1,1 @@
-"""Drafts by a checkpoint's own prediction layer, which lies on the device as a model of its own."""
+"""Drafts by a checkpoint's own prediction layer, which is a model of its own."""

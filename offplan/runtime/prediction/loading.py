@@ -1,14 +1,13 @@
-"""A prediction layer brought to the device, whole and as it is stored."""
+"""A prediction layer loaded as it is stored, where its plan has it."""
 
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel
 
 from offplan.capabilities.drafts import MOST_DRAFTED
+from offplan.capabilities.table import decide_prediction
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.prediction import PredictionLayers, find_prediction_layers
-from offplan.plan import Offload
 from offplan.progress import Progress
 from offplan.runtime.executors import EXECUTORS
 from offplan.runtime.loading.capability import Prepared
@@ -21,18 +20,24 @@ from offplan.runtime.prediction.predictor import Predictor
 from offplan.runtime.prediction.skeleton import build_prediction
 
 
-def prepare_prediction(model: Model, offload: Offload, device: torch.device) -> Prepared | None:
+def prepare_prediction(model: Model, beside: Prepared) -> Prepared | None:
     """Prepare the layer that a plan drafts by, as ``prepare`` does; None if it drafts by none.
 
-    ``list_draft_refusals`` has refused models without one.
+    ``beside`` is the prepared model, whose plan it is. ``list_draft_refusals`` has refused models
+    without such a layer.
     """
+    offload = beside.offload
     if offload.draft is None or not offload.draft.uses_layers:
         return None
     layers = find_prediction_layers(model)
     assert isinstance(layers, PredictionLayers), layers
-    decision = Offload(prefill_chunk=offload.prefill_chunk)
     return prepare(
-        layers.model, decision, device, EXECUTORS, build=lambda _: build_prediction(layers)
+        layers.model,
+        decide_prediction(offload.draft, offload.prefill_chunk),
+        beside.device,
+        EXECUTORS,
+        build=lambda _: build_prediction(layers),
+        beside=beside,
     )
 
 
