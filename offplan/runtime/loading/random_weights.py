@@ -36,8 +36,9 @@ _EMBEDDED_SPREAD = 4.0
 """Standard deviation of an input embedding that no head is tied to.
 
 Attention adds about the same vector to all tokens of a text. Beside embeddings as small as other
-weights it decides which experts a token chooses. Source: 40 layers of Qwen3-MoE's shape. The next
-token chose up to 0.96 of a token's experts with 0.02, 0.66 with 1, and with 4 0.06, as by chance.
+weights it decides which experts a token chooses. Source: layers of Qwen3-MoE's shape, 8 of 128
+experts each. In 12 the next token chose up to 0.98 of a token's experts with 0.02. In 40 it chose
+up to 0.66 with 1 and 0.08 with 4, where chance gives 0.06.
 """
 
 
