@@ -115,7 +115,7 @@ class MachineName(NamedTuple):
                 "figures gives plans, which `offplan run` does not execute there"
             )
         typed = parse_typed(self.base)
-        if cards := find_cards(typed):
+        if (cards := find_cards(typed)) and _split_amounts(typed, cards)[1]:
             unsaid = _describe_memory(typed, cards)
             raise ProfileError(f"no machine profile {self.base!r}: {unsaid}")
         too_old = why_no_run(self.base)
@@ -207,9 +207,11 @@ def _parse_base(base: str) -> MachineName:
         return named
     if (exact := find_exact(base)) is not None:
         return named._replace(base=exact)
+    one, number = split_count(base)
+    if number > 1 and (exact := find_exact(one)) is not None:
+        return named._replace(base=exact, num_gpus=number)
     if (described := _choose(parse_typed(base))) is not None:
         return described
-    one, number = split_count(base)
     if number == 1 or split_count(one)[1] > 1:
         return named
     is_known = Path(one).is_file() or _is_other_card(one)
@@ -231,10 +233,12 @@ def _choose(typed: Typed) -> MachineName | None:
 
 def _split_amounts(typed: Typed, cards: list[Card]) -> tuple[int | None, list[int]]:
     """Return the GPU's memory, and amounts of which nobody said what they are, in GiB."""
-    others = list(typed.amounts)
-    vram = typed.vram or next((each for each in others if each in [c.gib for c in cards]), None)
+    others, known = list(typed.amounts), [card.gib for card in cards]
+    vram = typed.vram or next((each for each in others if each in known), None)
     if typed.vram is None and vram is not None:
         others.remove(vram)
+    elif vram is not None and vram not in known and vram / typed.num_gpus in known:
+        vram //= typed.num_gpus  # what all of them have
     return vram, others
 
 

@@ -8,10 +8,13 @@ _BETWEEN = re.compile(r"\((?:tm|r|c)\)|[\s,;:+&/()_-]+")
 _GLUED = re.compile(r"((?:[1-5]0|16)[1-9]0|ti|super)(?=[0-9]{1,2} ?g)")
 """The end of a card's name with a memory right behind: ``4060ti16g``."""
 _GIB = r"([0-9]{1,4}) ?(?:g|gb|gib|gigs?)\b"
+_NO_AMOUNT = r"(?! ?[0-9]+ ?g)"
+"""Behind a word that an amount follows, the amount before it is another memory's."""
 _RAM = re.compile(
-    rf"{_GIB}(?: of)?(?: (?:system|main|host|ddr[345]x?))* (?:ram|ddr[345]x?)\b|\bram {_GIB}"
+    rf"\bram {_GIB}|"
+    rf"{_GIB}(?: of)?(?: (?:system|main|host|ddr[345]x?))* (?:ram|ddr[345]x?)\b{_NO_AMOUNT}"
 )
-_VRAM = re.compile(rf"{_GIB}(?: of)? (?:vram|gddr\w*|hbm\w*)|\bvram {_GIB}")
+_VRAM = re.compile(rf"\bvram {_GIB}|{_GIB}(?: of)? (?:vram|gddr\w*|hbm\w*)\b{_NO_AMOUNT}")
 _EITHER = re.compile(rf"\b{_GIB}")
 _LAPTOP = re.compile(r"laptop|mobile|notebook|max ?q\b|(?<=[0-9i])m\b| m$")
 _SYSTEM = re.compile(r"\b(?:(wsl) ?2?|(windows)(?: 1[01])?|(linux|ubuntu))\b")
@@ -19,7 +22,7 @@ _NUMBERS = {"two": 2, "dual": 2, "double": 2, "pair": 2, "three": 3, "four": 4, 
 _NUMBER = rf"[2-9]|1[0-6]|(?:{'|'.join(_NUMBERS)})"
 _COUNT = re.compile(
     rf"(?P<before>{_NUMBER})(?:x| x)? *(?<![0-9])(?P<name>.+)|"
-    r"(?P<first>.+?)(?: *(?<![a-z])x) *(?P<behind>[2-9]|1[0-6])",
+    r"(?P<first>.+?)(?: *(?<!rt)(?<!gt)(?<!xt)x) *(?P<behind>[2-9]|1[0-6])",
     re.IGNORECASE,
 )
 """A name with a number of GPUs: ``2x rtx3090``, ``two 3090s`` or ``rtx3090 x2``."""
@@ -71,6 +74,7 @@ def parse_typed(text: str) -> Typed:
         system = "wsl2" if systems[1] else "windows" if systems[2] else "linux"
         left = _SYSTEM.sub(" ", left)
     left, is_laptop = _LAPTOP.sub(" ", left), bool(_LAPTOP.search(left))
+    left = re.sub(r"\b([2-9]|1[0-6])x(?=[a-z])", r"\1x ", left)  # 2xnvidia
     left, num_gpus = split_count(" ".join(_NOISE.sub(" ", left).split()))
     left = _SUPER.sub("" if num_gpus > 1 else "super", left)  # two 4080s are no 4080 Super
     return Typed(re.sub("[^a-z0-9]", "", left), is_laptop, vram, ram, amounts, system, num_gpus)

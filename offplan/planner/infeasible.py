@@ -2,7 +2,7 @@
 
 from functools import cache, partial
 
-from offplan.costs.memory import MARGIN, overhead_bytes
+from offplan.costs.memory import MARGIN, overhead_bytes, stored_draft_bytes
 from offplan.costs.term import least_that
 from offplan.errors import ExportError, InfeasibleError, Topic
 from offplan.held.held import hold_prediction
@@ -44,6 +44,14 @@ def explain_infeasible(searcher: Searcher, question: Question, search: Search) -
         )
     # that of plans of one rule: others may lack less
     lack, machine, given = int(search.host_lack), searcher.space.machine, budget.host_memory or 0
+    drafting = stored_draft_bytes(searcher.space.stage, searcher.space.draft)
+    if drafting > given:
+        return InfeasibleError(
+            f"no plan fits {format_budget(given)} of host memory: `experts: host` of the draft "
+            f"needs {format_bytes_enough(drafting)}. Leave it out, or give more host memory",
+            drafting - given,
+            topic=Topic.HOST_MEMORY,
+        )
     told = (
         f"no plan fits {format_budget(given)} of {machine.store} memory: "
         f"up to {format_bytes_enough(lack)} more are needed to hold what the GPU "

@@ -87,7 +87,8 @@ def _of_decision(plan: Plan) -> Iterator[str]:
     streams = any(any(rule.streams) for rule in offload.rules)
     takes = bool(offload.rules)
     used = {STORES[offload.store]} if takes else set()
-    if offload.embeddings == "host":
+    drafts_on_host = offload.draft is not None and offload.draft.experts == "host"
+    if offload.embeddings == "host" or drafts_on_host:
         used.add(HOST)
     expected = [("gpu_memory.ring", predicted.gpu_memory.ring_bytes, streams)]
     for store in STORES.values():
@@ -96,7 +97,7 @@ def _of_decision(plan: Plan) -> Iterator[str]:
         if is_taken != (num_bytes > 0):
             some = "some" if is_taken else "none"
             yield f"{name} is {format_bytes(num_bytes)}, and the decision takes {some}"
-    if not takes and offload.embeddings == "device":
+    if not takes and HOST not in used:
         phases = (predicted.prefill, predicted.decode)
         if any(phase.link_bytes or phase.link_s for phase in phases):
             yield "link and link_bytes are more than 0, and the decision offloads nothing"

@@ -18,15 +18,16 @@ from offplan.costs.prediction import DRAFT_OPERATORS, JOINING_KERNELS, add_draft
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import PassShape, decode_shape, prefill_shapes
 from offplan.drafts.acceptance import AcceptanceProfile
-from offplan.errors import InputError, PlanError
+from offplan.errors import InfeasibleError, InputError, PlanError
 from offplan.held.held import hold, hold_prediction
 from offplan.library.asking import pose
 from offplan.library.held_memory import count_held
 from offplan.machine.profile import LAUNCHES
-from offplan.plan import Goal, ModelRef, Offload, Workload, dump_plan, parse_plan
+from offplan.plan import Budget, Goal, ModelRef, Offload, Workload, dump_plan, parse_plan
 from offplan.planner.make import make_plan
 from offplan.planner.neighbours import find_neighbours
 from offplan.records import load_yaml
+from offplan.upkeep.figures import list_contradictions
 from tests.costs.builders import (
     DENSE,
     HIDDEN,
@@ -189,6 +190,7 @@ def test_a_plan_with_experts_on_the_host_reads_back_and_explains_itself() -> Non
     text = dump_plan(plan)
     assert "draft: {kind: mtp, tokens: 2, experts: host}\n" in text
     assert dump_plan(parse_plan(load_yaml(text), "plan")) == text
+    assert list(list_contradictions(parse_plan(load_yaml(text), "plan"))) == []
     counted = count_held(plan, MODEL).prediction
     assert counted.gpu_memory == plan.prediction.gpu_memory
     assert counted.host_memory_bytes == plan.prediction.host_memory_bytes > 0
@@ -204,6 +206,14 @@ def test_a_plan_with_experts_on_the_host_reads_back_and_explains_itself() -> Non
     name = "of what is read in place, the prediction layers'"
     assert inputs["prefill.link_bytes"][name] == terms["prefill.link_bytes"].value
     assert inputs["draft.pass_4"]["of link bytes, the prediction layers'"] > 0
+
+
+def test_too_little_host_memory_for_the_experts_is_said() -> None:
+    machine, needed = make_machine(host_memory=10_000), layers().block.expert_bytes
+    asked = MODEL, machine, WORKLOAD, Budget(gpu_memory=2**40, host_memory=10_000)
+    with pytest.raises(InfeasibleError, match="`experts: host` of the draft needs") as caught:
+        make_plan(pose(*asked, Goal(packing=False, draft=ON_HOST)))
+    assert caught.value.shortfall_bytes == needed - 10_000
 
 
 def test_experts_that_are_not_there_are_refused() -> None:

@@ -46,6 +46,10 @@ def test_what_people_type(typed: str, found: str) -> None:
     ("typed", "found"),
     [
         ("4060 8GB laptop", "rtx4060-laptop-pcie4"),
+        ("5060 ti 8gb ram 16gb", "rtx5060ti-pcie5,ram=16GiB"),
+        ("3080 10gb ram 12gb", "rtx3080-pcie4,ram=12GiB"),
+        ("4090 vram 24gb ram 64gb", "rtx4090-pcie4,ram=64GiB"),
+        ("dual 3090 48gb vram", "rtx3090-pcie4"),
         ("rtx 4070 laptop 8gb", "rtx4070-laptop-pcie4"),
         ("laptop 4060", "rtx4060-laptop-pcie4"),
         ("rtx 4080m", "rtx4080-laptop-pcie4"),
@@ -105,6 +109,16 @@ def test_what_to_write_where_a_name_leaves_something_open(typed: str, told: str)
 @pytest.mark.parametrize("typed", ["two RTX 3090s", "dual 3090", "a pair of 3090", "3090 x 2 24gb"])
 def test_a_number_of_gpus_in_words(typed: str) -> None:
     assert parse_name(typed)[::2] == ("rtx3090-pcie4", 2)
+
+
+@pytest.mark.parametrize("name", shipped_profiles())
+def test_every_shipped_machine_may_be_several(name: str) -> None:
+    short = name.rpartition("-")[0] or name
+    forms = f"2x {name}", f"{name} x2", f"2xNVIDIA {short}", f"{short}x8", f"2xgeforce_{short}"
+    for typed in forms:
+        named = parse_name(typed)
+        assert named.base == name
+        assert named.num_gpus in (2, 8)
 
 
 @pytest.mark.parametrize("name", shipped_profiles())
