@@ -115,8 +115,7 @@ class MachineName(NamedTuple):
                 "figures gives plans, which `offplan run` does not execute there"
             )
         typed = parse_typed(self.base)
-        if (cards := find_cards(typed)) and _split_amounts(typed, cards)[1]:
-            unsaid = _describe_memory(typed, cards)
+        if (unsaid := _describe_memory(typed)) is not None:
             raise ProfileError(f"no machine profile {self.base!r}: {unsaid}")
         too_old = why_no_run(self.base)
         meant = "" if too_old and not is_geforce(typed) else " or ".join(find_nearest(typed))
@@ -214,47 +213,48 @@ def _parse_base(base: str) -> MachineName:
         return described
     if number == 1 or split_count(one)[1] > 1:
         return named
-    is_known = Path(one).is_file() or _is_other_card(one)
+    # a file, or a card of which no profile is shipped
+    is_known = Path(one).is_file() or why_no_run(one) is not None or is_geforce(parse_typed(one))
     return named._replace(base=one, num_gpus=number) if is_known else named
 
 
 def _choose(typed: Typed) -> MachineName | None:
     """Choose the shipped machine of a typed name; None if none or several may be meant."""
-    cards = find_cards(typed)
-    vram, others = _split_amounts(typed, cards)
-    if not cards or others:
+    card, vram, others = _find_card(typed)
+    if card is None or others:
         return None
-    card = next((each for each in cards if vram in (None, each.gib)), cards[0])
     changes = {"vram": None if vram == card.gib else vram, "ram": typed.ram}
     given = [f"{key}={gib}GiB" for key, gib in changes.items() if gib is not None]
     given += [] if typed.system is None else [f"os={typed.system}"]
     return MachineName(card.name, tuple(given), typed.num_gpus)
 
 
-def _split_amounts(typed: Typed, cards: list[Card]) -> tuple[int | None, list[int]]:
-    """Return the GPU's memory, and amounts of which nobody said what they are, in GiB."""
-    others, known = list(typed.amounts), [card.gib for card in cards]
+def _find_card(typed: Typed) -> tuple[Card | None, int | None, list[int]]:
+    """Return the shipped card of a typed name, None if there is none, and its amounts, in GiB.
+
+    They are the GPU's memory, and those of which nobody said what they are.
+    """
+    cards, others = find_cards(typed), list(typed.amounts)
+    known = [card.gib for card in cards]
     vram = typed.vram or next((each for each in others if each in known), None)
     if typed.vram is None and vram is not None:
         others.remove(vram)
     elif vram is not None and vram not in known and vram / typed.num_gpus in known:
         vram //= typed.num_gpus  # what all of them have
-    return vram, others
+    usual = next(iter(cards), None)
+    return next((each for each in cards if vram in (None, each.gib)), usual), vram, others
 
 
-def _describe_memory(typed: Typed, cards: list[Card]) -> str:
-    """Say of which memory a typed name leaves open what it is, and how to write it."""
-    vram, (gib, *_) = _split_amounts(typed, cards)
-    card = next((each for each in cards if vram in (None, each.gib)), cards[0])
+def _describe_memory(typed: Typed) -> str | None:
+    """Say of which memory a typed name leaves open what it is, and how to write it; or None."""
+    card, _, others = _find_card(typed)
+    if card is None or not others:
+        return None
+    gib = others[0]
     return (
         f"{card.name} has {card.memory} of GPU memory; write `{card.short},ram={gib}GiB` for a "
         f"machine with {gib} GiB of memory, or `{card.short},vram={gib}GiB` for a GPU with so much"
     )
-
-
-def _is_other_card(gpu: str) -> bool:
-    """Return True for the name of a GPU of which no profile is shipped."""
-    return why_no_run(gpu) is not None or is_geforce(parse_typed(gpu))
 
 
 def _assume_lanes(named: MachineName) -> MachineName:

@@ -97,10 +97,10 @@ class Noise:
                 start = self._starts[name] % noise.numel()
                 # as bytes: torch rolls no short floats
                 rolled = noise.view(torch.uint8).roll(-start * noise.itemsize).view(noise.dtype)
+                if name.endswith(_EMBEDDING) and codes is None and not self._is_tied:
+                    rolled = rolled * (_EMBEDDED_SPREAD / _SPREAD)
                 for piece in destination.view(-1).split(rolled.numel()):
                     piece.copy_(rolled[: piece.numel()])
-                if name.endswith(_EMBEDDING) and codes is None and not self._is_tied:
-                    destination.mul_(_EMBEDDED_SPREAD / _SPREAD)
             yield destination.nbytes
 
     def fill_rows(self, matrix: Matrix, start: int, rows: torch.Tensor) -> None:
