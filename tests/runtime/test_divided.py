@@ -9,9 +9,13 @@ import pytest
 import torch
 
 from offplan.backends import Backend
+from offplan.capabilities.cached_experts import MissRates
 from offplan.errors import OffplanError
 from offplan.plan import Rule
+from offplan.runtime.cached_experts import executor
 from offplan.runtime.cached_experts import experts as cached
+from offplan.runtime.cached_experts.executor import CachedExperts
+from offplan.runtime.cached_experts.rates import Found
 from offplan.runtime.host_cores.executor import ExpertsTask, HostCores
 from offplan.runtime.host_cores.handover import Handover
 from offplan.runtime.host_cores.server import ByCores
@@ -357,15 +361,40 @@ def test_texts_that_join_and_leave(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_rates_that_others_disturbed_are_said(folder: Path) -> None:
-    with open_session(folder, offload(dividing(3), prefetch_step=1)) as session:
-        with session.stream():
-            session.prefill(torch.arange(8)[None])
-        cached_of(session)._why_doubtful = "measured while other processes took 1.6 of 2 cores"
-        (said,) = session.describe()
-        assert said.endswith(
-            "These times were measured while other processes took 1.6 of 2 cores, and are not kept."
-        )
+def test_rates_that_others_disturbed_are_said_and_measured_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a later prompt: until then steps are divided by the disturbed ones."""
+    disturbed = Found(MissRates(1.0, 1.0, 1e-6), "measured while others took 1.6 of 2 cores")
+    found = [disturbed, disturbed, Found(MissRates(0.0, 1e-6, 1.0), None)]
+    monkeypatch.setattr(executor, "find_rates", lambda *_: found.pop(0))
+    monkeypatch.setattr(executor, "name_question", lambda *_: {})
+    monkeypatch.setattr(CachedExperts, "given_rates", None)
+    monkeypatch.setattr(CachedExperts, "is_timed", True)  # as on a GPU
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    prompt = torch.arange(8)[None]
+    decision = offload(dividing(3), prefetch_step=1)
+    with open_session(folder, decision) as session, session.stream():
+
+        def shares() -> list[int]:
+            table = next(iter(cached_of(session).layers.values())).table
+            assert table.shares is not None
+            return [share & 0xFFFF for share in table.shares.tolist()]
+
+        for seconds, num_left, says in (
+            (0.0, 2, True),
+            (0.5, 2, True),
+            (1.5, 1, True),
+            (4, 0, False),
+        ):
+            now = seconds
+            session.prefill(prompt)
+            (said,) = session.describe()
+            told = " These times were measured while others took 1.6 of 2 cores, and are not kept."
+            assert said.endswith(told) == says
+            assert any(shares()) == (not says)
+            assert len(found) == num_left
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from offplan.runtime.cached_experts.rates import (
     MOST_TRIES,
     RATES,
     STREAM_TRIP_S,
+    Again,
     Timed,
     assume,
     find,
@@ -95,6 +96,46 @@ def test_what_disturbs_the_first_measurement_is_waited_for(
     assert len(asked) == 42
     assert find({"gpu": 1}, time_experts, 4) == found
     assert len(asked) == 42
+
+
+def test_rates_of_long_handovers_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples that are all alike, of cores whose threads each wait for their core."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
+    monkeypatch.setattr(Watch, "_count", lambda watch: vars(watch).update(num_busy=0.0))
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    late_s = 3e-3
+    found = find({"gpu": 1}, lambda _, num: Timed(2e-4 * num + late_s, 3e-4), 4)
+    assert found.why_doubtful == "measured while a hand-over took 3.0 ms"
+    asked = []
+
+    def time_experts(number: int, num_experts: int) -> Timed:
+        asked.append(number)
+        return Timed(2e-4 * num_experts + late_s, 3e-4)
+
+    late_s = 4e-3  # still worse: the rates of before are the better ones
+    assert find({"gpu": 1}, time_experts, 4, found) == found
+    assert len(asked) == 21
+    late_s = 0.0
+    better = find({"gpu": 1}, time_experts, 4, found)
+    assert better.why_doubtful is None
+    assert better.rates == pytest.approx((STREAM_TRIP_S, 2e-4, 3e-4))
+    assert find({"gpu": 1}, time_experts, 4) == better
+    assert len(asked) == 42
+
+
+def test_disturbed_rates_are_measured_again_ever_more_seldom(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 10.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    again, due = Again(), []
+    while now < 300:
+        if again.is_due():
+            due.append(now)
+        now += 0.5
+    assert due == [11, 13, 17, 25, 41, 73, 133, 193, 253]
 
 
 def test_a_batch_takes_the_cores_longer() -> None:

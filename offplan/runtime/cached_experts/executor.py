@@ -45,7 +45,14 @@ from offplan.runtime.cached_experts.experts import (
     keep_in_slots,
     leave_slots,
 )
-from offplan.runtime.cached_experts.rates import Timed, assume, name_question, scale
+from offplan.runtime.cached_experts.rates import (
+    Again,
+    Found,
+    Timed,
+    assume,
+    name_question,
+    scale,
+)
 from offplan.runtime.cached_experts.rates import find as find_rates
 from offplan.runtime.forms.experts import SHARE, holds_codes
 from offplan.runtime.forms.stored import component_name
@@ -159,8 +166,12 @@ class CachedExperts(CapabilityExecutor):
         self._place = torch.zeros(1, dtype=torch.int64)
         """Place of the oldest of these."""
         self.layers: dict[int, _Layer] = {}
-        self._why_doubtful: str | None = None
-        """Beside what rates were measured that are not kept; None for nothing."""
+        self._disturbed: dict[Any, Found] = {}
+        """Rates that something disturbed, by how the experts are stored that they are of."""
+        self._again: Again | None = None
+        """When these are measured again; None where there are none."""
+        self._num_sequences = 0
+        """Sequences of a step that cores and link divide what is missed for."""
 
     @classmethod
     def find(cls, prepared: Prepared) -> Self | None:
@@ -249,6 +260,7 @@ class CachedExperts(CapabilityExecutor):
 
     def _divide(self, batch: int) -> None:
         """Have cores and link divide what steps of a batch miss, by the rates of each layer."""
+        self._num_sequences = batch
         found: dict[Any, MissRates] = {}
         for index, layer in self.layers.items():
             if layer.task is None:
@@ -261,14 +273,30 @@ class CachedExperts(CapabilityExecutor):
                         for each in self.layers.values()
                         if each.task is not None and _name_stored(each) == stored
                     ]
-                    found[stored] = self._find_rates(alike)
+                    found[stored] = self._find_rates(stored, alike)
                 layer = self.layers[index] = replace(layer, rates=found[stored])
             assert layer.rates is not None
             assert layer.table.shares is not None
             rates = scale(layer.rates, layer.of.num_experts, self._num_chosen, batch)
             layer.table.shares.copy_(list_shares(layer.of, rates))
 
-    def _find_rates(self, layers: Sequence[_Layer]) -> MissRates:
+    def _measure_again(self) -> None:
+        """Measure rates that something disturbed once more, if it is time; nothing is under way."""
+        if self._again is None or not self._again.is_due():
+            return
+        for index, layer in self.layers.items():
+            if layer.task is not None and _name_stored(layer) in self._disturbed:
+                self.layers[index] = replace(layer, rates=None)
+        self._divide(self._num_sequences)
+        if not self._disturbed:
+            self._again = None
+
+    @property
+    def is_timed(self) -> bool:
+        """True if rates are measured: those of a GPU."""
+        return self._place.is_cuda
+
+    def _find_rates(self, stored: Any, layers: Sequence[_Layer]) -> MissRates:
         """Find the rates of layers whose experts are stored alike; on the current stream.
 
         They are measured once on a machine, in tenths of a second. On the CPU they are assumed.
@@ -276,12 +304,15 @@ class CachedExperts(CapabilityExecutor):
         first = layers[0]
         if self.given_rates is not None:
             return self.given_rates
-        if first.addresses is None:
+        if not self.is_timed:
             return assume(first.of)
         by = first.task.server.key
-        question = name_question(first.of, _name_stored(first), by, self._place.device)
-        found = find_rates(question, partial(self._time, layers), self._num_chosen)
-        self._why_doubtful = found.why_doubtful or self._why_doubtful
+        question = name_question(first.of, stored, by, self._place.device)
+        before = self._disturbed.pop(stored, None)
+        found = find_rates(question, partial(self._time, layers), self._num_chosen, before)
+        if found.why_doubtful is not None:
+            self._disturbed[stored] = found
+            self._again = self._again or Again()
         return found.rates
 
     def _time(self, layers: Sequence[_Layer], number: int, num_experts: int) -> Timed:
@@ -315,10 +346,10 @@ class CachedExperts(CapabilityExecutor):
         for layer in self.layers.values():
             if layer.rates is not None and layer.table.shares is not None:
                 said = describe_division(layer.of, layer.rates, layer.table.shares.tolist())
-                is_assumed = layer.addresses is None and self.given_rates is None
+                is_assumed = not self.is_timed and self.given_rates is None
                 said += " These times are assumed." * is_assumed
-                if self._why_doubtful is not None:
-                    said += f" These times were {self._why_doubtful}, and are not kept."
+                if (found := self._disturbed.get(_name_stored(layer))) is not None:
+                    said += f" These times were {found.why_doubtful}, and are not kept."
                 yield said
                 return
 
@@ -333,6 +364,7 @@ class CachedExperts(CapabilityExecutor):
         On a GPU the host waits for steps before it.
         """
         self._drain()
+        self._measure_again()
         if num_rows not in self._notes:  # each stays: captured prompts write to theirs
             shape = NOTED_TOKENS, num_rows, self._num_chosen
             self._notes[num_rows] = torch.empty(shape, dtype=torch.int32, device=self._place.device)
@@ -396,6 +428,7 @@ class CachedExperts(CapabilityExecutor):
     def forget(self) -> None:
         """Empty all slots, and forget what was counted."""
         self.invalidate()
+        self._measure_again()
         for layer in self.layers.values():
             layer.table.counts.zero_()
 

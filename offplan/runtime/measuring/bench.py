@@ -79,6 +79,8 @@ class Measurement:
     """Drafts that passes checked in a request of its own; None if the plan has none."""
     drafted_s: float | None = None
     """Seconds of a token in that request, on average."""
+    settled: Sequence[str] = ()
+    """Sentences of what executors settled: the rates by which cores and link divide experts."""
     told: str = ""
     """How another program ran the workload; empty of what runs in this process."""
 
@@ -170,6 +172,7 @@ def bench_session(session: Session, bench: Bench, on_progress: Progress) -> Meas
         link_bytes_per_s=time_link(session),
         gpu_bytes=bench.gpu_bytes(session.memory.in_use),
         counts=counts,
+        settled=session.describe(),
         drafts=None if drafted is None else drafted.drafts,
         drafted_s=None if drafted is None else drafted.median_step_s,
     )
