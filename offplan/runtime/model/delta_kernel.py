@@ -1,13 +1,14 @@
-"""The gated delta rule for many tokens by two kernels, in place of torch's for each chunk.
+"""The gated delta rule for many tokens by two kernels, in place of several for each chunk.
 
-The first kernel solves what chunks ask of their own tokens, all chunks at once. The second takes
-one chunk behind the other, and keeps its block of a head's state in registers meanwhile.
+The first kernel solves the triangular systems of all chunks at once. The second kernel takes chunk
+after chunk; each of its programs keeps some columns of a head's state in registers.
 
-Products with float32 have three terms of TF32, whose error is as small as float32's. A chunk's unit
-triangular system is solved by the inverse of its matrix, which blocks twice as large make of blocks.
+Products of float32 have three terms in TF32, whose error is as small as float32's. The inverse of a
+system's matrix is made of those of blocks, which double: the lower half of a block's own inverse is
+-B^-1 C A^-1, of the inverses of both blocks A and B on its diagonal and the block C below.
 
-Source: Gated DeltaNet (arXiv 2412.06464); flash-linear-attention for kernels by chunks; the sums of
-``torch_chunk_gated_delta_rule`` of transformers 5.23.
+Source: Gated DeltaNet (arXiv 2412.06464); its form by chunks as in ``torch_chunk_gated_delta_rule``
+of transformers 5.23; the idea of one kernel for all chunks of flash-linear-attention.
 """
 
 import torch
@@ -24,6 +25,10 @@ SOLVED_DIMS = 32
 """Elements of keys or values that a program of the first kernel takes at a time, at most."""
 STATE_KEYS, STATE_VALUES = 64, 16
 """Elements of keys that a product of the second kernel takes at a time, and of values at all."""
+OF_PROMPTS = ("num_tokens", "num_chunks")
+"""Arguments of kernels for which none is compiled again."""
+MAX_TOKENS = 2**16
+"""Tokens of a sequence up to which programs count its elements in 32 bits."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -42,7 +47,7 @@ def _load_part(  # type: ignore[no-untyped-def]
     return tl.load(at, mask=inside, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_PROMPTS)
 def solve_chunk(  # type: ignore[no-untyped-def]
     query, key, value, decays, rates, queries, keys, seen_keys, new_values, pairs, kept,
     num_tokens, num_heads, share, key_dim, value_dim, num_chunks, scale, epsilon,
@@ -128,7 +133,7 @@ def solve_chunk(  # type: ignore[no-untyped-def]
         tl.store(solved, _dot(inverse, new.to(tl.float32) * rate[:, None]))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_PROMPTS)
 def scan_chunks(  # type: ignore[no-untyped-def]
     queries, keys, seen_keys, new_values, pairs, kept, initial, final, out,
     num_tokens, num_heads, key_dim, value_dim, num_chunks,
@@ -154,36 +159,36 @@ def scan_chunks(  # type: ignore[no-untyped-def]
     place, dim = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_value = (v < value_dim)[None, :]
+    of_state = dim[:, None] * value_dim + v[None, :]
     states = ()  # of BLOCK_K keys each: a product with all would take more registers than there are
-    for begin in tl.static_range(0, KEYS, BLOCK_K):
-        k = begin + dim[:, None]
+    for part in tl.static_range(KEYS // BLOCK_K):
+        state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
         if HAS_INITIAL:
-            at = initial + k * value_dim + v[None, :]
-            is_state = (k < key_dim) & is_value
-            states += (tl.load(at, mask=is_state, other=0.0).to(tl.float32),)
-        else:
-            states += (tl.zeros([BLOCK_K, BLOCK_V], tl.float32),)
-    by_token = place[:, None] * KEYS + dim[None, :]
-    by_key = dim[:, None] * CHUNK + place[None, :]
+            where = initial + part * BLOCK_K * value_dim + of_state
+            is_state = (part * BLOCK_K + dim < key_dim)[:, None] & is_value
+            state += tl.load(where, mask=is_state, other=0.0).to(tl.float32)
+        states += (state,)
     for chunk in range(num_chunks):
         before = chunk * CHUNK  # tokens
-        deltas = tl.load(new_values + before * VALUES + place[:, None] * VALUES + v[None, :])
+        at = (before + place)[:, None]
+        deltas = tl.load(new_values + at * VALUES + v[None, :])
         made = tl.zeros([CHUNK, BLOCK_V], tl.float32)
         for part in tl.static_range(KEYS // BLOCK_K):
-            deltas -= _dot(tl.load(seen_keys + before * KEYS + part * BLOCK_K + by_token), states[part])
-            made += _dot(tl.load(queries + before * KEYS + part * BLOCK_K + by_token), states[part])
-        made += _dot(tl.load(pairs + before * CHUNK + place[:, None] * CHUNK + place[None, :]), deltas)
-        token = before + place[:, None]
-        to = out + token * (num_heads * value_dim) + v[None, :]
-        tl.store(to, made.to(out.dtype.element_ty), mask=(token < num_tokens) & is_value)
+            k = part * BLOCK_K + dim[None, :]
+            deltas -= _dot(tl.load(seen_keys + at * KEYS + k), states[part])
+            made += _dot(tl.load(queries + at * KEYS + k), states[part])
+        made += _dot(tl.load(pairs + at * CHUNK + place[None, :]), deltas)
+        to = out + at * (num_heads * value_dim) + v[None, :]
+        tl.store(to, made.to(out.dtype.element_ty), mask=(at < num_tokens) & is_value)
         left, after = tl.load(kept + chunk), ()
         for part in tl.static_range(KEYS // BLOCK_K):
-            own = tl.load(keys + before * KEYS + part * (BLOCK_K * CHUNK) + by_key)
+            by_key = (part * BLOCK_K + dim)[:, None] * CHUNK + place[None, :]
+            own = tl.load(keys + before * KEYS + by_key)
             after += (states[part] * left + _dot(own, deltas),)
         states = after
     for part in tl.static_range(KEYS // BLOCK_K):
-        k = part * BLOCK_K + dim[:, None]
-        tl.store(final + k * value_dim + v[None, :], states[part], mask=(k < key_dim) & is_value)
+        is_state = (part * BLOCK_K + dim < key_dim)[:, None] & is_value
+        tl.store(final + part * BLOCK_K * value_dim + of_state, states[part], mask=is_state)
 
 
 def serves(key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -191,6 +196,7 @@ def serves(key: torch.Tensor, value: torch.Tensor) -> bool:
     dims = (key.shape[-1], value.shape[-1])
     return (
         {key.dtype, value.dtype} <= {*DTYPES}
+        and value.shape[1] <= MAX_TOKENS
         and all(dim % 16 == 0 and dim <= MAX_DIM for dim in dims)
         and compute_capability(value.device.index) >= (8, 0)  # earlier GPUs multiply no TF32
     )
@@ -238,6 +244,6 @@ def take_tokens(
         *solved, given, states, made,
         num_tokens, num_heads, key_dim, value_dim, num_chunks,
         HAS_INITIAL=initial_state is not None, KEYS=keys, VALUES=values, CHUNK=CHUNK,
-        BLOCK_K=min(keys, STATE_KEYS), BLOCK_V=STATE_VALUES, num_warps=4,
+        BLOCK_K=min(keys, STATE_KEYS), BLOCK_V=STATE_VALUES, num_warps=4 if keys <= 128 else 8,
     )  # fmt: skip
     return made, states

@@ -128,9 +128,7 @@ def taking_additions(own: Callable[..., Any]) -> Callable[..., Any]:
             from offplan.runtime.model import delta_kernel  # needs triton
 
             if delta_kernel.serves(key, value):
-                made, states = delta_kernel.take_tokens(
-                    query, key, value, **given, epsilon=EPSILON
-                )
+                made, states = delta_kernel.take_tokens(query, key, value, **given, epsilon=EPSILON)
                 return made, states if others["output_final_state"] else None
         by_torch: tuple[torch.Tensor, torch.Tensor | None] = own(query, key, value, **others)
         return by_torch
