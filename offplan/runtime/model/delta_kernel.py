@@ -202,6 +202,11 @@ def serves(key: torch.Tensor, value: torch.Tensor) -> bool:
     )
 
 
+def scanning_warps(keys: int) -> int:
+    """Return the warps of a program that keeps states of so many keys, a power of two."""
+    return 4 if keys <= 128 else 8
+
+
 def take_tokens(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -244,6 +249,6 @@ def take_tokens(
         *solved, given, states, made,
         num_tokens, num_heads, key_dim, value_dim, num_chunks,
         HAS_INITIAL=initial_state is not None, KEYS=keys, VALUES=values, CHUNK=CHUNK,
-        BLOCK_K=min(keys, STATE_KEYS), BLOCK_V=STATE_VALUES, num_warps=4 if keys <= 128 else 8,
+        BLOCK_K=min(keys, STATE_KEYS), BLOCK_V=STATE_VALUES, num_warps=scanning_warps(keys),
     )  # fmt: skip
     return made, states
