@@ -80,9 +80,9 @@ def compile_kernel(
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
 
-def compile_ptx(*arguments: Any) -> str:
+def compile_ptx(*arguments: Any, **others: Any) -> str:
     """Return the PTX of what ``compile_kernel`` makes."""
-    return str(compile_kernel(*arguments).asm["ptx"])
+    return str(compile_kernel(*arguments, **others).asm["ptx"])
 
 
 def run_interpreted(path: str, tier: str = "not sweep") -> str:

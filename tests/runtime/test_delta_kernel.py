@@ -152,6 +152,30 @@ def test_a_text_in_spans_and_beside_another_text() -> None:
 
 
 @pytest.mark.gpu
+@runs_kernels
+def test_nothing_is_written_behind_a_tensor_or_read_before_it_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from offplan.runtime.model.delta_kernel import take_tokens
+
+    behind: list[torch.Tensor] = []
+
+    def make_room(tensor: torch.Tensor, *size: Any, dtype: Any = None) -> torch.Tensor:
+        kind = torch.empty(*size, dtype=dtype or tensor.dtype, device="meta")
+        room = torch.full((kind.numel() + 4096,), torch.nan, dtype=kind.dtype, device=DEVICE)
+        behind.append(room[kind.numel() :])
+        return room[: kind.numel()].view(kind.shape)
+
+    given = make(num_tokens=70, share=2, dims=(48, 80))
+    expected = take_tokens(**given, epsilon=EPSILON)
+    monkeypatch.setattr(torch.Tensor, "new_empty", make_room)
+    got = take_tokens(**given, epsilon=EPSILON)
+    assert all(map(torch.equal, got, expected))
+    assert len(behind) == 8
+    assert all(each.isnan().all() for each in behind)
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="no CUDA device here")
 def test_the_rule_on_a_gpu_is_captured() -> None:
     rule = taking_additions(OWN)
@@ -169,6 +193,7 @@ def test_the_rule_on_a_gpu_is_captured() -> None:
     theirs = OWN(*places, **given, output_final_state=True, use_qk_l2norm_in_kernel=True)
     for ours, eager, own in zip(got, expected, theirs, strict=True):
         assert ours is not None
+        assert eager is not None
         assert torch.equal(ours, eager)
         torch.testing.assert_close(ours, own, rtol=0.01, atol=1e-5)
 

@@ -167,7 +167,7 @@ def scan_chunks(  # type: ignore[no-untyped-def]
             where = initial + part * BLOCK_K * value_dim + of_state
             is_state = (part * BLOCK_K + dim < key_dim)[:, None] & is_value
             state += tl.load(where, mask=is_state, other=0.0).to(tl.float32)
-        states += (state,)
+        states += (state,)  # type: ignore[assignment]
     for chunk in range(num_chunks):
         before = chunk * CHUNK  # tokens
         at = (before + place)[:, None]
@@ -184,7 +184,7 @@ def scan_chunks(  # type: ignore[no-untyped-def]
         for part in tl.static_range(KEYS // BLOCK_K):
             by_key = (part * BLOCK_K + dim)[:, None] * CHUNK + place[None, :]
             own = tl.load(keys + before * KEYS + by_key)
-            after += (states[part] * left + _dot(own, deltas),)
+            after += (states[part] * left + _dot(own, deltas),)  # type: ignore[assignment]
         states = after
     for part in tl.static_range(KEYS // BLOCK_K):
         is_state = (part * BLOCK_K + dim < key_dim)[:, None] & is_value
@@ -236,8 +236,8 @@ def take_tokens(
         return value.new_empty(num_rows, num_chunks, *size, dtype=torch.float32)
 
     queries, seen_keys, ended_keys = (make_room(CHUNK, keys) for _ in range(3))
-    solved = queries, ended_keys, seen_keys, make_room(CHUNK, values), make_room(CHUNK, CHUNK)
-    solved += (make_room(),)
+    new_values, pairs, kept = make_room(CHUNK, values), make_room(CHUNK, CHUNK), make_room()
+    solved = (queries, ended_keys, seen_keys, new_values, pairs, kept)
     solve_chunk[(num_rows, num_chunks)](
         query, key, value, g, beta, *solved,
         num_tokens, num_heads, num_heads // key.shape[2], key_dim, value_dim, num_chunks,
