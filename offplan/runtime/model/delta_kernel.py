@@ -3,9 +3,9 @@
 The first kernel solves the triangular systems of all chunks at once. The second kernel takes chunk
 after chunk; each of its programs keeps some columns of a head's state in registers.
 
-Products of float32 have three terms in TF32, whose error is as small as float32's. The inverse of a
-system's matrix is made of those of blocks, which double: the lower half of a block's own inverse is
--B^-1 C A^-1, of the inverses of both blocks A and B on its diagonal and the block C below.
+Products of float32 have three terms in TF32, whose error is as small as float32's. The first kernel
+inverts each system's matrix, unit lower triangular, block by block; blocks double each time. Of
+blocks A and B on the diagonal and C below A, the inverse has -B^-1 C A^-1 in the place of C.
 
 Source: Gated DeltaNet (arXiv 2412.06464); its form by chunks as in ``torch_chunk_gated_delta_rule``
 of transformers 5.23; the idea of one kernel for all chunks of flash-linear-attention.
@@ -18,15 +18,15 @@ import triton.language as tl
 from offplan.runtime.gpu_limits import compute_capability
 
 CHUNK = 32
-"""Tokens of a chunk. Of 64 both kernels need more registers than most GPUs have for a thread."""
+"""Tokens of a chunk. For 64 tokens, as transformers takes, threads have too few registers."""
 MAX_DIM = 256
 """Elements of a key or a value up to which programs have registers for them."""
 SOLVED_DIMS = 32
 """Elements of keys or values that a program of the first kernel takes at a time, at most."""
 STATE_KEYS, STATE_VALUES = 64, 16
-"""Elements of keys that a product of the second kernel takes at a time, and of values at all."""
+"""Elements of a key and of a value in one product of the second kernel."""
 OF_PROMPTS = ("num_tokens", "num_chunks")
-"""Arguments of kernels for which none is compiled again."""
+"""Arguments that differ from prompt to prompt, for which Triton compiles no kernel again."""
 MAX_TOKENS = 2**16
 """Tokens of a sequence up to which programs count its elements in 32 bits."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -142,7 +142,8 @@ def scan_chunks(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One program for a value head of a sequence and a block of its values.
 
-    Others than ``out``, of [batch, tokens, heads, value dim], are as ``solve_chunk`` wrote them.
+    ``initial`` and ``final`` are states, [batch x heads, key dim, value dim], and ``out`` is
+    [batch, tokens, heads, value dim]. The other tensors are those that ``solve_chunk`` wrote.
     """
     row = tl.program_id(0)
     batch, head = (row // num_heads).to(tl.int64), row % num_heads
