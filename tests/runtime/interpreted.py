@@ -54,15 +54,15 @@ TARGETS = [80, 89, 90, 120]
 """Compute capabilities of GPUs that kernels are compiled for where there is none."""
 
 
-def compile_ptx(
+def compile_kernel(
     kernel: Any,
     target: int,
     kinds: Mapping[str, Any],
     constants: Mapping[Any, Any],
     options: dict[str, int] | None = None,
     aligned: Collection[str] = (),
-) -> str:
-    """Compile a kernel for a compute capability, and return its PTX; Triton is there.
+) -> Any:
+    """Compile a kernel for a compute capability, and return what Triton made; Triton is there.
 
     ``kinds`` are types of arguments by name, those left out are numbers of 32 bits. ``constants``
     are values by name, or by the places of an argument and of a field in it. ``aligned`` arguments
@@ -77,8 +77,12 @@ def compile_ptx(
     signature |= dict.fromkeys(named, "constexpr")
     by_16 = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=by_16)
-    made = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
-    return str(made.asm["ptx"])
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+
+
+def compile_ptx(*arguments: Any, **others: Any) -> str:
+    """Return the PTX of what ``compile_kernel`` makes."""
+    return str(compile_kernel(*arguments, **others).asm["ptx"])
 
 
 def run_interpreted(path: str, tier: str = "not sweep") -> str:

@@ -8,7 +8,7 @@ from tests.runtime.interpreted import HAS_GPU, run_interpreted
 
 FILES = {
     **{f"{name}_kernels": "passed" for name in ("form", "grouped", "handover", "table")},
-    **dict.fromkeys(("coded_kernel", "routers", "step_graph"), "passed"),
+    **dict.fromkeys(("coded_kernel", "delta_kernel", "routers", "step_graph"), "passed"),
     "kernels": "9 passed",  # the rest need a GPU
 }
 """What pytest prints of each file."""

@@ -108,17 +108,30 @@ def add_taken(
 
 @functools.cache  # code is compiled again for every function that it finds in the place of another
 def taking_additions(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return transformers' rule for many tokens; with ``additions`` it checks tokens instead."""
+    """Return transformers' rule for many tokens, on a GPU by our kernels where they know its sizes.
+
+    With ``additions`` it checks tokens instead.
+    """
 
     @functools.wraps(own)
     def rule(
-        *arguments: Any, additions: Additions | None = None, **others: Any
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        additions: Additions | None = None,
+        **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if additions is None:
-            made: tuple[torch.Tensor, torch.Tensor | None] = own(*arguments, **others)
-            return made
-        query, key, value = arguments
         given = {name: others[name] for name in ("g", "beta", "initial_state")}
-        return check_tokens(additions, query, key, value, **given), None
+        if additions is not None:
+            return check_tokens(additions, query, key, value, **given), None
+        if value.is_cuda and others["use_qk_l2norm_in_kernel"]:
+            from offplan.runtime.model import delta_kernel  # needs triton
+
+            if delta_kernel.serves(key, value):
+                made, states = delta_kernel.take_tokens(query, key, value, **given, epsilon=EPSILON)
+                return made, states if others["output_final_state"] else None
+        by_torch: tuple[torch.Tensor, torch.Tensor | None] = own(query, key, value, **others)
+        return by_torch
 
     return rule
