@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers.models.qwen3_next import modeling_qwen3_next
 
+from offplan.runtime.model import delta_rule
 from offplan.runtime.model.delta_rule import EPSILON, taking_additions
 from tests.runtime.interpreted import (
     HAS_GPU,
@@ -22,7 +23,6 @@ from tests.runtime.interpreted import (
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 HALF = torch.float16 if INTERPRETED else torch.bfloat16
-OWN: Any = inspect.unwrap(modeling_qwen3_next.torch_chunk_gated_delta_rule)
 TOLERANCE = 2e-6
 """Part of the largest result that float32 differs by from float64. transformers' rule has 6e-7."""
 CASES = {
@@ -74,6 +74,16 @@ def make(
     }
 
 
+def take_by_torch(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **others: Any
+) -> Any:
+    """Call transformers' rule, which in 5.17 takes a query and a key for each value head."""
+    own: Any = inspect.unwrap(modeling_qwen3_next.torch_chunk_gated_delta_rule)
+    share = value.shape[2] // key.shape[2]
+    query, key = (each.repeat_interleave(share, 2) for each in (query, key))
+    return own(query, key, value, **others)
+
+
 def recur(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -111,7 +121,7 @@ def test_the_kernels_are_as_near_to_float64_as_transformers_rule(case: str) -> N
 
     given = make(**CASES[case])  # type: ignore[arg-type]
     got = take_tokens(**given, epsilon=EPSILON)
-    theirs = OWN(**given, output_final_state=True, use_qk_l2norm_in_kernel=True)
+    theirs = take_by_torch(**given, output_final_state=True, use_qk_l2norm_in_kernel=True)
     for ours, own, expected in zip(got, theirs, recur(**given), strict=True):
         assert ours.dtype == own.dtype == torch.float32
         assert ours.shape == own.shape
@@ -182,8 +192,9 @@ def test_nothing_is_written_behind_a_tensor_or_read_before_it_is_written(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="no CUDA device here")
-def test_the_rule_on_a_gpu_is_captured() -> None:
-    rule = taking_additions(OWN)
+def test_the_rule_on_a_gpu_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_rule, "TAKES_BY_KERNELS", True)
+    rule = taking_additions(take_by_torch)
     given = make(num_tokens=130, batch=2, share=2, dims=(128, 128), dtype=HALF)
     places = [given.pop(name) for name in ("query", "key", "value")]
 
@@ -195,7 +206,7 @@ def test_the_rule_on_a_gpu_is_captured() -> None:
     with torch.cuda.graph(graph):
         got = take()
     graph.replay()
-    theirs = OWN(*places, **given, output_final_state=True, use_qk_l2norm_in_kernel=True)
+    theirs = take_by_torch(*places, **given, output_final_state=True, use_qk_l2norm_in_kernel=True)
     for ours, eager, own in zip(got, expected, theirs, strict=True):
         assert ours is not None
         assert eager is not None

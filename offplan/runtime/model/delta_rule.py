@@ -19,6 +19,11 @@ from typing import Any
 
 import torch
 
+TAKES_BY_KERNELS = False
+"""True if kernels take prompts' tokens on a GPU.
+
+They are right on an H200, and nobody has timed them yet.
+"""
 EPSILON = 1e-6
 """Added to the squared norm of queries and keys. Source: ``l2norm`` of transformers 5.23."""
 
@@ -125,7 +130,7 @@ def taking_additions(own: Callable[..., Any]) -> Callable[..., Any]:
         given = {name: others[name] for name in ("g", "beta", "initial_state")}
         if additions is not None:
             return check_tokens(additions, query, key, value, **given), None
-        if value.is_cuda and others["use_qk_l2norm_in_kernel"]:
+        if TAKES_BY_KERNELS and value.is_cuda and others["use_qk_l2norm_in_kernel"]:
             from offplan.runtime.model import delta_kernel  # needs triton
 
             if delta_kernel.serves(key, value):
