@@ -2,9 +2,11 @@
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,6 +80,20 @@ def compile_kernel(
     by_16 = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=by_16)
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+
+
+def spilled_bytes(made: Any, target: int, folder: Path) -> int:
+    """Bytes of registers that ptxas has each thread store in memory."""
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+
+    path = folder / "kernel.ptx"
+    path.write_text(made.asm["ptx"])
+    named = ["--gpu-name", sm_arch_from_capability(target), str(path), "-o", str(folder / "cubin")]
+    command = [get_ptxas(target).path, "-v", "--regAllocOptLevel=2", *named]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = re.search(r"(\d+) bytes spill stores", done.stderr)
+    assert found, done.stderr
+    return int(found[1])
 
 
 def compile_ptx(*arguments: Any, **others: Any) -> str:

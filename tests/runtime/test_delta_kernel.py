@@ -1,8 +1,6 @@
 """The gated delta rule by kernels, against a recurrence in float64 and transformers' own rule."""
 
 import inspect
-import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from tests.runtime.interpreted import (
     compile_kernel,
     need_triton,
     runs_kernels,
+    spilled_bytes,
 )
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -271,20 +270,6 @@ def compile_scan(target: int, dim: int) -> Any:
     aligned = (*kinds, "key_dim", "value_dim")
     options = delta_kernel.scanning_options(dim)
     return compile_kernel(kernel, target, kinds, sizes, options, aligned)
-
-
-def spilled_bytes(made: Any, target: int, folder: Path) -> int:
-    """Bytes of registers that ptxas has each thread store in memory."""
-    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
-
-    path = folder / "kernel.ptx"
-    path.write_text(made.asm["ptx"])
-    named = ["--gpu-name", sm_arch_from_capability(target), str(path), "-o", str(folder / "cubin")]
-    command = [get_ptxas(target).path, "-v", "--regAllocOptLevel=2", *named]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = re.search(r"(\d+) bytes spill stores", done.stderr)
-    assert found, done.stderr
-    return int(found[1])
 
 
 @pytest.mark.slow

@@ -17,12 +17,24 @@ from offplan.row_cache import SCALE_BYTES
 from offplan.runtime.gpu_limits import gpu_limits
 from offplan.runtime.model.cache_codes import BITS, is_coded
 from offplan.runtime.model.codes_kernel import SCALE_WIDTH, decode, load_scales
-from offplan.runtime.model.latent_kernel import begin_softmax, join_splits, take_tokens, write_split
+from offplan.runtime.model.latent_kernel import (
+    begin_softmax,
+    choose_warps,
+    join_splits,
+    take_tokens,
+    write_split,
+)
 
 MAX_BLOCK_TOKENS = 64
 """Cached tokens that a program takes at a time, where its shared memory has room for them.
 
 Source: as for latents; not measured.
+"""
+MOST_ELEMENTS = 2**15 + 2**14
+"""Elements of cached tokens that the threads of a program have registers for.
+
+Source: compiled, as ``choose_warps``: of 64 tokens of two heads of 512 elements each thread would
+keep 80 bytes in local memory.
 """
 ALL, WINDOW, CHUNK, RING, RING_OF_CHUNK = range(5)
 """What a token sees of the cache: all up to its own, the last tokens or those of its chunk of the
@@ -242,7 +254,9 @@ def choose_block(width: int, shared_bytes: int, itemsize: int = 1) -> int:
     take two buffers of what is cached and one of queries in 16 bits, and 16 bytes a token.
     """
     block = MAX_BLOCK_TOKENS
-    while block > 16 and shared_size(width, block, itemsize) > shared_bytes:
+    while block > 16 and (
+        shared_size(width, block, itemsize) > shared_bytes or block * width > MOST_ELEMENTS
+    ):
         block //= 2
     return block
 
@@ -290,7 +304,7 @@ def attend_one(
         SCALE=scaling, SOFT_CAP=soft_cap or 0.0, KEY=key_dim, VALUE=value_dim, BLOCK_K=block_k,
         BLOCK_V=block_v, REACH=reach, SEES=sees, IS_CODED=coded, MODULUS=modulus,
         OWN_ROWS=int(len(keys) == batch), NUM_KV=num_kv, BLOCK_H=LATENT_HEADS, BLOCK_S=block,
-        num_warps=4, **constants,
+        num_warps=choose_warps(max(block_k, block_v)), **constants,
     )  # fmt: skip
     out = query.new_empty(batch, heads, value_dim)
     join_splits[(batch * heads,)](
@@ -325,7 +339,8 @@ def attend_latent_codes(
     _attend_latent_split[(batch, blocks, splits)](
         query, query_rotary, latents, rotaries, position, partial, log_sums, context, heads,
         SCALE=scaling, LATENT=latent_dim, ROPE=rope, OWN_ROWS=int(len(latents) == batch),
-        BLOCK_H=LATENT_HEADS, BLOCK_S=block, num_warps=4, **choose_constants(query.dtype),
+        BLOCK_H=LATENT_HEADS, BLOCK_S=block, num_warps=choose_warps(latent_dim),
+        **choose_constants(query.dtype),
     )  # fmt: skip
     out = torch.empty_like(query)
     join_splits[(batch * heads,)](

@@ -137,6 +137,16 @@ def join_splits(  # type: ignore[no-untyped-def]
     tl.store(out + at * VALUE + dim, joined.to(out.dtype.element_ty), mask=dim < VALUE)
 
 
+def choose_warps(width: int) -> int:
+    """Choose the warps of a program; ``width`` is that of what it mixes, or of a key if wider.
+
+    Of 256 elements and more the threads of 4 warps have too few registers. They keep up to 1,200
+    bytes each in local memory, which a GPU sets aside for all that it can run: 307 MiB of an H200.
+    Source: triton 3.7's kernels for compute capabilities 8.0 to 12.0.
+    """
+    return 8 if width >= 256 else 4
+
+
 def choose_block(width: int, shared_bytes: int) -> int:
     """Choose the cached tokens of a program; ``width`` is that of a latent and its rotary.
 
@@ -179,7 +189,7 @@ def attend_filled(
         query, query_rotary, latents, rotaries, position, partial, log_sums,
         context, heads,
         SCALE=scaling, LATENT=latent_dim, ROPE=rope, OWN_ROWS=int(len(latents) == batch),
-        BLOCK_H=LATENT_HEADS, BLOCK_S=block, num_warps=4,
+        BLOCK_H=LATENT_HEADS, BLOCK_S=block, num_warps=choose_warps(latent_dim),
     )  # fmt: skip
     out = torch.empty_like(query)
     join_splits[(batch * heads,)](
