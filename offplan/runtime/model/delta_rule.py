@@ -100,9 +100,8 @@ def add_taken(
     deltas = additions.deltas[..., :num_taken, :]
     deltas.mul_((last - decays).exp().unsqueeze(-1))
     states.mul_(last.exp().unsqueeze(-1))
-    for token in range(num_taken):
-        key, delta = additions.keys[..., token, :, None], deltas[..., token, None, :]
-        states.addcmul_(key, delta)
+    keys = additions.keys[..., :num_taken, :].flatten(0, 2)
+    states.flatten(0, 2).baddbmm_(keys.transpose(1, 2), deltas.flatten(0, 2))
     size = inputs.shape[-1]
     for place in range(size):  # a copy of all would overlap itself
         behind = place + num_taken
