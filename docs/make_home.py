@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 ROWS = (
     Row("gpt-oss-20b, MXFP4", "openai/gpt-oss-20b", None, "gpt-oss-20b"),
-    Row("gpt-oss-120b, MXFP4", "openai/gpt-oss-120b"),
+    Row("gpt-oss-120b, MXFP4", "openai/gpt-oss-120b", None, "gpt-oss-120b"),
     Row("Qwen3-8B, bf16", "Qwen/Qwen3-8B", None, "Qwen3-8B, bf16"),
     Row("Qwen3-8B, 4 bits", "Qwen/Qwen3-8B", 4),
     Row("Qwen3-30B-A3B, 8 bits", "Qwen/Qwen3-30B-A3B", 8, "Qwen3-30B-A3B, 8 bits"),
