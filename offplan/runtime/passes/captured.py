@@ -11,9 +11,9 @@ from offplan.placement import Phase
 from offplan.runtime.passes.executor import CapturedPass, Executor
 from offplan.schedule import Schedule
 
-RunPass = Callable[[torch.Tensor], Any]
-"""A call runs a pass of tokens, int64 of [batch, new] on the device, and returns what it makes. A
-step makes logits, [batch, vocabulary], or where it checks drafts [new, vocabulary]."""
+MakeLogits = Callable[[torch.Tensor], torch.Tensor]
+"""A call makes logits of tokens, int64 of [batch, new] on the device: [batch, vocabulary], or in
+passes that check drafts [new, vocabulary]."""
 
 
 class Passes:
@@ -35,9 +35,9 @@ class Passes:
         """Shape of the last tokens of each kind of pass that ran uncaptured."""
 
     def run(
-        self, schedule: Schedule, forward: RunPass, tokens: torch.Tensor, *, may_capture: bool
-    ) -> Any:
-        """Run ``forward`` of ``tokens`` by a schedule; the next run overwrites what it returns.
+        self, schedule: Schedule, forward: MakeLogits, tokens: torch.Tensor, *, may_capture: bool
+    ) -> torch.Tensor:
+        """Run ``forward`` of ``tokens`` by a schedule; returns logits that the next run overwrites.
 
         Captures it if that is allowed, the last tokens of this phase had the same shape, and what
         is captured does not serve. That waits for the device.
@@ -55,9 +55,9 @@ class Passes:
         if in_the_way:
             # both phases' graphs share their memory, of which this prompt is to take as much
             self._give_back(self._captured.clear)
-        made = self._executor.run(schedule, partial(forward, tokens))
+        logits: torch.Tensor = self._executor.run(schedule, partial(forward, tokens))
         self._seen[kind] = tokens.shape
-        return made
+        return logits
 
     def invalidate(self) -> None:
         """Drop what is captured; whatever comes next runs uncaptured once."""
@@ -65,7 +65,7 @@ class Passes:
         self._seen.clear()
 
     def _capture(
-        self, schedule: Schedule, forward: RunPass, tokens: torch.Tensor
+        self, schedule: Schedule, forward: MakeLogits, tokens: torch.Tensor
     ) -> "_CapturedForward":
         kind = _kind_of(schedule.phase, tokens)
         drop = partial(self._captured.pop, kind, None)
@@ -79,7 +79,7 @@ class Passes:
         captured = _CapturedForward(schedule, tokens.clone(), pool)
 
         def run() -> None:
-            captured.made = forward(captured.tokens)
+            captured.logits = forward(captured.tokens)
 
         captured.graphs = self._executor.capture(schedule, run, pool)
         self._captured[kind] = captured
@@ -105,13 +105,13 @@ class _CapturedForward:
     pool: Any
     """The pool that its temporary memory comes from."""
     graphs: CapturedPass = field(init=False)
-    made: Any = field(init=False)
+    logits: torch.Tensor = field(init=False)
 
-    def replay(self, tokens: torch.Tensor) -> Any:
-        """Run the pass; returns what it makes.
+    def replay(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Run the pass; returns its logits.
 
-        The next replay overwrites it, of this pass or of another one from the same pool.
+        The next replay overwrites them, of this pass or of another one from the same pool.
         """
         self.tokens.copy_(tokens)
         self.graphs.replay()
-        return self.made
+        return self.logits

@@ -24,7 +24,7 @@ from offplan.runtime.model.kernels import ExpertKernels, find_filled
 from offplan.runtime.model.latent import keep_latents
 from offplan.runtime.model.layers import Call, DecoderLayers
 from offplan.runtime.model.rewrites import find_linear, may_be_linear
-from offplan.runtime.passes.captured import Passes, RunPass
+from offplan.runtime.passes.captured import MakeLogits, Passes
 from offplan.runtime.passes.carried import Carried, CarriedState
 from offplan.runtime.passes.chunks import ChunkedTexts, Reading, as_planned
 from offplan.runtime.passes.executor import Executor
@@ -152,7 +152,6 @@ class ModelRunner:
         texts: ChunkedTexts = self._read(
             [reading], lambda _: self._run_layers([reading]), may_capture=False
         )
-        self._tell([reading], texts.list_hidden())
         config = self._loaded.module.config.get_text_config()
         # a chunk has six hidden states of each token at a time, and a head makes two of the logits
         most = min(self.chunk, reading.tokens.shape[1]) * config.hidden_size // config.vocab_size
@@ -181,20 +180,11 @@ class ModelRunner:
         """
         first, *others = readings
         is_prompt = not others and not first.start and len(first.tokens) == self._batch
-        logits, hidden = self._read(
+        return self._read(
             readings,
             partial(self._forward_texts, readings),
             may_capture=may_capture and is_prompt and self.captures_prompt(*first.tokens.shape),
         )
-        self._tell(readings, hidden)
-        made: torch.Tensor = logits
-        return made
-
-    def _tell(self, readings: Sequence[Reading], hidden: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Tell the predictor, if there is one, what a pass has read: of each text its chunks."""
-        if self.predictor is not None:
-            for reading, chunks in zip(readings, hidden, strict=True):
-                self.predictor.read(chunks, reading.tokens, reading.start)
 
     def _read(
         self,
@@ -413,6 +403,7 @@ class ModelRunner:
         is_short = not self.linear or num_chunks <= MAX_CAPTURED_TOKENS // self.chunk
         return (
             self._capture
+            and self.predictor is None  # which reads all hidden states
             and self.chunk <= num_tokens
             and is_short
             and is_captured(num_chunks, batch * self.chunk)
@@ -456,7 +447,7 @@ class ModelRunner:
         self._forget_cache()
         self.length = 0
 
-    def _in_phase(self, phase: Phase, num_tokens: int, forward: RunPass) -> RunPass:
+    def _in_phase(self, phase: Phase, num_tokens: int, forward: MakeLogits) -> MakeLogits:
         """Return ``forward`` with the model set up for passes of so many tokens at a time.
 
         It is set up only where it runs: that takes a millisecond, and what was captured needs none
@@ -485,20 +476,13 @@ class ModelRunner:
         self._executor.after(index)
         return hidden
 
-    def _forward_texts(
-        self, readings: Sequence[Reading], tokens: torch.Tensor
-    ) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
-        """Read texts; ``tokens`` stand for the first one's, for a captured pass has its own.
-
-        Returns logits, and the hidden states that a predictor reads.
-        """
+    def _forward_texts(self, readings: Sequence[Reading], tokens: torch.Tensor) -> torch.Tensor:
+        """Read texts; ``tokens`` stand for the first one's, for a captured pass has its own."""
         first = replace(readings[0], tokens=tokens)
         if len(readings) == 1 and tokens.shape[1] <= self.chunk and self.predictor is None:
             with as_planned(tokens.shape[1], first.start, self.chunk):
-                logits = self.forward.chunk(tokens, first.start, first.stop, first.rows)
-            return logits[:, -1], []
-        texts = self._run_layers([first, *readings[1:]])
-        return texts.finish(), [] if self.predictor is None else texts.list_hidden()
+                return self.forward.chunk(tokens, first.start, first.stop, first.rows)[:, -1]
+        return self._run_layers([first, *readings[1:]]).finish()
 
     def _run_layers(self, readings: Sequence[Reading]) -> ChunkedTexts:
         """Take texts through all layers."""
@@ -507,6 +491,9 @@ class ModelRunner:
             self._executor.before(index)
             texts.run_layer(index, self._run_layer.get(index))
             self._executor.after(index)
+        if self.predictor is not None:
+            for reading, hidden in zip(readings, texts.list_hidden(), strict=True):
+                self.predictor.read(hidden, reading.tokens, reading.start)
         return texts
 
     def allocate(self, batch: int) -> None:
