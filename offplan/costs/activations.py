@@ -163,7 +163,7 @@ a value, of a token's pairs within its chunk, and of the state.
 
 Source: transformers 5.23, ``torch_chunk_gated_delta_rule``, read. With its tensors counted as they
 came and went, a linear attention of Qwen3-Next took 0.94 of ``linear_bytes`` for 1,024 tokens.
-Our kernels hold less: 3 keys, a value, and half a token's pairs.
+``runtime.model.delta_kernel`` holds less: 3 keys, a value, and half a token's pairs.
 """
 
 _ATTENTION_ROLES = frozenset({Role.QKV, Role.ATTENTION_OUTPUT})

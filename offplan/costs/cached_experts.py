@@ -59,8 +59,8 @@ PASS_SLOWDOWN = 1.2
 """Times that a pass which checks drafts waits for missed experts, by the rates of a step.
 
 Source: an H200. In gpt-oss-120b and 24 GiB a pass of 4 tokens waited 57.9 ms where 45.4 were
-predicted, and a step 14.2 where 12.6 were: 1.13 times. In gpt-oss-20b and 8 GiB passes of 2 and 4
-waited 14.6 where 12.2 were, and 30.6 where 22.0 were, a step 7.8 where 7.2 were: 1.10 and 1.28
+predicted, and a step 14.2 where 12.6 were: 1.13 times. In gpt-oss-20b and 8 GiB a pass of 2 waited
+14.6 where 12.2 were, one of 4 30.6 where 22.0 were. A step waited 7.8 where 7.2 were: 1.10 and 1.28
 times. Why is not known.
 """
 LAST_TOKENS = 64

@@ -170,7 +170,7 @@ def _notes(plan: Plan, result: "BenchResult") -> list[str]:
         "warm-up excluded.",
         f"Bound: the larger of compute ({compute}) and bytes over the link's own rate.",
         "Host memory: predicted for the weights, measured for the whole process.",
-        *result.plan.settled,
+        *result.plan.notes,
         *([f"{drafts.describe()}."] if (drafts := result.plan.drafts) is not None else []),
         *list_differences(plan, result),
         *note_cores(plan, result.device, predicted_s, result.plan.decode.step.median_s),

@@ -194,7 +194,7 @@ def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
             "link": {"bytes_per_s": result.plan.link_bytes_per_s},
             "gpu_memory": {"total_bytes": result.plan.gpu_bytes},
             "host_memory": {"process_bytes": result.host_bytes},
-            "settled": [*result.plan.settled],
+            "notes": [*result.plan.notes],
         },
         **_counts_payload(result.counts),
         **drafts_payload(plan, result.plan.drafts, token_s=result.plan.drafted_s),

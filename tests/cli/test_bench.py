@@ -56,7 +56,7 @@ def test_predicted_and_measured_have_the_same_keys(cli: CLI) -> None:
         assert "total_bytes" in data[side]["gpu_memory"]
     assert data["measured"]["gpu_memory"]["total_bytes"] is None
     assert data["measured"]["host_memory"]["process_bytes"] > 2**20
-    assert data["measured"]["settled"] == []
+    assert data["measured"]["notes"] == []
     assert data["vs"] == {}
 
 

@@ -12,7 +12,7 @@ from offplan.runtime.cached_experts.rates import (
     MOST_TRIES,
     RATES,
     STREAM_TRIP_S,
-    Again,
+    Remeasuring,
     Timed,
     assume,
     find,
@@ -130,7 +130,7 @@ def test_disturbed_rates_are_measured_again_ever_more_seldom(
 ) -> None:
     now = 10.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    again, due = Again(), []
+    again, due = Remeasuring(), []
     while now < 300:
         if again.is_due():
             due.append(now)

@@ -46,8 +46,8 @@ from offplan.runtime.cached_experts.experts import (
     leave_slots,
 )
 from offplan.runtime.cached_experts.rates import (
-    Again,
     Found,
+    Remeasuring,
     Timed,
     assume,
     name_question,
@@ -168,7 +168,7 @@ class CachedExperts(CapabilityExecutor):
         self.layers: dict[int, _Layer] = {}
         self._disturbed: dict[Any, Found] = {}
         """Rates that something disturbed, by how the experts are stored that they are of."""
-        self._again: Again | None = None
+        self._again: Remeasuring | None = None
         """When these are measured again; None where there are none."""
         self._num_sequences = 0
         """Sequences of a step that cores and link divide what is missed for."""
@@ -281,11 +281,12 @@ class CachedExperts(CapabilityExecutor):
             layer.table.shares.copy_(list_shares(layer.of, rates))
 
     def _measure_again(self) -> None:
-        """Measure rates that something disturbed once more, if it is time; nothing is under way."""
+        """Measure rates that something disturbed once more, if it is time; waits for steps then."""
         if self._again is None or not self._again.is_due():
             return
         for index, layer in self.layers.items():
             if layer.task is not None and _name_stored(layer) in self._disturbed:
+                layer.task.server.drain()
                 self.layers[index] = replace(layer, rates=None)
         self._divide(self._num_sequences)
         if not self._disturbed:
@@ -308,11 +309,13 @@ class CachedExperts(CapabilityExecutor):
             return assume(first.of)
         by = first.task.server.key
         question = name_question(first.of, stored, by, self._place.device)
-        before = self._disturbed.pop(stored, None)
+        before = self._disturbed.get(stored)
         found = find_rates(question, partial(self._time, layers), self._num_chosen, before)
         if found.why_doubtful is not None:
             self._disturbed[stored] = found
-            self._again = self._again or Again()
+            self._again = self._again or Remeasuring()
+        else:
+            self._disturbed.pop(stored, None)
         return found.rates
 
     def _time(self, layers: Sequence[_Layer], number: int, num_experts: int) -> Timed:

@@ -29,10 +29,11 @@ FIRST_PAUSE_S, MOST_PAUSE_S = 1.0, 60.0
 
 They double each time. Source: chosen; a measurement takes 0.25 s, of a request that comes then.
 """
-MOST_TRIP_S = 500e-6
-"""Seconds of a hand-over from which on rates are taken as disturbed.
+MOST_TRIP_S, MOST_TRIP_SHARE = 500e-6, 0.25
+"""Seconds of a hand-over, and its share of an expert's, up to which rates are not disturbed.
 
-Source: chosen; hosts of H200s take 25 to 40 us, and 2 to 3 ms while something disturbs them.
+Source: chosen; hosts of H200s take 25 to 40 us, and 2 to 3 ms while something disturbs them. Of a
+large expert, what it takes alone beyond its share of several counts as hand-over, too.
 """
 _MOST_BYTES = 1 << 10
 
@@ -69,7 +70,7 @@ class Found(NamedTuple):
     """Beside what they were measured, which disturbed them; None for nothing."""
 
 
-class Again:
+class Remeasuring:
     """Says when rates that were disturbed are to be measured again: ever more seldom."""
 
     def __init__(self) -> None:
@@ -78,7 +79,7 @@ class Again:
         self._at = time.monotonic() + self._pause_s
 
     def is_due(self) -> bool:
-        """Return True if it is time; whoever is told so measures."""
+        """Return True if it is time, and take it that the caller measures then."""
         if time.monotonic() < self._at:
             return False
         self._pause_s = min(2 * self._pause_s, MOST_PAUSE_S)
@@ -109,7 +110,7 @@ def find(
             rates, spread = measure(time_experts, most)
             watch.note(spread)
         why = watch.why
-        if why is None and rates.trip_s > MOST_TRIP_S:
+        if why is None and rates.trip_s > max(MOST_TRIP_S, MOST_TRIP_SHARE * rates.cores_s):
             why = f"measured while a hand-over took {rates.trip_s * 1e3:.1f} ms"
         if why is None:
             RATES.keep(question, rates)

@@ -79,8 +79,8 @@ class Measurement:
     """Drafts that passes checked in a request of its own; None if the plan has none."""
     drafted_s: float | None = None
     """Seconds of a token in that request, on average."""
-    settled: Sequence[str] = ()
-    """Sentences of what executors settled: the rates by which cores and link divide experts."""
+    notes: Sequence[str] = ()
+    """Sentences of executors: the rates by which cores and link divided experts."""
     told: str = ""
     """How another program ran the workload; empty of what runs in this process."""
 
@@ -149,6 +149,7 @@ def bench_session(session: Session, bench: Bench, on_progress: Progress) -> Meas
 
     with session.stream():
         prefill_s, step_s = time_requests(bench, prefill, decode, bench.num_repeats, on_progress)
+    notes = session.describe()  # of the timed steps: a later prompt may have rates measured again
     drafted = None if session.draft is None else time_drafts(session, bench)
     with session.stream():
         moved = session.link_bytes
@@ -172,7 +173,7 @@ def bench_session(session: Session, bench: Bench, on_progress: Progress) -> Meas
         link_bytes_per_s=time_link(session),
         gpu_bytes=bench.gpu_bytes(session.memory.in_use),
         counts=counts,
-        settled=session.describe(),
+        notes=notes,
         drafts=None if drafted is None else drafted.drafts,
         drafted_s=None if drafted is None else drafted.median_step_s,
     )

@@ -357,10 +357,10 @@ def _attend_in_two(
 def choose_block_warps(num_queries: int, dim: int) -> int:
     """Choose the warps of a program for so many queries of a KV group, and heads of ``dim``.
 
-    The compiler takes 2 for all. Of heads of 256 their threads keep 456 bytes each in local memory,
-    with 32 queries 800, and of 512 7,160: a GPU sets that aside for all threads that it can run,
-    1.8 GiB of an H200. Source: a kernel of the same blocks, compiled by triton 3.7 for compute
-    capabilities 8.0 to 9.0; torch 2.13, ``get_flex_decode_configs``.
+    The compiler takes 2 for all. Their threads store 456 bytes each in local memory for heads of
+    256, 800 with 32 queries, and 7,160 for heads of 512. A GPU sets that aside for all threads that
+    it can run: 1.8 GiB of an H200. Source: a kernel of the same blocks, compiled by triton 3.7 for
+    compute capabilities 8.0 to 9.0; torch 2.13, ``get_flex_decode_configs``.
     """
     rows = max(16, 1 << (num_queries - 1).bit_length())
     return min(16, max(2, dim // 64, rows * dim // 2048))

@@ -34,7 +34,7 @@ MOST_ELEMENTS = 2**15 + 2**14
 """Elements of cached tokens that the threads of a program have registers for.
 
 Source: compiled, as ``choose_warps``: of 64 tokens of two heads of 512 elements each thread would
-keep 80 bytes in local memory.
+store 80 bytes in local memory.
 """
 ALL, WINDOW, CHUNK, RING, RING_OF_CHUNK = range(5)
 """What a token sees of the cache: all up to its own, the last tokens or those of its chunk of the

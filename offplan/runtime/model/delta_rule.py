@@ -112,9 +112,9 @@ def add_taken(
 
 @functools.cache  # code is compiled again for every function that it finds in the place of another
 def taking_additions(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return transformers' rule for many tokens, on a GPU by our kernels where they know its sizes.
+    """Return transformers' rule for many tokens; with ``additions`` it checks tokens instead.
 
-    With ``additions`` it checks tokens instead.
+    With TAKES_BY_KERNELS kernels take a prompt's on a GPU, where they know its sizes.
     """
 
     @functools.wraps(own)

@@ -185,8 +185,7 @@ def may_be_linear(layers: Iterable[nn.Module]) -> bool:
 def take_in_spans(layers: Iterable[nn.Module]) -> None:
     """Have linear attentions take prompts in spans, and be compiled for tokens of steps alone.
 
-    They compute by transformers' code in torch, but for the rule on GPUs; raises CheckpointError if
-    that code is not found.
+    They compute by transformers' code in torch; raises CheckpointError if that is not found.
     """
     linear: Any
     for linear in filter(None, find_linear(layers)):
