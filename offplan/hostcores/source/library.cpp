@@ -22,8 +22,32 @@ struct OpenMp : Team {
   }
 };
 
-// The caller and threads of our own, which spin for a while and then sleep.
+// The caller and threads of our own, which spin for a while and then sleep. A thread that has lost its
+// core to another program comes late: where the work is done by then it finds the round closed. Only
+// those that have entered are waited for.
 struct Pool : Team {
+  // A round, whether it is closed, and how many of a group are inside.
+  struct alignas(64) Door {
+    static const uint64_t CLOSED = 1ull << 31;
+    std::atomic<uint64_t> state{CLOSED};
+    static uint32_t round_of(uint64_t state) { return (uint32_t)(state >> 32); }
+    void open(uint32_t round) { state.store((uint64_t)round << 32, std::memory_order_release); }
+    // Returns false where the round is closed, or is the one that was `seen` last, which then is the
+    // door's.
+    bool enter(uint32_t& seen) {
+      uint64_t found = state.load(std::memory_order_acquire);
+      while (round_of(found) != seen && !(found & CLOSED))
+        if (state.compare_exchange_weak(found, found + 1, std::memory_order_acq_rel)) {
+          seen = round_of(found);
+          return true;
+        }
+      seen = round_of(found);
+      return false;
+    }
+    void leave() { state.fetch_sub(1, std::memory_order_release); }
+    void close() { state.fetch_or(CLOSED, std::memory_order_acq_rel); }
+    bool is_empty() const { return (uint32_t)state.load(std::memory_order_acquire) == CLOSED; }
+  };
   struct Worker {
     Pool* pool;
     int number, core;
@@ -32,8 +56,7 @@ struct Pool : Team {
   Worker* workers = nullptr;
   int num_started = 0;
   alignas(64) std::atomic<uint32_t> round{0};
-  alignas(64) std::atomic<int> left{0};  // groups of workers that are not done
-  Number done[Groups::MOST];
+  Door doors[Groups::MOST];  // of groups of threads
   alignas(64) std::atomic<int> num_asleep{0};
   std::atomic<bool> ends{false};
   pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -65,15 +88,11 @@ struct Pool : Team {
         pool.num_asleep.fetch_sub(1);
         pthread_mutex_unlock(&pool.mutex);
       }
-      seen = pool.round.load();
       if (pool.ends.load()) return nullptr;
+      Door& door = pool.doors[Groups(pool.num_started).of(self.number - 1)];
+      if (!door.enter(seen)) continue;
       pool.body(pool.arguments, self.number, pool.num_workers);
-      const Groups groups(pool.num_started);
-      const int own = groups.of(self.number - 1);
-      if (pool.done[own].value.fetch_add(1, std::memory_order_acq_rel) != groups.size(own) - 1)
-        continue;
-      pool.done[own].value.store(0, std::memory_order_relaxed);
-      pool.left.fetch_sub(1, std::memory_order_release);
+      door.leave();
     }
   }
   // Returns false where the system gives no more threads.
@@ -98,10 +117,12 @@ struct Pool : Team {
   }
   void run(Body with, void* its_arguments) override {
     body = with, arguments = its_arguments;
-    left.store(num_started ? Groups(num_started).num : 0);
+    const int num_doors = num_started ? Groups(num_started).num : 0;
+    for (int i = 0; i < num_doors; i++) doors[i].open(round.load() + 1);
     next_round();
     body(arguments, 0, num_workers);
-    spin_until([&] { return left.load(std::memory_order_acquire) == 0; });
+    for (int i = 0; i < num_doors; i++) doors[i].close();
+    for (int i = 0; i < num_doors; i++) spin_until([&] { return doors[i].is_empty(); });
   }
   ~Pool() override {
     ends.store(true);

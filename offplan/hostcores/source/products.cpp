@@ -73,19 +73,21 @@ struct DenseJob {
   uint8_t* prepared;
   int64_t stride;
   Deal inputs, blocks;
-  Meeting ready;
+  Pieces ready;
 };
 
-static void dense_body(void* arguments, int worker, int num_workers) {
+static void dense_body(void* arguments, int, int num_workers) {
   DenseJob& job = *(DenseJob*)arguments;
   const Dense& d = job.dense;
   const Matrix& a = d.weight;
   int64_t first, stop;
   if (d.num_inputs > 1) {
-    while (job.inputs.take(d.num_inputs, num_workers, first, stop))
+    while (job.inputs.take(d.num_inputs, num_workers, first, stop)) {
       for (int64_t i = first; i < stop; i++)
         d.kernels->prepare(a, d.inputs + i * a.num_in, job.prepared + i * job.stride);
-    job.ready.wait(worker, num_workers);
+      job.ready.count(stop - first, d.num_inputs);
+    }
+    job.ready.wait();
   }
   const Grain grain(a);
   float sums[MOST_INPUTS][BLOCK];
@@ -112,7 +114,7 @@ int multiply(Team& team, const Dense& dense) {
   const int64_t stride = Room::rounded(dense.kernels->prepared_bytes(dense.weight));
   if (!room.reserve(stride * dense.num_inputs)) return 1;
   DenseJob job{dense, room.take<uint8_t>(stride * dense.num_inputs), stride, {}, {}, {}};
-  // whoever starts the others prepares a single row: a meeting of all of them takes longer
+  // whoever starts the others prepares a single row: for them to wait for it takes longer
   if (dense.num_inputs == 1) dense.kernels->prepare(dense.weight, dense.inputs, job.prepared);
   team.run(dense_body, &job);
   return 0;
@@ -191,7 +193,7 @@ struct ExpertsJob {
   Number *num_up, *is_ready;  // of each used expert: units of up that are done; down's inputs
   std::atomic<int64_t>* num_done;  // experts that are done with each unit of down
   Deal tokens, up_blocks, down_blocks;
-  Meeting ready;
+  Pieces ready;
 };
 
 // Gate columns `begin` to `end` of what up has made of a used expert, for all of its pairs.
@@ -244,16 +246,18 @@ static void multiply_up(const Experts& e, const Matrix& up, const uint8_t* const
   if (e.is_gated) multiply(e.down.num_in + begin, e.down.num_in + end);
 }
 
-static void experts_body(void* arguments, int worker, int num_workers) {
+static void experts_body(void* arguments, int, int num_workers) {
   ExpertsJob& job = *(ExpertsJob*)arguments;
   const Experts& e = job.e;
   const int64_t wide = e.up.num_out, inner = e.down.num_in, hidden = e.down.num_out;
   int64_t first, stop;
   if (e.num_tokens > 1) {
-    while (job.tokens.take(e.num_tokens, num_workers, first, stop))
+    while (job.tokens.take(e.num_tokens, num_workers, first, stop)) {
       for (int64_t t = first; t < stop; t++)
         e.kernels->prepare(e.up, e.inputs + t * e.up.num_in, job.inputs + t * job.input_stride);
-    job.ready.wait(worker, num_workers);
+      job.ready.count(stop - first, e.num_tokens);
+    }
+    job.ready.wait();
   }
 
   const uint8_t* x[MOST_INPUTS];

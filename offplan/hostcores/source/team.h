@@ -18,6 +18,8 @@ static inline int64_t now_ns() {
 
 typedef void (*Body)(void* arguments, int worker, int num_workers);
 
+// Runs a function by workers that each do what is left of its work, until none is. Workers that come
+// when the work is done may be left out, so a function waits for work and for no worker.
 struct Team {
   int num_workers = 1;
   virtual void run(Body body, void* arguments) = 0;
@@ -40,24 +42,21 @@ struct Groups {
   explicit Groups(int workers)
       : num_workers(workers), num(workers < 4 * MOST ? (workers + 3) / 4 : MOST) {}
   int of(int worker) const { return worker % num; }
-  int size(int group) const { return (num_workers - group + num - 1) / num; }
 };
 struct alignas(64) Number {
   std::atomic<int64_t> value{0};
 };
 
-// A meeting of all workers, used once. Those that wait look at a word that is written once: at the
-// number of those that came, each look would take it from the next one who comes.
-struct Meeting {
-  Number arrived[Groups::MOST], groups_arrived, all_came[Groups::MOST];
-  void wait(int worker, int num_workers) {
-    const Groups groups(num_workers);
-    const int own = groups.of(worker);
-    auto is_last = [](Number& number, int of) {
-      return number.value.fetch_add(1, std::memory_order_acq_rel) == of - 1;
-    };
-    if (is_last(arrived[own], groups.size(own)) && is_last(groups_arrived, groups.num))
-      for (int i = 0; i < groups.num; i++) all_came[i].value.store(1, std::memory_order_release);
-    else spin_until([&] { return all_came[own].value.load(std::memory_order_acquire) != 0; });
+// Pieces of work that all have to be done before anybody goes on, used once: workers that do none are
+// not waited for. Those that wait look at a word that is written once: at the number of pieces, each
+// look would take it from the next one who counts.
+struct Pieces {
+  Number num_done, are_done;
+  void count(int64_t num, int64_t of) {
+    if (num_done.value.fetch_add(num, std::memory_order_acq_rel) == of - num)
+      are_done.value.store(1, std::memory_order_release);
+  }
+  void wait() {
+    spin_until([&] { return are_done.value.load(std::memory_order_acquire) != 0; });
   }
 };
