@@ -137,7 +137,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "row_order": (None, (c_int64,)),
     "tables": (None, (POINTER(c_float), POINTER(c_float))),
     "sizes": (c_int64, (c_int64,)),
-    "openmp": (c_void_p, (c_int64, c_void_p, c_void_p, c_void_p)),
+    "openmp": (c_void_p, (c_int64, c_void_p, c_void_p)),
     "pool": (c_void_p, (c_int64, POINTER(c_int64))),
     "end": (None, (c_void_p,)),
     "multiply": (c_int64, (c_void_p, c_void_p)),
@@ -223,7 +223,7 @@ class Library:
         gomp = _find_gomp()
         if gomp is None or num_threads == 1:
             return self.team(num_threads)
-        names = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
+        names = "GOMP_parallel", "omp_get_num_threads"
         functions = [ctypes.cast(getattr(gomp, name), c_void_p) for name in names]
         return Team(self, self.calls.offplan_openmp(num_threads, *functions), num_threads)
 

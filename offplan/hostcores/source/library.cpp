@@ -7,17 +7,16 @@
 // The calling thread's own OpenMP workers: libgomp's functions, which torch has loaded.
 struct OpenMp : Team {
   void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
-  int (*number)();
   int (*count)();
   Body body;
   void* arguments;
   static void enter(void* team) {
     OpenMp& self = *(OpenMp*)team;
-    self.body(self.arguments, self.number(), self.count());
+    self.body(self.arguments, self.count());
   }
   void run(Body with, void* its_arguments) override {
     body = with, arguments = its_arguments;
-    if (num_workers == 1) body(arguments, 0, 1);
+    if (num_workers == 1) body(arguments, 1);
     else parallel(enter, this, (unsigned)num_workers, 0);
   }
 };
@@ -91,7 +90,7 @@ struct Pool : Team {
       if (pool.ends.load()) return nullptr;
       Door& door = pool.doors[Groups(pool.num_started).of(self.number - 1)];
       if (!door.enter(seen)) continue;
-      pool.body(pool.arguments, self.number, pool.num_workers);
+      pool.body(pool.arguments, pool.num_workers);
       door.leave();
     }
   }
@@ -120,7 +119,7 @@ struct Pool : Team {
     const int num_doors = num_started ? Groups(num_started).num : 0;
     for (int i = 0; i < num_doors; i++) doors[i].open(round.load() + 1);
     next_round();
-    body(arguments, 0, num_workers);
+    body(arguments, num_workers);
     for (int i = 0; i < num_doors; i++) doors[i].close();
     for (int i = 0; i < num_doors; i++) spin_until([&] { return doors[i].is_empty(); });
   }
@@ -167,12 +166,11 @@ EXPORT int64_t offplan_sizes(int64_t which) {
   return sizes[which];
 }
 
-EXPORT void* offplan_openmp(int64_t num_workers, void* parallel, void* number, void* count) {
+EXPORT void* offplan_openmp(int64_t num_workers, void* parallel, void* count) {
   OpenMp* team = new (std::nothrow) OpenMp;
   if (!team) return nullptr;
   team->num_workers = (int)num_workers;
   team->parallel = (decltype(team->parallel))parallel;
-  team->number = (decltype(team->number))number;
   team->count = (decltype(team->count))count;
   return (Team*)team;
 }

@@ -76,7 +76,7 @@ struct DenseJob {
   Pieces ready;
 };
 
-static void dense_body(void* arguments, int, int num_workers) {
+static void dense_body(void* arguments, int num_workers) {
   DenseJob& job = *(DenseJob*)arguments;
   const Dense& d = job.dense;
   const Matrix& a = d.weight;
@@ -246,7 +246,7 @@ static void multiply_up(const Experts& e, const Matrix& up, const uint8_t* const
   if (e.is_gated) multiply(e.down.num_in + begin, e.down.num_in + end);
 }
 
-static void experts_body(void* arguments, int, int num_workers) {
+static void experts_body(void* arguments, int num_workers) {
   ExpertsJob& job = *(ExpertsJob*)arguments;
   const Experts& e = job.e;
   const int64_t wide = e.up.num_out, inner = e.down.num_in, hidden = e.down.num_out;
@@ -393,7 +393,7 @@ struct ReadJob {
   std::atomic<int64_t> next{0};
 };
 
-static void read_body(void* arguments, int, int) {
+static void read_body(void* arguments, int) {
   ReadJob& job = *(ReadJob*)arguments;
   __m128i sums[4] = {};
   for (int64_t at; (at = job.next.fetch_add(READ_BYTES)) < job.num;) {

@@ -16,7 +16,7 @@ static inline int64_t now_ns() {
   return now.tv_sec * 1000000000ll + now.tv_nsec;
 }
 
-typedef void (*Body)(void* arguments, int worker, int num_workers);
+typedef void (*Body)(void* arguments, int num_workers);
 
 // Runs a function by workers that each do what is left of its work, until none is. Workers that come
 // when the work is done may be left out, so a function waits for work and for no worker.
@@ -38,9 +38,8 @@ static inline void spin_until(Done done) {
 // Workers are counted in groups: whoever counts takes the number's cache line from the one before.
 struct Groups {
   static const int MOST = 16;
-  int num_workers, num;
-  explicit Groups(int workers)
-      : num_workers(workers), num(workers < 4 * MOST ? (workers + 3) / 4 : MOST) {}
+  int num;
+  explicit Groups(int workers) : num(workers < 4 * MOST ? (workers + 3) / 4 : MOST) {}
   int of(int worker) const { return worker % num; }
 };
 struct alignas(64) Number {
