@@ -52,16 +52,23 @@ def test_rates_of_a_machine_that_wavers_are_none_below_zero() -> None:
     assert rates.trip_s >= 0
 
 
+@pytest.fixture
+def idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is kept before, others keep no core busy, and nobody sleeps."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
+    monkeypatch.setattr(Watch, "_count", lambda watch: vars(watch).update(num_busy=0.0))
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+
+
+@pytest.mark.usefixtures("idle")
 @pytest.mark.parametrize(
     ("num_busy", "wavering"), [(0.0, ()), (2.0, ()), (0.0, (1, 4)), (0.0, (1,)), (0.0, (4,))]
 )
 def test_rates_that_others_disturb_are_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_busy: float, wavering: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch, num_busy: float, wavering: tuple[int, ...]
 ) -> None:
     """Also where samples of one expert alone waver, by which a hand-over is told."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
     monkeypatch.setattr(Watch, "_count", lambda watch: vars(watch).update(num_busy=num_busy))
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
     asked = []
 
     def time_experts(number: int, num_experts: int) -> Timed:
@@ -76,13 +83,9 @@ def test_rates_that_others_disturb_are_measured_again(
     assert found[0].rates.link_s == 2e-4
 
 
-def test_what_disturbs_the_first_measurement_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("idle")
+def test_what_disturbs_the_first_measurement_is_waited_for() -> None:
     """As a session that has just loaded: its rates would give the cores nothing to multiply."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
-    monkeypatch.setattr(Watch, "_count", lambda watch: vars(watch).update(num_busy=0.0))
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
     asked = []
 
     def time_experts(number: int, num_experts: int) -> Timed:
@@ -98,13 +101,9 @@ def test_what_disturbs_the_first_measurement_is_waited_for(
     assert len(asked) == 42
 
 
-def test_rates_of_long_handovers_are_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("idle")
+def test_rates_of_long_handovers_are_not_kept() -> None:
     """Samples that are all alike, of cores whose threads each wait for their core."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
-    monkeypatch.setattr(Watch, "_count", lambda watch: vars(watch).update(num_busy=0.0))
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
     late_s = 3e-3
     found = find({"gpu": 1}, lambda _, num: Timed(2e-4 * num + late_s, 3e-4), 4)
     assert found.why_doubtful == "measured while a hand-over took 3.0 ms"

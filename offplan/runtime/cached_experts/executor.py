@@ -284,9 +284,9 @@ class CachedExperts(CapabilityExecutor):
         """Measure rates that something disturbed once more, if it is time; waits for steps then."""
         if self._again is None or not self._again.is_due():
             return
+        next(each.task for each in self.layers.values() if each.task is not None).server.drain()
         for index, layer in self.layers.items():
-            if layer.task is not None and _name_stored(layer) in self._disturbed:
-                layer.task.server.drain()
+            if _name_stored(layer) in self._disturbed:
                 self.layers[index] = replace(layer, rates=None)
         self._divide(self._num_sequences)
         if not self._disturbed:
