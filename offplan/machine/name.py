@@ -10,16 +10,16 @@ from offplan.errors import InputError, ProfileError
 from offplan.hostmem.limits import find_ram, lockable_bytes
 from offplan.kinds import describe_kind
 from offplan.machine.assumed import parse_link, rate_of_memory
-from offplan.machine.cards import SHIPPED as SHIPPED
 from offplan.machine.cards import (
+    SHIPPED,
     Card,
     find_cards,
     find_exact,
     find_nearest,
     is_geforce,
     normalise,
+    shipped_profiles,
 )
-from offplan.machine.cards import shipped_profiles as shipped_profiles
 from offplan.machine.typed import Typed, parse_typed, split_count
 from offplan.units import parse_bytes
 

@@ -14,9 +14,10 @@ from typing_extensions import TypeAliasType
 from offplan.errors import ProfileError
 from offplan.kernel_sizes import ASSUMED_CORES_BYTES_PER_S, ASSUMED_TRIP_S
 from offplan.machine.assumed import change_figures, complete_figures, estimate
+from offplan.machine.cards import SHIPPED
+from offplan.machine.cards import shipped_profiles as shipped_profiles
 from offplan.machine.curve import MAX_FACTOR, Curve, Rereads
-from offplan.machine.name import SHIPPED, MachineName, parse_name
-from offplan.machine.name import shipped_profiles as shipped_profiles
+from offplan.machine.name import MachineName, parse_name
 from offplan.records import (
     Basis,
     Bytes,

@@ -7,7 +7,7 @@ import pytest
 from offplan.costs.compute import ModelCompute
 from offplan.costs.work import PassShape
 from offplan.held.stage import Stage
-from offplan.machine.name import shipped_profiles
+from offplan.machine.cards import shipped_profiles
 from offplan.machine.profile import MachineProfile, load_profile
 from offplan.placement import Phase
 from tests.cli import ROOT

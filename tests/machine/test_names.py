@@ -3,7 +3,8 @@
 import pytest
 
 from offplan.errors import ProfileError
-from offplan.machine.name import parse_name, shipped_profiles, why_no_run
+from offplan.machine.cards import shipped_profiles
+from offplan.machine.name import parse_name, why_no_run
 from offplan.machine.profile import load_profile
 
 

@@ -9,8 +9,9 @@ from jsonschema import Draft202012Validator
 
 from offplan.errors import ProfileError
 from offplan.machine.assumed import parse_link, rate_of_memory
-from offplan.machine.name import SHIPPED as FOLDER
-from offplan.machine.name import find_enough_ram, parse_name, shipped_profiles
+from offplan.machine.cards import SHIPPED as FOLDER
+from offplan.machine.cards import shipped_profiles
+from offplan.machine.name import find_enough_ram, parse_name
 from offplan.machine.profile import (
     LayerTime,
     MachineProfile,

@@ -3,7 +3,7 @@
 import pytest
 
 from offplan.machine.assumed import ACHIEVED_SHARES
-from offplan.machine.name import shipped_profiles
+from offplan.machine.cards import shipped_profiles
 from offplan.machine.profile import (
     VECTOR_SHARE,
     dump_profile,
