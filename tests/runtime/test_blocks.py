@@ -14,17 +14,18 @@ from transformers import AttentionInterface
 from offplan.runtime.model import attention  # noqa: F401, registers its ways
 from offplan.runtime.model.cache_mask import Way, filled_blocks
 
-CONTEXT, HEADS, KV_HEADS, DIM = 48, 4, 2, 16
+CONTEXT, KV_HEADS, DIM = 48, 2, 16
 
 
 def _read_as_decoding(query: Any, key: Any, value: Any, *_: Any) -> Any:
     """Return the query in the place of what attention makes, as the kernel for few tokens reads it.
 
-    Source: torch 2.11 and 2.13, ``create_flex_decoding_kernel``.
+    Source: torch 2.11 and 2.13, ``_use_flex_decoding`` and ``create_flex_decoding_kernel``.
     """
     query, value = lowering.maybe_realize([query, value])
     batch, heads, num_new, dim = query.get_size()
     group = heads // value.get_size()[1]
+    assert int(group).bit_count() == 1  # of other groups torch takes the kernel for prompts
     query = ir.ExternKernel.realize_input(query)
     row, head, token, one = query.get_stride()
     packed = (batch, heads // group, group, num_new, dim), (row, head * group, head, token, one)
@@ -40,9 +41,10 @@ def _read_as_decoding(query: Any, key: Any, value: Any, *_: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler here")
+@pytest.mark.parametrize("heads", [4, 6, 14])
 @pytest.mark.parametrize("num_new", [1, 2, 8])
 def test_the_kernel_for_few_tokens_reads_each_query(
-    monkeypatch: pytest.MonkeyPatch, num_new: int
+    monkeypatch: pytest.MonkeyPatch, num_new: int, heads: int
 ) -> None:
     """Rotary embeddings leave the queries in memory token by token."""
     monkeypatch.setattr(lowering, "lower_cpu", _read_as_decoding)
@@ -50,10 +52,10 @@ def test_the_kernel_for_few_tokens_reads_each_query(
     position = torch.arange(5, 5 + num_new)[None]
     mask = filled_blocks(position, CONTEXT).mask
     kept = torch.rand(1, KV_HEADS, CONTEXT, DIM)
-    hidden, angle = torch.rand(1, num_new, HEADS * DIM), torch.rand(1, 1, num_new, DIM)
+    hidden, angle = torch.rand(1, num_new, heads * DIM), torch.rand(1, 1, num_new, DIM)
 
     def rotate(hidden: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
-        return hidden.view(1, num_new, HEADS, DIM).transpose(1, 2) * angle
+        return hidden.view(1, num_new, heads, DIM).transpose(1, 2) * angle
 
     def layer(hidden: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = attend(None, rotate(hidden, angle), kept, kept, mask)[0]

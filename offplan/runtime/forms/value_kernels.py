@@ -10,12 +10,19 @@ import triton.language as tl
 from offplan.runtime.forms.kernels import find_weight
 
 FEW_OUT = 256
-"""Outputs below which a program takes one row of a weight, all of its length at once."""
+"""Outputs below which a program takes one row of a weight, of all of its length if that fits."""
 BLOCK_OUT, BLOCK_IN = 4, 1024
 """Rows, and columns of each, that a program multiplies at a time.
 
 Source: weights of gpt-oss-20b on an H200. 5,120 x 2,880 takes 17.7 us so, 15.9 by 8 x 512; 2,880 x
 4,096 takes 13.8 and 16.9.
+"""
+MOST_SUMS, SUMS_BY_WARP = 2**14, 2**11
+"""Sums of a program that takes one row of a weight, and of each of its warps, at most.
+
+With more its threads have too few registers. Four rows of 8,192 columns by 4 warps stored 4,616
+bytes a thread in local memory, which a GPU sets aside for all that it can run. Source: triton 3.7's
+kernels for compute capabilities 8.0 to 12.0.
 """
 
 
@@ -58,7 +65,7 @@ def multiply_values(
     whichever other weights of its kind (``is_small``).
     """
     first, num_in = weights[0], x.shape[1]
-    tile = (1, triton.next_power_of_2(num_in)) if is_small(first) else (BLOCK_OUT, BLOCK_IN)
+    tile, warps = choose_tile(len(x), num_in) if is_small(first) else ((BLOCK_OUT, BLOCK_IN), 4)
     sizes = [len(weight) for weight in weights]
     ends = [*accumulate(triton.cdiv(size, tile[0]) for size in sizes)]
     told: list[int] = []
@@ -68,9 +75,15 @@ def multiply_values(
     out = x.new_empty(len(x) * sum(sizes))
     multiply_few[(ends[-1],)](
         x.contiguous(), out, first, biases[0] if biases else None, num_in, sizes[0],
-        tuple(told) or None, ROWS=len(x), BLOCK_N=tile[0], BLOCK_K=tile[1], num_warps=4,
+        tuple(told) or None, ROWS=len(x), BLOCK_N=tile[0], BLOCK_K=tile[1], num_warps=warps,
     )  # fmt: skip
     return out
+
+
+def choose_tile(num_rows: int, num_in: int) -> tuple[tuple[int, int], int]:
+    """Choose a program's tile of a small weight, [outputs, columns], and its warps."""
+    columns = min(triton.next_power_of_2(num_in), MOST_SUMS // num_rows)
+    return (1, columns), max(4, num_rows * columns // SUMS_BY_WARP)
 
 
 def is_small(weight: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from offplan.runtime.model.cache_codes import is_coded
@@ -375,12 +375,21 @@ def _attend_up_to_last(
 ) -> torch.Tensor:
     """Attend from a step's new tokens by blocks: each head's tokens are heads of one token.
 
-    Source: torch 2.11 and 2.13, ``create_flex_decoding_kernel``. It reads a query's strides before
-    the compiler decides them. Rotary embeddings leave other ones, which for one token are as good.
+    KV groups get heads of zeros up to a power of two. Of others torch takes its kernel for prompts:
+    with 24 heads of 256 on 4 KV heads, 8,192 tokens take 237 us on an H200; with 8 on 4, 16 us.
+
+    Source: torch 2.11 and 2.13, ``_use_flex_decoding`` and ``create_flex_decoding_kernel``. The
+    latter reads a query's strides before the compiler decides them. Rotary embeddings leave other
+    ones, which for one token are as good.
     """
     batch, heads, num_new, dim = query.shape
-    rows = query if num_new == 1 else query.reshape(batch, heads * num_new, 1, dim)
-    warps = choose_block_warps(rows.shape[1] // key.shape[1], max(dim, value.shape[-1]))
+    num_kv, num_values = key.shape[1], value.shape[-1]
+    group = heads // num_kv
+    padded = 1 << (group - 1).bit_length()
+    if padded > group:
+        grouped = query.reshape(batch, num_kv, group, num_new, dim)
+        query = pad(grouped, (0, 0, 0, 0, 0, padded - group)).flatten(1, 2)
+    rows = query if num_new == 1 else query.reshape(batch, num_kv * padded * num_new, 1, dim)
     out = flex_attention(
         rows,
         key,
@@ -388,10 +397,12 @@ def _attend_up_to_last(
         block_mask=filled,
         scale=scaling,
         enable_gqa=True,
-        kernel_options={"num_warps": warps},
+        kernel_options={"num_warps": choose_block_warps(padded * num_new, max(dim, num_values))},
     )
     made: torch.Tensor = out
-    return made if num_new == 1 else made.view(batch, heads, num_new, value.shape[-1])
+    if padded > group:
+        made = made.view(batch, num_kv, padded, num_new, num_values)[:, :, :group]
+    return made.reshape(batch, heads, num_new, num_values)
 
 
 def _attend_few(
