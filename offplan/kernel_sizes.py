@@ -52,7 +52,12 @@ CODED_PROGRAMS = 2
 SPAN_TOKENS = 2048
 """Tokens of each sequence that linear attention takes through its rule at a time.
 
-The rule computes in float32, and holds for each token more than ten times what a head has.
+The rule computes in float32, and holds for each token four times what a head has, or more.
+"""
+RULE_CHUNK = 32
+"""Tokens of a chunk of the delta rule's kernels.
+
+For 64 tokens, as transformers takes, threads have too few registers.
 """
 STORES_CODES = False
 """Whether one kernel encodes a step's keys and values, and writes both into the cache, in place of

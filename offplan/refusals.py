@@ -56,8 +56,6 @@ def _list_refusals(
             batch=batch,
             store=offload.store,
         )
-        if on_gpu and (on_cpu_alone := offload.draft.why_not_on_gpu()) is not None:
-            yield on_cpu_alone
     if on_gpu and any(layer.kv_cache.is_coded for layer in stage.layers):
         yield from list_coded_refusals(stage)
     cached = [layer for layer in stage.layers if layer.index in placement.weight_caches]

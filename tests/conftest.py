@@ -57,12 +57,6 @@ def planned_unasked(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def gpus_predict(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prediction layers may draft on GPUs, as once a GPU has shown that texts are right."""
-    monkeypatch.setattr("offplan.capabilities.drafts.GPUS_PREDICT", True)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what the whole suite leaves out as slow too, so that ``-m 'not slow'`` is the loop.

@@ -33,12 +33,6 @@ LENGTHS: Mapping[DraftKind, tuple[int, ...]] = {
 Drafts that cost nothing fill a captured pass. Each draft of a prediction layer is a use of it, and
 is taken less often than the one before.
 """
-GPUS_PREDICT = False
-"""Whether prediction layers draft on a GPU: not before their memory and time are measured on one.
-
-Source: ``tests/runtime/test_drafts_gpu.py`` on an H200 with torch 2.11, where texts of DeepSeek-V3
-and GLM-4.5 were right.
-"""
 
 
 class Draft(Record):
@@ -91,15 +85,6 @@ class Draft(Record):
     def key(self) -> str:
         """The argument that asks for it, in backquotes."""
         return f"`draft={self}`"
-
-    def why_not_on_gpu(self) -> str | None:
-        """Say why no GPU runs it; None if one does."""
-        if not self.uses_layers or GPUS_PREDICT:
-            return None
-        return (
-            f"{self.key}: prediction layers draft on the CPU alone so far, since their memory and "
-            "time on a GPU were not measured: leave `draft` out"
-        )
 
     def why_not_batch(self, batch: int) -> str | None:
         """Say why steps of so many sequences check no drafts; None if they do."""
@@ -169,8 +154,6 @@ class DraftGoal(GoalBase):
             store=asked.store,
             engine=self.engine,
         )
-        if asked.on_gpu and (why := draft.why_not_on_gpu()) is not None:
-            yield why
 
     def list_unsaid(self) -> Iterator[tuple[str, str]]:
         """Yield the drafts that are asked for."""

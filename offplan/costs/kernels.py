@@ -53,11 +53,11 @@ RULE_LAUNCHES = 14
 
 Source: counted in ``runtime.model.delta_rule``: five products, a triangular solve, what is noted.
 """
-RULE_INSTRUCTIONS, STATE_ELEMENT_BYTES = 70, 4
+RULE_INSTRUCTIONS, STATE_ELEMENT_BYTES = 20, 4
 """Instructions of the delta rule for each token of a prompt and element of a state, in float32.
 
-Source: transformers 5.17's rule on an H200, captured. 48 heads of 128 x 128 took 0.88 ms for 512
-tokens and 3.26 for 2,048: at ``vector`` 73 and 68. Five are products; kernels are small.
+Source: the rule's kernels on an H200. 48 heads of 128 x 128 took 0.25 ms for 512 tokens and 0.96
+for 2,048: at ``vector`` 21 and 20.
 """
 RAMP_S = 4e-6
 """Seconds that a product of few rows takes beside those of its weight's bytes and its launch.

@@ -17,7 +17,6 @@ from offplan.costs.activations import (
     PER_LAYER_COPIES,
     RULE_CHUNK,
     RULE_KEYS,
-    RULE_PAIRS,
     RULE_STATES,
     RULE_VALUES,
     SCORE_BYTES,
@@ -189,17 +188,17 @@ def test_scores_that_no_kernel_keeps_to_itself(more: dict[str, object], dtype: s
 
 @pytest.mark.parametrize(
     ("tokens", "chunks"),
-    [(10, 1), (64, 1), (65, 2), (SPAN_TOKENS + 70, SPAN_TOKENS // RULE_CHUNK)],
+    [(10, 1), (32, 1), (33, 2), (SPAN_TOKENS + 70, SPAN_TOKENS // RULE_CHUNK)],
 )
 def test_linear_attention_holds_what_the_rule_makes_of_a_span(tokens: int, chunks: int) -> None:
-    sizes = {"key_head_dim": 8, "value_head_dim": 16, "conv_kernel_dim": 4}
+    sizes = {"key_head_dim": 12, "value_head_dim": 16, "conv_kernel_dim": 4}
     sizes |= {"num_key_heads": 2, "num_value_heads": 3}
     stage = hold(make_model([DENSE], **{f"linear_{name}": size for name, size in sizes.items()}))
     layer = make_layer(0, DENSE, KVCache(state_bytes=1000))
     prompt = PassShape(Phase.PREFILL, 2, tokens, 9999)
     products = 2 * HIDDEN * 2 * min(tokens, SPAN_TOKENS) + 2 * HIDDEN * tokens  # q, k, v; o
     states = RULE_STATES * 2 * 1000
-    of_head = 8 * RULE_KEYS + 16 * RULE_VALUES + RULE_CHUNK * RULE_PAIRS
+    of_head = 16 * RULE_KEYS + 16 * RULE_VALUES + RULE_CHUNK  # kernels take powers of two
     rule_bytes = 4 * 2 * chunks * RULE_CHUNK * 3 * of_head
     total = ATTENTION_COPIES * 2 * products + states + rule_bytes
     assert linear_bytes(stage, layer, prompt) == attention_bytes(stage, layer, prompt) == total

@@ -47,11 +47,6 @@ MODEL = predicting_model()
 KINDS = [Draft(kind="ngram", tokens=7), *(Draft(kind="mtp", tokens=n) for n in (1, 2, 3))]
 
 
-@pytest.fixture(autouse=True)
-def _on_gpus(gpus_predict: None) -> None:
-    """Plan as if GPUs had been seen to draft."""
-
-
 def decide(draft: Draft | None, *rules: object) -> Offload:
     return Offload.model_validate({"prefill_chunk": 64, "rules": rules, "draft": draft})
 
@@ -275,12 +270,9 @@ def test_a_plan_reads_back_and_holds_what_it_predicts() -> None:
     assert inputs["draft.pass_4"]["of compute, the prediction layers'"] > 0
 
 
-def test_what_no_session_drafts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_session_drafts_is_refused() -> None:
     draft = KINDS[1]
     assert list(list_draft_refusals(draft, MODEL, way=OWN, batch=1, store="host")) == []
     asked = MACHINE, WORKLOAD, UNLIMITED, decide(draft)
     with pytest.raises(PlanError, match="stores no layers that predict"):
         predict(dense_model(2), *asked)
-    monkeypatch.setattr("offplan.capabilities.drafts.GPUS_PREDICT", False)
-    with pytest.raises(PlanError, match="on the CPU alone so far"):
-        predict(MODEL, *asked)

@@ -137,7 +137,6 @@ def test_it_is_hardly_worse_than_the_best_of_whole_searches(chance: float, share
 
 
 @pytest.mark.parametrize("share", [0.5, 1.3])
-@pytest.mark.usefixtures("gpus_predict")
 def test_the_best_of_both_kinds_is_chosen(share: float) -> None:
     """Prediction layers take memory that drafts from the text leave to weights."""
     model = predicting_model(6)
@@ -162,7 +161,6 @@ def test_the_best_of_both_kinds_is_chosen(share: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.4, 0.8, 1.3])
-@pytest.mark.usefixtures("gpus_predict")
 def test_prediction_layers_are_searched_for_room(share: float) -> None:
     question = ask(predicting_model(6), chance=0.8, share=share, kinds=["mtp"])
     found = make_plan(question).plan.prediction.objective_s
@@ -174,7 +172,6 @@ def test_prediction_layers_are_searched_for_room(share: float) -> None:
     assert found <= 1.08 * least
 
 
-@pytest.mark.usefixtures("gpus_predict")
 def test_prediction_layers_that_are_asked_for_are_in_every_plan() -> None:
     goal = Goal(packing=False, draft=Draft(kind="mtp", tokens=2))
     question = ask(predicting_model(4), goal=goal, share=1.0)
@@ -190,7 +187,6 @@ def test_prediction_layers_that_are_asked_for_are_in_every_plan() -> None:
 
 @pytest.mark.parametrize(("share", "place"), [(0.2, "host"), (2.0, "device")])
 @pytest.mark.parametrize("is_asked", [True, False])
-@pytest.mark.usefixtures("gpus_predict")
 def test_experts_of_prediction_layers_are_on_the_host_where_memory_is_short(
     is_asked: bool, share: float, place: str
 ) -> None:
@@ -210,7 +206,6 @@ def test_experts_of_prediction_layers_are_on_the_host_where_memory_is_short(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.2, 0.5, 1.0, 2.0])
-@pytest.mark.usefixtures("gpus_predict")
 def test_both_places_of_experts_are_searched_together(share: float) -> None:
     """The plan is as good as the better one of both places, each searched alone."""
     draft = Draft(kind="mtp", tokens=2)
@@ -227,7 +222,6 @@ def test_both_places_of_experts_are_searched_together(share: float) -> None:
     assert found <= 1.01 * least
 
 
-@pytest.mark.usefixtures("gpus_predict")
 def test_experts_of_prediction_layers_keep_to_the_memory_of_the_host() -> None:
     goal = Goal(packing=False, draft=Draft(kind="mtp", tokens=2))
     question = ask(predicting_model(6), goal=goal, share=0.7)
@@ -288,16 +282,14 @@ def test_what_no_session_runs_is_refused_by_name(tmp_path: Path) -> None:
         goal = Goal.model_validate({"packing": False, **said})
         with pytest.raises(InputError, match=why):
             pose(model, SLOW, workload, budget, goal, acceptance_file=given)
-    for given, why in ((None, "on the CPU alone"), (str(path), "is of ngram drafts")):
-        goal = Goal(packing=False, draft=Draft(kind="mtp", tokens=1))
-        with pytest.raises(InputError, match=why):
-            pose(predicting_model(), SLOW, WORKLOAD, budget, goal, acceptance_file=given)
+    goal = Goal(packing=False, draft=Draft(kind="mtp", tokens=1))
+    with pytest.raises(InputError, match="is of ngram drafts"):
+        pose(predicting_model(), SLOW, WORKLOAD, budget, goal, acceptance_file=str(path))
     # what is off is known of in vain
     off = Goal(packing=False, draft="off")
     pose(model, SLOW, batched, budget, off, acceptance_file=str(path))
 
 
-@pytest.mark.usefixtures("gpus_predict")
 def test_prediction_layers_that_read_prompts_keep_a_target_of_theirs() -> None:
     model, share = predicting_model(24, DENSE), 2.0
     drafted = make_plan(ask(model, chance=0.9, kinds=["mtp"], share=share)).plan
@@ -307,15 +299,6 @@ def test_prediction_layers_that_read_prompts_keep_a_target_of_theirs() -> None:
     goal = Goal(packing=False, max_ttft=0.999 * first_s)
     plan = make_plan(ask(model, chance=0.9, kinds=["mtp"], share=share, goal=goal)).plan
     assert plan.prediction.prefill.step_s < 0.999 * first_s
-
-
-@pytest.mark.parametrize("kinds", [("ngram", "mtp"), ("mtp", "ngram")])
-def test_a_kind_that_no_gpu_runs_leaves_the_other(kinds: Sequence[DraftKind]) -> None:
-    plan = make_plan(ask(predicting_model(6), chance=0.8, kinds=kinds)).plan
-    assert plan.offload.draft is not None
-    assert plan.offload.draft.kind == "ngram"
-    with pytest.raises(InputError, match="on the CPU alone"):
-        ask(predicting_model(6), chance=0.8, kinds=["mtp"])
 
 
 def test_a_routing_profile_without_passes_is_refused(tmp_path: Path) -> None:
@@ -348,7 +331,6 @@ def test_the_answer_tells_of_drafts_only_where_they_gain(monkeypatch: pytest.Mon
     # what is promised is what a plan with a profile of that chance gives, or a little less
     known = make_plan(ask(dense_model(6), chance=0.8)).plan.prediction.decode.step_s
     assert advice.tokens_per_s[1] * known <= 1.1
-    monkeypatch.setattr("offplan.capabilities.drafts.GPUS_PREDICT", True)
     predicting = ask(predicting_model(12, DENSE))
     own = advise_drafts(predicting, make_plan(predicting).plan)
     assert own is not None

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from offplan.runtime.model import delta_rule
 from offplan.runtime.model.delta_rule import EPSILON, taking_additions
 from tests.runtime.interpreted import (
     HAS_GPU,
@@ -191,8 +190,7 @@ def test_nothing_is_written_behind_a_tensor_or_read_before_it_is_written(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="no CUDA device here")
-def test_the_rule_on_a_gpu_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta_rule, "TAKES_BY_KERNELS", True)
+def test_the_rule_on_a_gpu_is_captured() -> None:
     rule = taking_additions(take_by_torch)
     given = make(num_tokens=130, batch=2, share=2, dims=(128, 128), dtype=HALF)
     places = [given.pop(name) for name in ("query", "key", "value")]
@@ -214,12 +212,9 @@ def test_the_rule_on_a_gpu_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="asks no kernel")
-def test_other_sizes_are_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_sizes_are_left_to_transformers() -> None:
     need_triton()
     from offplan.runtime.model import delta_kernel
-
-    capability = (9, 0)
-    monkeypatch.setattr(delta_kernel, "compute_capability", lambda index: capability)
 
     def serves(*sizes: int, num_tokens: int = 4, dtype: torch.dtype = HALF) -> bool:
         key, value = (torch.empty(1, num_tokens, 2, size, dtype=dtype) for size in sizes)
@@ -232,8 +227,6 @@ def test_other_sizes_are_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -
     assert not serves(16, 272)
     assert not serves(16, 16, dtype=torch.float64)
     assert not serves(16, 16, num_tokens=2**16 + 1)
-    capability = (7, 5)
-    assert not serves(128, 128)
 
 
 KEPT = ("queries", "keys", "seen_keys", "new_values", "pairs", "kept")
@@ -285,3 +278,12 @@ def test_gpus_have_registers_and_shared_memory_for_the_kernels(target: int, tmp_
     spilled = [spilled_bytes(each, target, tmp_path) for each in made]
     assert max(spilled) <= FEW_BYTES, spilled
     assert max(each.metadata.shared for each in made) <= SHARED_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="compiles kernels")
+def test_gpus_without_tf32_multiply_float32() -> None:
+    need_triton()
+    made = compile_solving(75, 128, "fp16", "token"), compile_scan(75, 128)
+    assert not any("tf32" in each.asm["ptx"] for each in made)
+    assert max(each.metadata.shared for each in made) <= 48 << 10

@@ -180,7 +180,6 @@ def test_drafts_of_hybrids_keep_to_the_memory_that_is_planned(tmp_path: Path, to
 @pytest.mark.skipif(
     not hasattr(MtpModel, "forward_layer"), reason="transformers runs no single prediction layer"
 )
-@pytest.mark.usefixtures("gpus_predict")
 @pytest.mark.parametrize("family", PREDICTING)
 def test_prediction_layers_draft_as_transformers_own_do(tmp_path: Path, family: str) -> None:
     # heads as wide as attention by blocks wants them; DeepSeek's have sizes of their own
@@ -198,7 +197,6 @@ def test_prediction_layers_draft_as_transformers_own_do(tmp_path: Path, family: 
     assert sum(compared) > 20
 
 
-@pytest.mark.usefixtures("gpus_predict")
 @pytest.mark.parametrize("sampling", [None, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("family", PREDICTING)
 def test_a_text_is_the_same_whatever_is_predicted(
@@ -219,7 +217,6 @@ def test_a_text_is_the_same_whatever_is_predicted(
                 assert each.drafts.accepted > 5
 
 
-@pytest.mark.usefixtures("gpus_predict")
 @pytest.mark.parametrize("form", [None, "fp8_block"])
 @pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_experts_of_prediction_layers_on_the_host(
@@ -253,7 +250,6 @@ def test_experts_of_prediction_layers_on_the_host(
     assert float((logits - logits_on_host).abs().mean() / logits.std()) < ROUNDED
 
 
-@pytest.mark.usefixtures("gpus_predict")
 @pytest.mark.parametrize("family", STORED_PREDICTING)
 def test_prediction_layers_of_codes_are_as_on_a_cpu(tmp_path: Path, family: str) -> None:
     folder = save_predicting(family, tmp_path, "fp8_block", torch.bfloat16)

@@ -3,9 +3,10 @@
 The first kernel solves the triangular systems of all chunks at once. The second kernel takes chunk
 after chunk; each of its programs keeps some columns of a head's state in registers.
 
-Products of float32 have three terms in TF32, whose error is as small as float32's. The first kernel
-inverts each system's matrix, unit lower triangular, block by block; blocks double each time. Of
-blocks A and B on the diagonal and C below A, the inverse has -B^-1 C A^-1 in the place of C.
+Products of float32 have three terms in TF32, whose error is as small as float32's; GPUs without
+TF32 multiply in float32. The first kernel inverts each system's matrix, unit lower triangular,
+block by block; blocks double each time. Of blocks A and B on the diagonal and C below A, the
+inverse has -B^-1 C A^-1 in the place of C.
 
 Source: Gated DeltaNet (arXiv 2412.06464); its form by chunks as in ``torch_chunk_gated_delta_rule``
 of transformers 5.23; the idea of one kernel for all chunks of flash-linear-attention.
@@ -15,10 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from offplan.runtime.gpu_limits import compute_capability
+from offplan.kernel_sizes import RULE_CHUNK as CHUNK
 
-CHUNK = 32
-"""Tokens of a chunk. For 64 tokens, as transformers takes, threads have too few registers."""
 MAX_DIM = 256
 """Elements of a key or a value up to which programs have registers for them."""
 SOLVED_DIMS = 32
@@ -199,7 +198,6 @@ def serves(key: torch.Tensor, value: torch.Tensor) -> bool:
         {key.dtype, value.dtype} <= {*DTYPES}
         and value.shape[1] <= MAX_TOKENS
         and all(dim % 16 == 0 and dim <= MAX_DIM for dim in dims)
-        and compute_capability(value.device.index) >= (8, 0)  # earlier GPUs multiply no TF32
     )
 
 

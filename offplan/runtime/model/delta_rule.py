@@ -19,11 +19,6 @@ from typing import Any
 
 import torch
 
-TAKES_BY_KERNELS = False
-"""True if kernels take prompts' tokens on a GPU.
-
-They are right on an H200, and nobody has timed them yet.
-"""
 EPSILON = 1e-6
 """Added to the squared norm of queries and keys. Source: ``l2norm`` of transformers 5.23."""
 
@@ -114,7 +109,7 @@ def add_taken(
 def taking_additions(own: Callable[..., Any]) -> Callable[..., Any]:
     """Return transformers' rule for many tokens; with ``additions`` it checks tokens instead.
 
-    With TAKES_BY_KERNELS kernels take a prompt's on a GPU, where they know its sizes.
+    On a GPU kernels take a prompt's tokens, where they know its sizes.
     """
 
     @functools.wraps(own)
@@ -129,7 +124,7 @@ def taking_additions(own: Callable[..., Any]) -> Callable[..., Any]:
         given = {name: others[name] for name in ("g", "beta", "initial_state")}
         if additions is not None:
             return check_tokens(additions, query, key, value, **given), None
-        if TAKES_BY_KERNELS and value.is_cuda and others["use_qk_l2norm_in_kernel"]:
+        if value.is_cuda and others["use_qk_l2norm_in_kernel"]:
             from offplan.runtime.model import delta_kernel  # needs triton
 
             if delta_kernel.serves(key, value):
