@@ -3,11 +3,12 @@
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from importlib import import_module
-from threading import Lock
+from threading import Event, Lock
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
@@ -15,6 +16,7 @@ from huggingface_hub import constants, get_session, hf_raise_for_status
 
 # The HTTP client's base error: httpx's in huggingface_hub 1, httpx2's in 2.
 from huggingface_hub.errors import HTTPError as HTTPError  # type: ignore[attr-defined]
+from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.utils import (  # type: ignore[attr-defined]
     _http,
     build_hf_headers,
@@ -37,6 +39,9 @@ _TOLD = ("X-Error-Code", "X-Error-Message", "X-Repo-Commit", "Retry-After")
 _MAX_BYTES: ContextVar[float | None] = ContextVar("max_bytes", default=None)
 """Most bytes of an answer to this thread; None outside ``checked_session``: others' are let be."""
 _INSTALLING = Lock()
+_HAS_ANSWERED = Event()
+"""Set once a server has answered this process."""
+_CLIENT = import_module(HTTPError.__module__)
 
 
 @contextmanager
@@ -80,7 +85,22 @@ def _add_checks(client: Any) -> Any:
         "request": [*hooks["request"], _ask_plainly],
         "response": [*hooks["response"], _check],
     }
+    client.send = partial(_send, client.send)
     return client
+
+
+def _send(send: Callable[..., Any], request: Any, **options: Any) -> Any:
+    """Send a request; where nothing has answered yet, have huggingface_hub see that it is offline.
+
+    It asks six times whether a file has changed, for 23 seconds, before it takes the one in its
+    cache or fails. Source: huggingface_hub 2, ``http_backoff``, which does not repeat this error.
+    """
+    try:
+        return send(request, **options)
+    except (_CLIENT.ConnectError, _CLIENT.ConnectTimeout) as error:
+        if request.method != "HEAD" or _MAX_BYTES.get() is None or _HAS_ANSWERED.is_set():
+            raise
+        raise OfflineModeIsEnabled(f"cannot reach {request.url.host}") from error
 
 
 def _ask_plainly(request: Any) -> None:
@@ -98,6 +118,7 @@ def _check(response: Any) -> None:
     max_bytes, request = _MAX_BYTES.get(), response.request
     if max_bytes is None:
         return
+    _HAS_ANSWERED.set()
     if request.method == "HEAD":
         for name in _FILED_UNDER:
             _check_name(name, response.headers.get(name))
@@ -115,7 +136,7 @@ def _check(response: Any) -> None:
         del response.headers[constants.HUGGINGFACE_HEADER_X_XET_HASH]
 
 
-class _Bounded(import_module(HTTPError.__module__).SyncByteStream):  # type: ignore[misc]
+class _Bounded(_CLIENT.SyncByteStream):  # type: ignore[misc, name-defined]
     """A body that is read whole: it fails once it is too long, or takes too long."""
 
     def __init__(self, body: Any) -> None:

@@ -3,10 +3,14 @@ import json
 import os
 import re
 import shutil
+import threading
 from typing import Any
 
 import pytest
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 
+from offplan.checkpoint import answers
 from offplan.checkpoint.config import GENERATION_NAME, NO_GENERATION, fingerprint_generation
 from offplan.checkpoint.open import open_model
 from offplan.held.held import hold
@@ -21,8 +25,6 @@ from tests.checkpoint.files import (
 )
 from tests.checkpoint.hub_server import COMMIT, REPO, Hub, open_from, start
 from tests.checkpoint.quantised import FORMATS, write_quantised
-
-pytest.importorskip("huggingface_hub")
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -307,6 +309,19 @@ def test_nothing_listens(tmp_path):
     assert got["exit_code"] == 1
     assert "config.json: cannot reach http://127.0.0.1:9 (" in text
     assert "check the network and HF_ENDPOINT, or name a folder" in text
+
+
+@pytest.mark.parametrize("has_answered", [False, True])
+def test_a_hub_that_has_never_answered_is_asked_once(tmp_path, monkeypatch, has_answered):
+    waits: list[float] = []
+    monkeypatch.setattr("time.sleep", waits.append)
+    monkeypatch.setattr(answers, "_HAS_ANSWERED", threading.Event())
+    if has_answered:
+        answers._HAS_ANSWERED.set()
+    nowhere = {"endpoint": "http://127.0.0.1:9", "cache_dir": tmp_path}
+    with answers.checked_session(), pytest.raises(LocalEntryNotFoundError):
+        hf_hub_download(REPO, "config.json", **nowhere)
+    assert bool(waits) is has_answered
 
 
 @pytest.mark.slow

@@ -359,8 +359,9 @@ def choose_block_warps(num_queries: int, dim: int) -> int:
 
     The compiler takes 2 for all. Their threads store 456 bytes each in local memory for heads of
     256, 800 with 32 queries, and 7,160 for heads of 512. A GPU sets that aside for all threads that
-    it can run: 1.8 GiB of an H200. Source: a kernel of the same blocks, compiled by triton 3.7 for
-    compute capabilities 8.0 to 9.0; torch 2.13, ``get_flex_decode_configs``.
+    it can run. Source: a kernel of the same blocks, compiled by triton 3.7 for compute capabilities
+    8.0 to 9.0; torch 2.13, ``get_flex_decode_configs``. On an H200, 8,192 tokens of 2 KV heads of
+    512 take 26 us so, and 200 by 2 warps; of 4 of 256 they take 16 and 19.
     """
     rows = max(16, 1 << (num_queries - 1).bit_length())
     return min(16, max(2, dim // 64, rows * dim // 2048))

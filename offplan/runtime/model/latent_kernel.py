@@ -141,10 +141,10 @@ def choose_warps(width: int) -> int:
     """Choose the warps of a program; ``width`` is that of what it mixes, or of a key if wider.
 
     Of 256 elements and more the threads of 4 warps have too few registers. They store up to 1,400
-    bytes each in local memory, which a GPU sets aside for all that it can run: 361 MiB of an H200.
-    That is worth more than what 8 warps may lose. Source: triton 3.7's kernels for compute
-    capabilities 8.0 to 12.0. On an H200, 32,768 cached tokens take 8 warps 0.5 to 0.7 of the time
-    as coded latents, and up to 1.2 times as long else: 68 and 78 us of 128 heads' latents.
+    bytes each in local memory, which a GPU sets aside for all that it can run. That costs more than
+    8 warps may lose. Source: triton 3.7's kernels for compute capabilities 8.0 to 12.0. On an H200,
+    32,768 coded latents take 8 warps 0.5 to 0.7 of the time of 4. Others take up to 1.2 times as
+    long: latents of 128 heads 78 us, not 68.
     """
     return 8 if width >= 256 else 4
 
