@@ -51,7 +51,7 @@ ROWS = (
     Row("Qwen3-8B, 4 bits", "Qwen/Qwen3-8B", 4),
     Row("Qwen3-30B-A3B, 8 bits", "Qwen/Qwen3-30B-A3B", 8, "Qwen3-30B-A3B, 8 bits"),
     Row("Qwen3-30B-A3B, 4 bits", "Qwen/Qwen3-30B-A3B", 4),
-    Row("GLM-4.5-Air, 4 bits", "zai-org/GLM-4.5-Air", 4),
+    Row("GLM-4.5-Air, 4 bits", "zai-org/GLM-4.5-Air", 4, "GLM-4.5-Air, 4 bits"),
     Row("Llama-3.3-70B, 4 bits", "meta-llama/Llama-3.3-70B-Instruct", 4),
 )
 

@@ -59,6 +59,8 @@ RULE_CHUNK = 32
 
 For 64 tokens, as transformers takes, threads have too few registers.
 """
+MAX_RULE_DIM = 256
+"""Elements of a key or a value up to which the delta rule's kernels have registers for them."""
 STORES_CODES = False
 """Whether one kernel encodes a step's keys and values, and writes both into the cache, in place of
 what torch makes of encoding them.
@@ -200,6 +202,11 @@ def eager_width(hidden: int, inside: int) -> int:
 def parted_width(hidden: int, inside: int) -> int:
     """``eager_width`` where experts stream in parts."""
     return PAIR_COPIES * hidden + eager_width(hidden, inside)
+
+
+def are_ruled(*dims: int) -> bool:
+    """Return True if the delta rule's kernels take keys and values of such sizes."""
+    return all(dim % 16 == 0 and dim <= MAX_RULE_DIM for dim in dims)
 
 
 def is_power(dim: int) -> bool:

@@ -28,7 +28,6 @@ class Asked(NamedTuple):
     store: StoreName
     no_cores: str | None = None
     """Why the machine's own cores cannot multiply; None if they can."""
-    on_gpu: bool = True
 
 
 class GoalBase(Record):

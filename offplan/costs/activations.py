@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple
 
 from offplan.capabilities.drafts import (
     MOST_DRAFTED,
@@ -37,6 +38,7 @@ from offplan.kernel_sizes import (
     LATENT_HEADS,
     RULE_CHUNK,
     SPAN_TOKENS,
+    are_ruled,
     eager_width,
     expert_scratch,
     is_power,
@@ -152,13 +154,29 @@ NESTED_SCALE_BYTES = 16
 Source: ``runtime.forms.reference.nested_scales``.
 """
 
-RULE_KEYS, RULE_VALUES, RULE_STATES = 3, 1, 3
-"""Tensors that the delta rule holds in float32 for each value head: of the size of a key, of a
-value, and of the state. Each token's pairs within its chunk of RULE_CHUNK come to them.
+RULE_STATES = 3
+"""States of all sequences that linear attention holds: before, behind, and one on the way."""
 
-Source: ``runtime.model.delta_kernel``. For 512 and 2,048 tokens of 48 heads of 128 an H200 held 61
-and 231 MiB, with what it returns; so counted they are 60 and 231.
-"""
+
+class RuleTensors(NamedTuple):
+    """What the delta rule holds in float32 for each value head, in numbers of tensors."""
+
+    keys: int
+    values: int
+    pairs: int
+    """Tensors of each token's pairs within its chunk."""
+    chunk: int
+    """Tokens of a chunk."""
+
+
+RULE_OF_KERNELS = RuleTensors(3, 1, 1, RULE_CHUNK)
+"""Source: ``runtime.model.delta_kernel``. For 512 and 2,048 tokens of 48 heads of 128 an H200 held
+61 and 231 MiB, with what it returns; so counted they are 60 and 231. Counted as tensors come and
+go, all of Qwen3-Next's linear attention takes 0.94 and 0.99 of ``linear_bytes``."""
+RULE_OF_TORCH = RuleTensors(6, 4, 4, 64)
+"""Of sizes that kernels do not take. A CPU's plans count those of kernels for all others.
+
+Source: transformers 5.23, ``torch_chunk_gated_delta_rule``."""
 
 _ATTENTION_ROLES = frozenset({Role.QKV, Role.ATTENTION_OUTPUT})
 _MLP_ROLES = frozenset({Role.GATE_UP, Role.DOWN, Role.SHARED_EXPERTS})
@@ -508,11 +526,12 @@ def linear_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
     total += RULE_STATES * shape.batch * layer.kv_cache.state_bytes
     linear = stage.architecture.linear
     if linear is not None and shape.phase is Phase.PREFILL:
-        keys, values = (
-            1 << (dim - 1).bit_length() for dim in (linear.key_head_dim, linear.value_head_dim)
-        )
-        of_head = RULE_KEYS * keys + RULE_VALUES * values + RULE_CHUNK
-        padded = shape.batch * -(-span // RULE_CHUNK) * RULE_CHUNK
+        keys, values, rule = linear.key_head_dim, linear.value_head_dim, RULE_OF_TORCH
+        if are_ruled(keys, values):  # kernels take powers of two
+            keys, values = (1 << (dim - 1).bit_length() for dim in (keys, values))
+            rule = RULE_OF_KERNELS
+        of_head = rule.keys * keys + rule.values * values + rule.pairs * rule.chunk
+        padded = shape.batch * -(-span // rule.chunk) * rule.chunk
         total += 4 * padded * linear.num_value_heads * of_head
     return total
 

@@ -6,8 +6,8 @@ a pause.
 - **Pause.** Steps have no drafts. Where drafts cost nothing, steps tell whether they would have
   been right: after RIGHT_IN_A_ROW of them, passes begin to check drafts. Where drafts cost
   something, a pass of one draft is a trial: the first pass of a text, then one after FIRST_PAUSE
-  steps, and after twice as many steps each time that it fails, up to LONGEST_PAUSE. Where passes
-  drafted in vain, the next trial comes after PAUSE_BEHIND steps.
+  steps, and after twice as many steps each time that it fails, up to LONGEST_PAUSE. Behind a run
+  of drafts the first trial comes after PAUSE_BEHIND steps.
 - **Running.** A pass drafts the least of 1, 3, 7 and the plan's number that is twice the recent
   mean of taken tokens and one more. The mean gives each pass MEAN_WEIGHT.
 - **Credit.** Each pass adds what was taken and subtracts LEAST_TAKEN. A pause begins at 0, and
@@ -27,10 +27,10 @@ FIRST_CREDIT, MOST_CREDIT = 2.0, 6.0
 MEAN_WEIGHT = 1 / 8
 """Weight of the last pass in the recent mean of taken tokens. Source: estimated."""
 FIRST_PAUSE, PAUSE_BEHIND, LONGEST_PAUSE = 4, 32, 512
-"""Steps of a pause whose drafts cost something: at first, behind passes with drafts, and at most.
+"""Steps of a pause whose drafts cost something: at first, behind a run of drafts, and at most.
 
-At 128 tokens and acceptance 0 five trials fail. At 0.7 every third text fails its first, which is
-to cost it few steps: Qwen3.6-27B's pass of two took an H200 5 % longer than its step.
+At 128 tokens and acceptance 0 five trials fail. At 0.7 three texts in ten fail their first trial.
+A short pause costs such a text few steps. Source: estimated.
 """
 RIGHT_IN_A_ROW = 2
 """Steps of a pause in a row, with drafts that cost nothing, that would have been right."""

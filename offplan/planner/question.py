@@ -136,8 +136,7 @@ class Question:
     @property
     def asked(self) -> Asked:
         """The question's subject."""
-        asked = self.model, self.workload.batch, self.store, self.no_cores
-        return Asked(*asked, on_gpu=not self.machine.is_cpu)
+        return Asked(self.model, self.workload.batch, self.store, self.no_cores)
 
     @cached_property
     def stage(self) -> Stage:

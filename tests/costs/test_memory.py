@@ -1,6 +1,7 @@
 """Memory terms."""
 
 from dataclasses import replace
+from math import ceil
 
 import pytest
 
@@ -15,13 +16,13 @@ from offplan.costs.activations import (
     LOGIT_COPIES,
     MASK_BYTES,
     PER_LAYER_COPIES,
-    RULE_CHUNK,
-    RULE_KEYS,
+    RULE_OF_KERNELS,
+    RULE_OF_TORCH,
     RULE_STATES,
-    RULE_VALUES,
     SCORE_BYTES,
     SPLITS,
     WAITING_COPIES,
+    RuleTensors,
     activation_bytes,
     attention_bytes,
     eager_expert_bytes,
@@ -186,21 +187,24 @@ def test_scores_that_no_kernel_keeps_to_itself(more: dict[str, object], dtype: s
         assert found[0] - found[1] == num_bytes
 
 
+@pytest.mark.parametrize("tokens", [10, 32, 65, SPAN_TOKENS + 70])
 @pytest.mark.parametrize(
-    ("tokens", "chunks"),
-    [(10, 1), (32, 1), (33, 2), (SPAN_TOKENS + 70, SPAN_TOKENS // RULE_CHUNK)],
+    ("dim", "held", "rule"), [(12, 12, RULE_OF_TORCH), (48, 64, RULE_OF_KERNELS)]
 )
-def test_linear_attention_holds_what_the_rule_makes_of_a_span(tokens: int, chunks: int) -> None:
-    sizes = {"key_head_dim": 12, "value_head_dim": 16, "conv_kernel_dim": 4}
+def test_linear_attention_holds_what_the_rule_makes_of_a_span(
+    dim: int, held: int, rule: RuleTensors, tokens: int
+) -> None:
+    """Kernels take powers of two."""
+    sizes = {"key_head_dim": dim, "value_head_dim": 16, "conv_kernel_dim": 4}
     sizes |= {"num_key_heads": 2, "num_value_heads": 3}
     stage = hold(make_model([DENSE], **{f"linear_{name}": size for name, size in sizes.items()}))
     layer = make_layer(0, DENSE, KVCache(state_bytes=1000))
     prompt = PassShape(Phase.PREFILL, 2, tokens, 9999)
     products = 2 * HIDDEN * 2 * min(tokens, SPAN_TOKENS) + 2 * HIDDEN * tokens  # q, k, v; o
     states = RULE_STATES * 2 * 1000
-    of_head = 16 * RULE_KEYS + 16 * RULE_VALUES + RULE_CHUNK  # kernels take powers of two
-    rule_bytes = 4 * 2 * chunks * RULE_CHUNK * 3 * of_head
-    total = ATTENTION_COPIES * 2 * products + states + rule_bytes
+    of_head = held * rule.keys + 16 * rule.values + rule.chunk * rule.pairs
+    padded = rule.chunk * ceil(min(tokens, SPAN_TOKENS) / rule.chunk)
+    total = ATTENTION_COPIES * 2 * products + states + 4 * 2 * padded * 3 * of_head
     assert linear_bytes(stage, layer, prompt) == attention_bytes(stage, layer, prompt) == total
     step = PassShape(Phase.DECODE, 2, 1, 9999)
     assert attention_bytes(stage, layer, step) == ATTENTION_COPIES * 2 * 2 * 3 * HIDDEN + states

@@ -301,6 +301,13 @@ def test_prediction_layers_that_read_prompts_keep_a_target_of_theirs() -> None:
     assert plan.prediction.prefill.step_s < 0.999 * first_s
 
 
+@pytest.mark.parametrize("kinds", [("ngram", "mtp"), ("mtp", "ngram")])
+def test_a_kind_that_no_layers_draft_leaves_the_other(kinds: Sequence[DraftKind]) -> None:
+    plan = make_plan(ask(dense_model(6), chance=0.8, kinds=kinds)).plan
+    assert plan.offload.draft is not None
+    assert plan.offload.draft.kind == "ngram"
+
+
 def test_a_routing_profile_without_passes_is_refused(tmp_path: Path) -> None:
     model = moe_model(3)
     ref = ModelRef.model_validate(model, from_attributes=True)
@@ -320,7 +327,7 @@ def test_a_routing_profile_without_passes_is_refused(tmp_path: Path) -> None:
     pose(model, SLOW, WORKLOAD, budget, PLAIN, routing_file=str(tmp_path / "old"))
 
 
-def test_the_answer_tells_of_drafts_only_where_they_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_answer_tells_of_drafts_only_where_they_gain() -> None:
     question = ask(dense_model(6))
     plan = make_plan(question).plan
     advice = advise_drafts(question, plan)

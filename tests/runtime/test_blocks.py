@@ -1,6 +1,7 @@
 """How the compiler's kernel for a step's attention reads queries, where no GPU is."""
 
 import shutil
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,12 +10,15 @@ from torch._inductor import ir
 from torch._inductor.kernel.flex import flex_attention as lowering
 from torch._inductor.lowering import lowerings
 from torch._inductor.utils import fresh_inductor_cache
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from offplan.runtime.model import attention  # noqa: F401, registers its ways
-from offplan.runtime.model.cache_mask import Way, filled_blocks
+from offplan.runtime.model import attention
+from offplan.runtime.model.cache_mask import Way, filled_blocks, filled_mask
 
 CONTEXT, KV_HEADS, DIM = 48, 2, 16
+GROUPS = [(6, 2, 1, 3), (14, 2, 8, 1), (5, 1, 4, 1), (8, 2, 2, 1)]
+"""Heads, KV heads, new tokens and sequences."""
 
 
 def _read_as_decoding(query: Any, key: Any, value: Any, *_: Any) -> Any:
@@ -66,3 +70,31 @@ def test_the_kernel_for_few_tokens_reads_each_query(
         made = torch.compile(layer, dynamic=False)(hidden, angle)
     torch.compiler.reset()
     assert torch.equal(made, rotate(hidden, angle).transpose(1, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("heads", "kv_heads", "num_new", "batch"), GROUPS)
+def test_any_number_of_heads_attends_up_to_its_token(
+    device: str, heads: int, kv_heads: int, num_new: int, batch: int
+) -> None:
+    """On a GPU compiled, by whichever kernel torch takes."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    torch.manual_seed(heads)
+    make = partial(torch.randn, device=device)
+    position = torch.arange(5, 5 + num_new)[None] + torch.arange(batch)[:, None]
+    position = position.to(device)
+    query = make(batch, num_new, heads, DIM).transpose(1, 2)
+    key, value = (make(batch, kv_heads, CONTEXT, dim) for dim in (DIM, 2 * DIM))
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        mask: Any = filled_blocks(position, CONTEXT).mask
+        return attention._attend_up_to_last(query, key, value, mask, None)
+
+    run = torch.compile(attend, dynamic=False) if device == "cuda" else attend
+    seen: Any = filled_mask(position, CONTEXT).mask
+    expected = scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)
+    with torch.inference_mode():
+        torch.testing.assert_close(run(query, key, value), expected, rtol=2e-3, atol=2e-3)

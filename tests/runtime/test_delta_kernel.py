@@ -282,8 +282,11 @@ def test_gpus_have_registers_and_shared_memory_for_the_kernels(target: int, tmp_
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="compiles kernels")
-def test_gpus_without_tf32_multiply_float32() -> None:
+def test_gpus_without_tf32_multiply_float32(tmp_path: Path) -> None:
     need_triton()
-    made = compile_solving(75, 128, "fp16", "token"), compile_scan(75, 128)
+    made = [compile_solving(75, 128, kind, "token") for kind in ("fp16", "bf16")]
+    made += [compile_solving(75, dim, "fp16", "token") for dim in (16, 256)]
+    made += [compile_scan(75, dim) for dim in (16, 128, 256)]
     assert not any("tf32" in each.asm["ptx"] for each in made)
+    assert max(spilled_bytes(each, 75, tmp_path) for each in made) <= 256
     assert max(each.metadata.shared for each in made) <= 48 << 10

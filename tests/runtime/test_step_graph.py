@@ -103,6 +103,20 @@ def test_products_beside_others_are_those_alone() -> None:
 
 @pytest.mark.gpu
 @runs_kernels
+@pytest.mark.parametrize(("rows", "num_in"), [(1, 17000), (2, 9000), (4, 5120)])
+def test_small_weights_longer_than_a_tile(rows: int, num_in: int) -> None:
+    from offplan.runtime.forms.value_kernels import choose_tile, multiply_values
+
+    (_, columns), _ = choose_tile(rows, num_in)
+    assert columns < num_in
+    x, weight = random(rows, num_in), random(40, num_in)
+    expected = x.double() @ weight.double().T
+    made = multiply_values(x, [weight], []).view(rows, 40)
+    assert (made - expected).abs().max() < 2 * torch.finfo(DTYPE).eps * expected.abs().max()
+
+
+@pytest.mark.gpu
+@runs_kernels
 @pytest.mark.parametrize("name", ["fp8", "int4 about 8"])
 def test_codes_are_multiplied_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit as one by one; a product of other rows keeps its launch."""

@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 
 from offplan.kernel_sizes import RULE_CHUNK as CHUNK
+from offplan.kernel_sizes import are_ruled
 
-MAX_DIM = 256
-"""Elements of a key or a value up to which programs have registers for them."""
 SOLVED_DIMS = 32
 """Elements of keys or values that a program of the first kernel takes at a time, at most."""
 STATE_KEYS, STATE_VALUES = 64, 16
@@ -193,11 +192,10 @@ def scan_chunks(  # type: ignore[no-untyped-def]
 
 def serves(key: torch.Tensor, value: torch.Tensor) -> bool:
     """Return True if ``take_tokens`` computes the rule for keys and values of such sizes."""
-    dims = (key.shape[-1], value.shape[-1])
     return (
         {key.dtype, value.dtype} <= {*DTYPES}
         and value.shape[1] <= MAX_TOKENS
-        and all(dim % 16 == 0 and dim <= MAX_DIM for dim in dims)
+        and are_ruled(key.shape[-1], value.shape[-1])
     )
 
 

@@ -1,8 +1,11 @@
-"""The gated delta rule in passes that check drafts: states stay as they were before the pass.
+"""The gated delta rule for many tokens: of a prompt, and of a pass that checks drafts.
 
-Such a pass notes what each of its tokens adds to a state: its key k, its delta u and its decay. The
-state behind n taken tokens is exp(G_n) S + sum of exp(G_n - G_i) k_i u_i^T over i <= n. There S is
-the state before the pass, and G_i the sum of the first i decays.
+On a GPU ``delta_kernel`` takes a prompt's tokens, if it knows their sizes.
+
+A pass that checks drafts leaves the states as they were before it. It notes what each of its tokens
+adds to a state: its key k, its delta u and its decay. The state behind n taken tokens is exp(G_n) S
++ sum of exp(G_n - G_i) k_i u_i^T over i <= n. There S is the state before the pass, and G_i the sum
+of the first i decays.
 
 To keep a state for each token would write and keep as many: of Qwen3.6-27B 8 of 144 MiB. To repeat
 the taken tokens would read all weights twice. What eight tokens add takes 26 MiB there, and to

@@ -10,7 +10,8 @@
   compiler makes no code of its own for complex products. Each is a kernel, and so is every copy
   around it, 5 us a layer and decode step on an H200.
 - Linear attention by the gated delta rule takes long prompts in spans. It goes on from the state
-  that the cache keeps. Passes that check drafts compute it by ``delta_rule``, and leave the state.
+  that the cache keeps. On a GPU ``delta_kernel`` takes a prompt's tokens. Passes that check drafts
+  compute it by ``delta_rule``, and leave the state.
   Source: Gated DeltaNet (arXiv 2412.06464).
 """
 
@@ -185,7 +186,8 @@ def may_be_linear(layers: Iterable[nn.Module]) -> bool:
 def take_in_spans(layers: Iterable[nn.Module]) -> None:
     """Have linear attentions take prompts in spans, and be compiled for tokens of steps alone.
 
-    They compute by transformers' code in torch; raises CheckpointError if that is not found.
+    They compute by transformers' code in torch, with ``delta_rule`` in place of its rule for many
+    tokens. Raises CheckpointError if that code is not found.
     """
     linear: Any
     for linear in filter(None, find_linear(layers)):
@@ -215,7 +217,7 @@ class _InSpans(nn.Module):
             return made
         return self.take(hidden_states, **arguments)
 
-    @torch.compiler.disable  # the rule's loop would be unrolled into thousands of operations
+    @torch.compiler.disable  # a loop over chunks, where torch's rule has one, would be unrolled
     def take(self, hidden_states: torch.Tensor, **arguments: Any) -> torch.Tensor:
         """Compute the same span by span."""
         own, spans = super().forward, hidden_states.split(SPAN_TOKENS, dim=1)
