@@ -53,6 +53,7 @@ from offplan.routing.use_order import UseOrder
 from offplan.runtime.cached_experts.executor import CachedExperts
 from offplan.runtime.cached_experts.expert_table import NOTED_TOKENS
 from offplan.runtime.cached_experts.rates import scale
+from offplan.runtime.forms.experts import holds_codes
 from offplan.runtime.host_cores.server import ByCores
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.session import Session
@@ -198,6 +199,7 @@ def run(session: ReplaySession, prompt: torch.Tensor, num_steps: int) -> dict[st
     spent = server.count() if isinstance(server, ByCores) else None
     return {
         "rates": rates,
+        "codes": [holds_codes(each.experts) for _, each in layers],
         "spent_since_open": spent and spent._asdict(),
         "prompt_s": prompt_s,
         "step_s": statistics.median(steps),
@@ -430,8 +432,8 @@ def list_counts(
         num_chosen, batch = trace.shape[-1], options.batch
         rates = [MissRates(**each) for each in found[0]["rates"].values()]
         slots = [
-            DividedSlots(each, scale(of, each.num_experts, num_chosen, batch))
-            for each, of in zip(layers, rates, strict=True)
+            DividedSlots(each, scale(of, each.num_experts, num_chosen, batch, codes=codes))
+            for each, of, codes in zip(layers, rates, found[0]["codes"], strict=True)
         ]
         count_divided(trace, options.prompt, options.steps, slots)
         expected = {

@@ -80,11 +80,13 @@ as they return it.
 Source: ``runtime.parts.experts.Meeting``. Pairs that are sorted already take less than both terms:
 their block is as large, since gates differ in what they hold.
 """
-ROWS_AT_RATE = 3.0
-"""Rows that a weight meets as fast as one; more take as much longer as they are more.
+ROWS_AT_RATE, CODED_ROWS_AT_RATE = 5.0, 3.0
+"""Rows that a weight of two bytes a value meets as fast as one, and a weight of codes; more take as
+much longer as they are more.
 
-Source: two Zen 4 cores, FP8 and MXFP4. Products of 2 / 4 / 8 / 16 rows reach 0.93 / 0.63 / 0.36 /
-0.19 of the memory's rate. More cores have more arithmetic for each byte.
+Source: AVX-512 of an H200's host, of Zen 5 and of another EPYC. 4 and 8 rows take as many times as
+long as one: by bf16 1.05 to 1.54 and 1.25 to 1.36, by 8 bits 1.33 to 1.75 and 1.73 to 3.0, by 4
+bits 1.24 to 2.76 and 1.63 to 4.4.
 """
 ASSUMED_CORES_BYTES_PER_S = 60e9
 """Bytes of weights that the host's cores read where nobody has measured them.
@@ -207,6 +209,11 @@ def parted_width(hidden: int, inside: int) -> int:
 def are_ruled(*dims: int) -> bool:
     """Return True if the delta rule's kernels take keys and values of such sizes."""
     return all(dim % 16 == 0 and dim <= MAX_RULE_DIM for dim in dims)
+
+
+def slowness(rows: float, *, codes: bool) -> float:
+    """Time of a product by the host's cores, as a multiple of that of one row."""
+    return max(1.0, rows / (CODED_ROWS_AT_RATE if codes else ROWS_AT_RATE))
 
 
 def is_power(dim: int) -> bool:

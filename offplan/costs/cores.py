@@ -19,7 +19,7 @@ from offplan.costs.timeline import PassTimes, to_seconds
 from offplan.forms.form import Component
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit
-from offplan.kernel_sizes import ROWS_AT_RATE
+from offplan.kernel_sizes import slowness
 from offplan.machine.profile import MachineProfile
 from offplan.routing.profile import BatchReuse
 
@@ -77,13 +77,17 @@ def find_use(
         u for u in taken if not u.is_expert and u.part is Component.WEIGHT and len(u.shape) > 1
     ]
     routed = [use for use in uses if use.unit.is_expert]
-    num_bytes, of_routed = (sum(map(Backend.HOST.link_bytes, each)) for each in (uses, routed))
-    slowness = max(1.0, num_tokens / ROWS_AT_RATE)
-    if of_routed and experts is not None:
+    routed_rows = 0.0
+    if routed and experts is not None:
         chosen = max(1.0, routed[0].touched * experts.num_experts)
-        rows = num_tokens * experts.num_experts_per_token / chosen
-        slowness += of_routed / num_bytes * (max(1.0, rows / ROWS_AT_RATE) - slowness)
-    return CoresUse(round(num_bytes), len(dense) + bool(routed), slowness)
+        routed_rows = num_tokens * experts.num_experts_per_token / chosen
+    num_bytes, slowed = 0.0, 0.0
+    for use in uses:
+        read, rows = Backend.HOST.link_bytes(use), routed_rows if use.unit.is_expert else num_tokens
+        num_bytes += read
+        slowed += read * slowness(rows, codes=not use.unit.parameters[0].form.is_raw)
+    mean = slowed / num_bytes if num_bytes else 1.0
+    return CoresUse(round(num_bytes), len(dense) + bool(routed), mean)
 
 
 def list_waits(times: PassTimes, stage: Stage, machine: MachineProfile) -> Iterator[Input]:

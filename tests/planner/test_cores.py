@@ -11,12 +11,13 @@ from offplan.backends import Backend
 from offplan.capabilities.goal import Asked
 from offplan.capabilities.host_cores import why_no_cores
 from offplan.checkpoint.open import open_model
-from offplan.costs.cores import ROWS_AT_RATE, find_use
+from offplan.costs.cores import find_use
 from offplan.costs.in_place_costs import AtUse
 from offplan.costs.predict import derive_prediction
 from offplan.errors import OffplanError
 from offplan.held.unit import group_units
 from offplan.hostcores.build import check_platform
+from offplan.kernel_sizes import ROWS_AT_RATE
 from offplan.library.asking import pose
 from offplan.library.machines import load_machine
 from offplan.library.sessions import open_session
@@ -92,7 +93,7 @@ def test_rows_beyond_the_rate_take_longer() -> None:
     units = [u for u in group_units(model.layers[0]) if not u.is_expert and len(u.shape) > 1]
     one, many = (find_use(units, MACHINE, model.experts, batch, None) for batch in (1, 12))
     assert one.slowness == 1.0
-    assert many.slowness == 12 / ROWS_AT_RATE
+    assert many.slowness == pytest.approx(12 / ROWS_AT_RATE)
     assert one.num_products == many.num_products == len(units)
     layer = next(each for each in model.layers if each.expert_bytes)
     routed = [unit for unit in group_units(layer) if unit.is_expert]

@@ -277,7 +277,8 @@ class CachedExperts(CapabilityExecutor):
                 layer = self.layers[index] = replace(layer, rates=found[stored])
             assert layer.rates is not None
             assert layer.table.shares is not None
-            rates = scale(layer.rates, layer.of.num_experts, self._num_chosen, batch)
+            codes, rates = holds_codes(layer.experts), layer.rates
+            rates = scale(rates, layer.of.num_experts, self._num_chosen, batch, codes=codes)
             layer.table.shares.copy_(list_shares(layer.of, rates))
 
     def _measure_again(self) -> None:

@@ -12,7 +12,7 @@ from offplan.capabilities.cached_experts import ExpertSlots, MissRates
 from offplan.disk_cache import KeptAnswers
 from offplan.hostmem.busy import Watch, spread_of_half
 from offplan.hostmem.hardware import name_hardware
-from offplan.kernel_sizes import ASSUMED_CORES_BYTES_PER_S, ASSUMED_TRIP_S, ROWS_AT_RATE
+from offplan.kernel_sizes import ASSUMED_CORES_BYTES_PER_S, ASSUMED_TRIP_S, slowness
 
 ASSUMED_LINK_BYTES_PER_S = 25e9
 """Bytes of experts that cross the link where nothing was measured. Source: PCIe 4 x16."""
@@ -45,14 +45,17 @@ def assume(slots: ExpertSlots) -> MissRates:
     return MissRates(ASSUMED_TRIP_S, cores_s, link_s)
 
 
-def scale(rates: MissRates, num_experts: int, num_chosen: int, batch: int) -> MissRates:
+def scale(
+    rates: MissRates, num_experts: int, num_chosen: int, batch: int, *, codes: bool
+) -> MissRates:
     """Return the rates of a batch, whose rows choose ``num_chosen`` experts each by chance.
 
-    ``rates`` are of one row. An expert that more rows share takes the cores longer.
+    ``rates`` are of one row. An expert that more rows share takes the cores longer, one that is
+    stored as ``codes`` sooner so.
     """
     num_used = num_experts * (1 - (1 - num_chosen / num_experts) ** batch)
     rows = batch * num_chosen / max(num_used, 1.0)
-    return rates._replace(cores_s=rates.cores_s * max(1.0, rows / ROWS_AT_RATE))
+    return rates._replace(cores_s=rates.cores_s * slowness(rows, codes=codes))
 
 
 class Timed(NamedTuple):
