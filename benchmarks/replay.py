@@ -53,7 +53,7 @@ from offplan.routing.use_order import UseOrder
 from offplan.runtime.cached_experts.executor import CachedExperts
 from offplan.runtime.cached_experts.expert_table import NOTED_TOKENS
 from offplan.runtime.cached_experts.rates import scale
-from offplan.runtime.forms.experts import holds_codes
+from offplan.runtime.forms.experts import are_rounded
 from offplan.runtime.host_cores.server import ByCores
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.session import Session
@@ -199,7 +199,7 @@ def run(session: ReplaySession, prompt: torch.Tensor, num_steps: int) -> dict[st
     spent = server.count() if isinstance(server, ByCores) else None
     return {
         "rates": rates,
-        "codes": [holds_codes(each.experts) for _, each in layers],
+        "codes": [are_rounded(each.experts) for _, each in layers],
         "spent_since_open": spent and spent._asdict(),
         "prompt_s": prompt_s,
         "step_s": statistics.median(steps),

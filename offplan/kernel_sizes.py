@@ -81,11 +81,11 @@ Source: ``runtime.parts.experts.Meeting``. Pairs that are sorted already take le
 their block is as large, since gates differ in what they hold.
 """
 ROWS_AT_RATE, CODED_ROWS_AT_RATE = 5.0, 3.0
-"""Rows that a weight of two bytes a value meets as fast as one, and a weight of codes; more take as
-much longer as they are more.
+"""Rows that a weight in bf16 meets as fast as one, raw or packed, and a weight of codes; more take
+as much longer as they are more.
 
 Source: AVX-512 of an H200's host, of Zen 5 and of another EPYC. 4 and 8 rows take as many times as
-long as one: by bf16 1.05 to 1.54 and 1.25 to 1.36, by 8 bits 1.33 to 1.75 and 1.73 to 3.0, by 4
+long as one: by bf16 1.05 to 1.54 and 1.22 to 1.36, by 8 bits 1.33 to 1.75 and 1.73 to 3.0, by 4
 bits 1.24 to 2.76 and 1.63 to 4.4.
 """
 ASSUMED_CORES_BYTES_PER_S = 60e9

@@ -28,7 +28,7 @@ from offplan.costs.work import (
     is_absorbed,
     prefill_shapes,
 )
-from offplan.forms.form import Component, Kind
+from offplan.forms.form import Component
 from offplan.held.held import hold_prediction
 from offplan.held.stage import Stage
 from offplan.kernel_sizes import (
@@ -310,7 +310,7 @@ def coded_experts_bytes(stage: Stage) -> int:
     if stage.pass_rules is not None:
         return 0
     experts = (p for layer in stage.layers for p in layer.parameters if p.is_expert)
-    coded = any(p.form.kind not in (Kind.RAW, Kind.PACKED) for p in experts)
+    coded = any(p.form.is_rounded for p in experts)
     return coded * CODED_EXPERTS_BYTES
 
 

@@ -85,7 +85,7 @@ def find_use(
     for use in uses:
         read, rows = Backend.HOST.link_bytes(use), routed_rows if use.unit.is_expert else num_tokens
         num_bytes += read
-        slowed += read * slowness(rows, codes=not use.unit.parameters[0].form.is_raw)
+        slowed += read * slowness(rows, codes=use.unit.parameters[0].form.is_rounded)
     mean = slowed / num_bytes if num_bytes else 1.0
     return CoresUse(round(num_bytes), len(dense) + bool(routed), mean)
 

@@ -153,6 +153,11 @@ class Form(NamedTuple):
         return self.kind is Kind.RAW
 
     @property
+    def is_rounded(self) -> bool:
+        """True if codes stand for rounded values; raw and packed weights have the values."""
+        return self.kind not in (Kind.RAW, Kind.PACKED)
+
+    @property
     def is_by_columns(self) -> bool:
         """True if codes are stored as [in, out], with scales as [groups, out]."""
         return self.word_order in (WordOrder.GPTQ, WordOrder.GPTQ_V2, WordOrder.AWQ)

@@ -15,9 +15,10 @@ from offplan.costs.cores import find_use
 from offplan.costs.in_place_costs import AtUse
 from offplan.costs.predict import derive_prediction
 from offplan.errors import OffplanError
+from offplan.forms.form import RAW, Form, Kind
 from offplan.held.unit import group_units
 from offplan.hostcores.build import check_platform
-from offplan.kernel_sizes import ROWS_AT_RATE
+from offplan.kernel_sizes import ROWS_AT_RATE, slowness
 from offplan.library.asking import pose
 from offplan.library.machines import load_machine
 from offplan.library.sessions import open_session
@@ -104,6 +105,12 @@ def test_rows_beyond_the_rate_take_longer() -> None:
     assert each[0].slowness != each[1].slowness
     taken = [use.seconds(MACHINE, beside=False) for use in (*each, both)]
     assert sum(taken[:2]) == pytest.approx(taken[2])
+
+
+def test_codes_meet_fewer_rows_as_fast_as_one() -> None:
+    assert [slowness(4, codes=codes) for codes in (False, True)] == [1.0, 4 / 3]
+    forms = RAW, Form(Kind.PACKED), Form(Kind.MXFP4, (1, 32))
+    assert [form.is_rounded for form in forms] == [False, False, True]
 
 
 def test_shared_experts_hide_what_the_cores_read() -> None:

@@ -13,7 +13,7 @@ from offplan.plan import Rule
 from offplan.runtime.cached_experts.executor import CachedExperts
 from offplan.runtime.cached_experts.expert_table import NOTED_TOKENS, ORDER, SLOTS
 from offplan.runtime.cached_experts.rates import scale
-from offplan.runtime.forms.experts import holds_codes
+from offplan.runtime.forms.experts import are_rounded
 from offplan.runtime.session import Session
 from tests.runtime.cached import Trace, cached_of, count_experts, keeping, prompts
 from tests.runtime.quantise import save_stored
@@ -93,7 +93,7 @@ def run_beside_lists(session: Session, share: float, num_steps: int = 6) -> None
     for prompt in prompts(1):
         num_rows = len(prompt)
         for index, kept in lists.items():
-            codes = holds_codes(layers[index].experts)
+            codes = are_rounded(layers[index].experts)
             kept.rates = scale(rates, layers[index].of.num_experts, 2, num_rows, codes=codes)
         session.prefill(prompt)
         trace.drop_allocating_pass(prompt.numel())

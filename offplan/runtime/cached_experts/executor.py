@@ -54,7 +54,7 @@ from offplan.runtime.cached_experts.rates import (
     scale,
 )
 from offplan.runtime.cached_experts.rates import find as find_rates
-from offplan.runtime.forms.experts import SHARE, holds_codes
+from offplan.runtime.forms.experts import SHARE, are_rounded, holds_codes
 from offplan.runtime.forms.stored import component_name
 from offplan.runtime.loading.capability import CapabilityExecutor, Prepared
 from offplan.runtime.memory.store import WeightStore, allocate
@@ -277,8 +277,8 @@ class CachedExperts(CapabilityExecutor):
                 layer = self.layers[index] = replace(layer, rates=found[stored])
             assert layer.rates is not None
             assert layer.table.shares is not None
-            codes, rates = holds_codes(layer.experts), layer.rates
-            rates = scale(rates, layer.of.num_experts, self._num_chosen, batch, codes=codes)
+            codes, of = are_rounded(layer.experts), layer.of
+            rates = scale(layer.rates, of.num_experts, self._num_chosen, batch, codes=codes)
             layer.table.shares.copy_(list_shares(layer.of, rates))
 
     def _measure_again(self) -> None:

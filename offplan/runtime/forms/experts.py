@@ -43,6 +43,11 @@ def holds_codes(experts: nn.Module) -> bool:
     return "stored_experts" in vars(experts)
 
 
+def are_rounded(experts: nn.Module) -> bool:
+    """Return True if codes stand for these experts' values: not if they are raw or packed."""
+    return any(each.form.is_rounded for each in vars(experts).get("stored_experts", {}).values())
+
+
 def mark_in_place(module: nn.Module, names: Collection[str]) -> None:
     """Have experts know which of their weights are read in place: those whose codes are ``names``.
 

@@ -93,12 +93,12 @@ def describe(form: Form, parts: Components) -> Matrix:
         assert value.is_contiguous(), part
         matrix.part[place] = value.data_ptr()
         matrix.step[place] = value.stride(0) * value.itemsize if stacked else 0
-    codes = parts[Component.WEIGHT] if form.kind in (Kind.RAW, Kind.PACKED) else codes_of(parts)
+    codes = codes_of(parts) if form.is_rounded else parts[Component.WEIGHT]
     matrix.rows_ahead = 4 + _AHEAD_BYTES // max(1, codes.shape[-1])
     halves = 2 if form.kind in FP4_GROUPS or BITS.get(form.kind) == 4 else 1
     matrix.num_out, matrix.num_in = codes.shape[-2], codes.shape[-1] * halves
     matrix.stored_in = matrix.num_in
-    if form.kind not in (Kind.RAW, Kind.PACKED):
+    if form.is_rounded:
         _describe_scales(matrix, form, parts)
     return matrix
 
