@@ -157,11 +157,11 @@ def test_another_batch_waits_for_copies_and_divides_anew(folders: dict[str, Path
         (layer, *_) = cached_of(session).layers.values()
         assert layer.table.shares is not None
         shares, address = layer.table.shares.clone(), layer.table.shares.data_ptr()
-        session.prefill(torch.arange(40).view(20, 2))
+        session.prefill((torch.arange(80) % 40).view(40, 2))
         assert not list_pending(session)
         (layer, *_) = cached_of(session).layers.values()
         assert layer.table.shares is not None
-        # twenty rows choose eight experts: each is multiplied five times
+        # forty rows choose eight experts: each is multiplied ten times
         assert int(layer.table.shares.sum()) < int(shares.sum())
         assert layer.table.shares.data_ptr() == address
 
