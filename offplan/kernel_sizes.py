@@ -175,8 +175,8 @@ def expert_scratch(num_experts: int, num_values: int) -> int:
 
 def are_routed(num_tokens: int, num_chosen: int) -> bool:
     """Return True if so many tokens, of so many experts each, choose them by one kernel."""
-    tokens, chosen = (1 << (number - 1).bit_length() for number in (num_tokens, num_chosen))
-    return num_tokens <= ROUTED_TOKENS and tokens * chosen <= ROUTED_PAIRS
+    pairs = next_power(num_tokens) * next_power(num_chosen)
+    return num_tokens <= ROUTED_TOKENS and pairs <= ROUTED_PAIRS
 
 
 def are_gathered(num_pairs: int, num_experts: int) -> bool:
@@ -214,6 +214,11 @@ def are_ruled(*dims: int) -> bool:
 def slowness(rows: float, *, codes: bool) -> float:
     """Time of a product by the host's cores, as a multiple of that of one row."""
     return max(1.0, rows / (CODED_ROWS_AT_RATE if codes else ROWS_AT_RATE))
+
+
+def next_power(number: int) -> int:
+    """Return the least power of two that is no smaller than a number from 1 on."""
+    return 1 << (number - 1).bit_length()
 
 
 def is_power(dim: int) -> bool:

@@ -41,7 +41,8 @@ _MAX_BYTES: ContextVar[float | None] = ContextVar("max_bytes", default=None)
 _INSTALLING = Lock()
 _HAS_ANSWERED = Event()
 """Set once a server has answered this process."""
-_CLIENT = import_module(HTTPError.__module__)
+CLIENT = import_module(HTTPError.__module__)
+"""The HTTP client's module, which has its errors."""
 
 
 @contextmanager
@@ -97,7 +98,7 @@ def _send(send: Callable[..., Any], request: Any, **options: Any) -> Any:
     """
     try:
         return send(request, **options)
-    except (_CLIENT.ConnectError, _CLIENT.ConnectTimeout) as error:
+    except (CLIENT.ConnectError, CLIENT.ConnectTimeout) as error:
         if request.method != "HEAD" or _MAX_BYTES.get() is None or _HAS_ANSWERED.is_set():
             raise
         raise OfflineModeIsEnabled(f"cannot reach {request.url.host}") from error
@@ -136,7 +137,7 @@ def _check(response: Any) -> None:
         del response.headers[constants.HUGGINGFACE_HEADER_X_XET_HASH]
 
 
-class _Bounded(_CLIENT.SyncByteStream):  # type: ignore[misc, name-defined]
+class _Bounded(CLIENT.SyncByteStream):  # type: ignore[misc, name-defined]
     """A body that is read whole: it fails once it is too long, or takes too long."""
 
     def __init__(self, body: Any) -> None:

@@ -6,18 +6,16 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 
 from huggingface_hub import constants, errors, get_token
 
-from offplan.checkpoint.answers import HTTPError
+from offplan.checkpoint.answers import CLIENT
 from offplan.checkpoint.jsontext import describe, quote
 from offplan.checkpoint.tensors import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
 from offplan.errors import CheckpointError, HubError, OffplanError, Topic
 from offplan.files import load_facts
 
-_CLIENT = import_module(HTTPError.__module__)
 _PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _BUSY = (408, 429)
@@ -252,7 +250,7 @@ def _explain_silence(error: BaseException) -> str:
             f"found {quote(constants.ENDPOINT)} as HF_ENDPOINT, expected an address such as "
             "https://huggingface.co; correct it, or unset it"
         )
-    if isinstance(error, _CLIENT.ProxyError):
+    if isinstance(error, CLIENT.ProxyError):
         help_ = _LOGIN if "407" in text else "correct it, or unset it where none is needed"
         return f"no way through the proxy of {_name_proxy()} ({text}); {help_}"
     if isinstance(error, errors.FileMetadataError):
@@ -265,7 +263,7 @@ def _explain_silence(error: BaseException) -> str:
             f"no trusted connection to {constants.ENDPOINT} ({text}); check HF_ENDPOINT and the "
             "clock, and where a proxy opens connections set SSL_CERT_FILE to its certificate"
         )
-    if isinstance(error, (_CLIENT.ConnectError, _CLIENT.ConnectTimeout)):
+    if isinstance(error, (CLIENT.ConnectError, CLIENT.ConnectTimeout)):
         return f"cannot reach {constants.ENDPOINT} ({text}); {_advise_network()}"
     return (
         f"no valid answer from {constants.ENDPOINT} ({text}), also when asked again; try again, "

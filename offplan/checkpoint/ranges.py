@@ -6,13 +6,12 @@ A second run and offline mode need no network: each shard's header is one file u
 
 import time
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
 
 from huggingface_hub import constants, errors
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-from offplan.checkpoint.answers import AGENT, HTTPError, checked_session
+from offplan.checkpoint.answers import AGENT, CLIENT, HTTPError, checked_session
 from offplan.checkpoint.headers import LENGTH_BYTES, MAX_HEADER_BYTES, header_length, parse_header
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.disk_cache import KeptAnswers
@@ -82,8 +81,7 @@ _LEAST_BYTES_PER_S = 16 * 1024
 """A read may take so long and so much longer for its bytes. The client's own timeout starts anew
 with every byte, so that a server that lets them drip would hold it for ever."""
 
-_CLIENT = import_module(HTTPError.__module__)
-_NEVER = (_CLIENT.UnsupportedProtocol, _CLIENT.ProxyError)
+_NEVER = (CLIENT.UnsupportedProtocol, CLIENT.ProxyError)
 """Errors that another attempt does not mend."""
 
 _Result = TypeVar("_Result")

@@ -42,6 +42,7 @@ from offplan.kernel_sizes import (
     eager_width,
     expert_scratch,
     is_power,
+    next_power,
 )
 from offplan.placement import Phase
 from offplan.plan import Workload
@@ -496,7 +497,7 @@ def split_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
     values = (layer.kv_cache.vectors or [by_config])[-1]
     group = -(-heads.num_heads // values.number)
     programs = shape.num_tokens * values.number * -(-group // LATENT_HEADS)
-    width = 1 << (max(16, values.dim) - 1).bit_length()
+    width = next_power(max(16, values.dim))
     return 4 * (width + 1) * LATENT_HEADS * max(CODED_PROGRAMS * SPLITS, programs)
 
 
@@ -528,8 +529,7 @@ def linear_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
     if linear is not None and shape.phase is Phase.PREFILL:
         keys, values, rule = linear.key_head_dim, linear.value_head_dim, RULE_OF_TORCH
         if are_ruled(keys, values):  # kernels take powers of two
-            keys, values = (1 << (dim - 1).bit_length() for dim in (keys, values))
-            rule = RULE_OF_KERNELS
+            keys, values, rule = next_power(keys), next_power(values), RULE_OF_KERNELS
         of_head = rule.keys * keys + rule.values * values + rule.pairs * rule.chunk
         padded = shape.batch * -(-span // rule.chunk) * rule.chunk
         total += 4 * padded * linear.num_value_heads * of_head

@@ -81,12 +81,13 @@ def find_use(
     if routed and experts is not None:
         chosen = max(1.0, routed[0].touched * experts.num_experts)
         routed_rows = num_tokens * experts.num_experts_per_token / chosen
-    num_bytes, slowed = 0.0, 0.0
+    num_bytes, mean = 0.0, 1.0
     for use in uses:
         read, rows = Backend.HOST.link_bytes(use), routed_rows if use.unit.is_expert else num_tokens
-        num_bytes += read
-        slowed += read * slowness(rows, codes=use.unit.parameters[0].form.is_rounded)
-    mean = slowed / num_bytes if num_bytes else 1.0
+        if read:
+            num_bytes += read
+            own = slowness(rows, codes=use.unit.parameters[0].form.is_rounded)
+            mean += read / num_bytes * (own - mean)
     return CoresUse(round(num_bytes), len(dense) + bool(routed), mean)
 
 

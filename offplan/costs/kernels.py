@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from math import ceil
 
 from offplan.costs.work import Codes, LayerWork, PassShape, makes_values
-from offplan.kernel_sizes import CODES_ROWS, MIN_ROWS, PAIR_ROWS, are_routed, experts_at_once
+from offplan.kernel_sizes import (
+    CODES_ROWS,
+    MIN_ROWS,
+    PAIR_ROWS,
+    are_routed,
+    experts_at_once,
+    next_power,
+)
 from offplan.machine.profile import LAUNCHES, MachineProfile
 from offplan.placement import Phase
 
@@ -283,7 +290,7 @@ def _taking(machine: MachineProfile, work: LayerWork, shape: PassShape) -> float
 
 def tile_rows(rows: int) -> int:
     """Rows of the tile of a kernel that multiplies codes by so many rows."""
-    return max(MIN_ROWS, 1 << (max(1, rows) - 1).bit_length())
+    return max(MIN_ROWS, next_power(max(1, rows)))
 
 
 def _decoding(machine: MachineProfile, codes: Codes) -> float:

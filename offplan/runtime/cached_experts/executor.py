@@ -279,7 +279,7 @@ class CachedExperts(CapabilityExecutor):
             assert layer.table.shares is not None
             codes, of = are_rounded(layer.experts), layer.of
             rates = scale(layer.rates, of.num_experts, self._num_chosen, batch, codes=codes)
-            layer.table.shares.copy_(list_shares(layer.of, rates))
+            layer.table.shares.copy_(list_shares(of, rates))
 
     def _measure_again(self) -> None:
         """Measure rates that something disturbed once more, if it is time; waits for steps then."""

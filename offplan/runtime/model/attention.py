@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from offplan.kernel_sizes import next_power
 from offplan.runtime.model.cache_codes import is_coded
 from offplan.runtime.model.cache_mask import BLOCK_TOKENS, Way
 from offplan.runtime.model.latent import attend_latent, keeps_latents
@@ -363,7 +364,7 @@ def choose_block_warps(num_queries: int, dim: int) -> int:
     8.0 to 9.0; torch 2.13, ``get_flex_decode_configs``. On an H200, 8,192 tokens of 2 KV heads of
     512 take 26 us so, and 200 by 2 warps; of 4 of 256 they take 16 and 19.
     """
-    rows = max(16, 1 << (num_queries - 1).bit_length())
+    rows = max(16, next_power(num_queries))
     return min(16, max(2, dim // 64, rows * dim // 2048))
 
 
@@ -386,7 +387,7 @@ def _attend_up_to_last(
     batch, heads, num_new, dim = query.shape
     num_kv, num_values = key.shape[1], value.shape[-1]
     group = heads // num_kv
-    padded = 1 << (group - 1).bit_length()
+    padded = next_power(group)
     if padded > group:
         grouped = query.reshape(batch, num_kv, group, num_new, dim)
         query = pad(grouped, (0, 0, 0, 0, 0, padded - group)).flatten(1, 2)
