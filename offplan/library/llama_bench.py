@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -89,49 +89,68 @@ class LlamaBench:
         OffplanError where the program fails or prints what is not understood.
         """
         return_memory(setup.device)
-        report, room = on_stage("measuring"), self.budget_bytes - _OVERHEAD_BYTES
-        report(0, 1)
-        if setup.device.type != "cuda":
-            return self._run(setup, NOTHING, setup.num_steps, setup.num_repeats)
-        tried = choose_split(self.header, self.cache_bytes, room)
-        measured = self._run(setup, tried, 1, 1)
-        # of the plan's context, which these runs do not fill
-        unused = 1 - min(1.0, 2 * setup.prompt.shape[-1] / setup.context)
-        for _ in range(_MOST_RUNS):
-            taken = (measured.gpu_bytes or 0) + round(unused * tried.cache_bytes)
-            room = self.budget_bytes - max(0, taken - tried.gpu_bytes)
-            tried = choose_split(self.header, self.cache_bytes, room)
-            measured = self._run(setup, tried, setup.num_steps, setup.num_repeats)
-            if (measured.gpu_bytes or 0) + unused * tried.cache_bytes <= self.budget_bytes:
-                break
-        return measured
+        on_stage("measuring")(0, 1)
+        split, steps = self._place(setup)
+        # a run of both would read the prompt behind itself, too
+        prompt = self._run(setup, split, setup.num_repeats)
+        taken = [each.gpu_bytes for each in (prompt, steps) if each.gpu_bytes is not None]
+        row = steps.row
+        return Measurement(
+            PhaseCost(prompt.row.spread(), None, None),
+            PhaseCost(row.spread(), None, None),
+            gpu_bytes=max(taken, default=None),
+            told=f"build {row.build_number} ({row.build_commit}), {row.backends}, "
+            f"{row.n_threads} threads: `{prompt.command}`, `{steps.command}`",
+        )
 
-    def _run(self, setup: Bench, split: Split, num_steps: int, num_repeats: int) -> Measurement:
-        num_prompt = setup.prompt.shape[-1]
+    def _place(self, setup: Bench) -> "tuple[Split, _Run]":
+        """Find the split that the budget has room for; return it, and the steps that it took."""
+        if setup.device.type != "cuda":
+            return NOTHING, self._run(setup, NOTHING, setup.num_repeats, setup.num_steps)
+        room = self.budget_bytes - _OVERHEAD_BYTES
+        split = choose_split(self.header, self.cache_bytes, room)
+        steps = self._run(setup, split, 1, 1)
+        # of the plan's context, which these runs do not fill
+        unused = 1 - min(1.0, (setup.prompt.shape[-1] + setup.num_steps) / setup.context)
+        for _ in range(_MOST_RUNS):
+            taken = (steps.gpu_bytes or 0) + round(unused * split.cache_bytes)
+            room = self.budget_bytes - max(0, taken - split.gpu_bytes)
+            split = choose_split(self.header, self.cache_bytes, room)
+            steps = self._run(setup, split, setup.num_repeats, setup.num_steps)
+            if (steps.gpu_bytes or 0) + unused * split.cache_bytes <= self.budget_bytes:
+                break
+        return split, steps
+
+    def _run(self, setup: Bench, split: Split, num_repeats: int, num_steps: int = 0) -> "_Run":
+        """Run steps behind the prompt, or without any the prompt alone."""
+        length = setup.prompt.shape[-1]
+        num_prompt, depth = (0, length) if num_steps else (length, 0)
         threads = () if setup.host_threads is None else ("-t", str(setup.host_threads))
         command = (
             *(self.program, "-m", str(self.file), "-o", "json", "-r", str(num_repeats)),
             *(*split.options, "-fa", "1", *threads),
-            *("-p", str(num_prompt), "-n", str(num_steps), "-d", f"0,{num_prompt}"),
+            *("-p", str(num_prompt), "-n", str(num_steps), "-d", str(depth)),
         )
         text, gpu_bytes = _run_watched(command, setup.device)
         try:
             rows = {(r.n_prompt, r.n_gen, r.n_depth): r for r in _ROWS.validate_json(text)}
-            prompt, step = rows[num_prompt, 0, 0], rows[0, num_steps, num_prompt]
+            row = rows[num_prompt, num_steps, depth]
         except (ValidationError, KeyError) as error:
             why = "no such test" if isinstance(error, KeyError) else error.errors()[0]["msg"]
+            wanted = f"{num_steps} steps behind {depth}" if num_steps else f"a prompt of {length}"
             raise OffplanError(
-                f"{self.program}: expected JSON with a prompt of {num_prompt} tokens and "
-                f"{num_steps} steps behind it, found {text.strip()[:60]!r} ({why}); take a "
-                "llama-bench of 2025 or later"
+                f"{self.program}: expected JSON with {wanted} tokens, found "
+                f"{text.strip()[:60]!r} ({why}); take a llama-bench of 2025 or later"
             ) from None
-        return Measurement(
-            PhaseCost(prompt.spread(), None, None),
-            PhaseCost(step.spread(), None, None),
-            gpu_bytes=gpu_bytes,
-            told=f"build {step.build_number} ({step.build_commit}), {step.backends}, "
-            f"{step.n_threads} threads: `{shlex.join(command)}`",
-        )
+        return _Run(row, gpu_bytes, shlex.join(command))
+
+
+class _Run(NamedTuple):
+    """What one run of ``llama-bench`` took."""
+
+    row: _Row
+    gpu_bytes: int | None
+    command: str
 
 
 def find_llama_bench(

@@ -41,6 +41,8 @@ value = lambda name: arguments[arguments.index(name) + 1]
 rows = []
 for depth in map(int, value("-d").split(",")):
     for prompt, steps, ns in ((int(value("-p")), 0, 7_000_000), (0, int(value("-n")), 9_000_000)):
+        if not prompt + steps:
+            continue
         rows.append({{
             "build_commit": "8cf427ff", "build_number": 5163, "cpu_info": "a CPU",
             "gpu_info": "", "backends": "CPU", "model_filename": value("-m"),
@@ -90,10 +92,12 @@ def test_both_are_measured_and_shown(cli: CLI, plan: Path, tmp_path: Path) -> No
     assert way["prefill"]["step_min_s"] == pytest.approx(7e-3)
     # steps behind the plan's prompt of 16 tokens
     assert way["decode"]["step_s"] == pytest.approx((9_000_000 + 17) * 1e-9 / 3)
-    argv = json.loads((tmp_path / "argv").read_text())
-    told = f"-m {gguf} -o json -r 1 -ngl 0 -fa 1 -p 16 -n 3 -d 0,16"
-    assert argv == shlex.split(told)
-    assert way["told"] == f"build 5163 (8cf427ff), CPU, 8 threads: `{program} {told}`"
+    steps, prompt = map(json.loads, (tmp_path / "argv").read_text().splitlines())
+    told = f"-m {gguf} -o json -r 1 -ngl 0 -fa 1"
+    assert steps == shlex.split(f"{told} -p 0 -n 3 -d 16")
+    assert prompt == shlex.split(f"{told} -p 16 -n 0 -d 0")
+    commands = ", ".join(f"`{program} {shlex.join(each)}`" for each in (prompt, steps))
+    assert way["told"] == f"build 5163 (8cf427ff), CPU, 8 threads: {commands}"
     out = cli("bench", plan, *QUICK, *asked[2:]).out
     assert "\nllama.cpp " in out
     assert "llama.cpp: build 5163 (8cf427ff)" in " ".join(out.split())
@@ -103,7 +107,7 @@ def test_both_are_measured_and_shown(cli: CLI, plan: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        ("print('| model | size |')", "expected JSON with a prompt of 16 tokens"),
+        ("print('| model | size |')", "expected JSON with 3 steps behind 16 tokens"),
         ("print('[]')", "no such test"),
         ("import sys; sys.exit('error: failed to load model')", "1: error: failed to load model"),
     ],
@@ -185,7 +189,7 @@ def test_a_short_run_measures_what_is_taken_beside(
         budget = whole.gpu_bytes + room
         bench = llama.LlamaBench(str(program), model, header, budget, (1000, 1000))
         setup = Bench(
-            *(None, None, 32, torch.device("cuda"), None, torch.zeros(1, 16), 3, 2, 0)  # type: ignore[arg-type]
+            *(None, None, 19, torch.device("cuda"), None, torch.zeros(1, 16), 3, 2, 0)  # type: ignore[arg-type]
         )
         bench.measure(setup, lambda _: lambda *_: None)
         return [" ".join(json.loads(line)) for line in argv.read_text().splitlines()]
@@ -198,7 +202,10 @@ def test_a_short_run_measures_what_is_taken_beside(
     real = llama._run_watched
     monkeypatch.setattr(llama, "_run_watched", watch)
     monkeypatch.setattr(llama, "return_memory", lambda _: None)
-    first, last = run(5000)
-    assert ("-r 1 -ngl 0" in first, "-r 2 -ngl 3" in last) == (True, True)
-    first, last = run(4999)
-    assert "-ngl 2" in last
+    first, steps, prompt = run(5000)
+    assert first.endswith("-r 1 -ngl 0 -fa 1 -p 0 -n 1 -d 16")
+    assert steps.endswith("-r 2 -ngl 3 -fa 1 -p 0 -n 3 -d 16")
+    assert prompt.endswith("-r 2 -ngl 3 -fa 1 -p 16 -n 0 -d 0")
+    first, steps, prompt = run(4999)
+    assert "-ngl 2" in steps
+    assert "-ngl 2" in prompt
