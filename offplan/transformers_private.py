@@ -6,7 +6,7 @@
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -56,8 +56,10 @@ GATED_DELTA_NETS = frozenset(
 """Classes of linear attention that go on from what a ``LinearAttentionLayer`` keeps."""
 RULE_OF_MANY = "torch_chunk_gated_delta_rule"
 """Function by which they compute the rule for more tokens than one."""
+CONVOLUTION = "causal_conv1d_fn"
+"""Function by which they mix each channel's neighbouring tokens."""
 DELTA_RULE = (
-    *("causal_conv1d_fn", "causal_conv1d_update"),
+    *(CONVOLUTION, "causal_conv1d_update"),
     *(RULE_OF_MANY, "torch_recurrent_gated_delta_rule"),
 )
 """Functions of their modules that they compute by."""
@@ -439,12 +441,12 @@ def compute_frequencies(
     return frequencies
 
 
-def compute_by_torch(linear: nn.Module, wrap: Callable[[Any], Any]) -> bool:
+def compute_by_torch(linear: nn.Module, replaced: Mapping[str, Callable[[Any], Any]]) -> bool:
     """Have a Gated DeltaNet compute by transformers' own torch code; False where it is not found.
 
     transformers prefers the packages fla and causal_conv1d if they are installed. All of its class
-    in the process compute so from here on, and call what ``wrap`` makes of the rule for many
-    tokens. Its arguments that ``forward`` does not know reach that rule.
+    in the process compute so from here on, and call what ``replaced`` makes of functions, by name.
+    Arguments that ``forward`` does not know reach these.
     """
     modeling = sys.modules[type(linear).__module__]
     for name in DELTA_RULE:
@@ -453,5 +455,5 @@ def compute_by_torch(linear: nn.Module, wrap: Callable[[Any], Any]) -> bool:
         code = getattr(function, "__code__", None)
         if code is None or code.co_filename != modeling.__file__:
             return False
-        setattr(modeling, name, wrap(function) if name == RULE_OF_MANY else function)
+        setattr(modeling, name, replaced[name](function) if name in replaced else function)
     return True

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from offplan.runtime.model.delta_rule import EPSILON, taking_additions
+from offplan.runtime.model.delta_rule import EPSILON, fits, taking_additions
 from tests.runtime.interpreted import (
     HAS_GPU,
     INTERPRETED,
@@ -213,20 +213,13 @@ def test_the_rule_on_a_gpu_is_captured() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="asks no kernel")
 def test_other_sizes_are_left_to_transformers() -> None:
-    need_triton()
-    from offplan.runtime.model import delta_kernel
-
-    def serves(*sizes: int, num_tokens: int = 4, dtype: torch.dtype = HALF) -> bool:
-        key, value = (torch.empty(1, num_tokens, 2, size, dtype=dtype) for size in sizes)
-        return delta_kernel.serves(key, value)
-
-    assert serves(128, 128)
-    assert serves(96, 192, dtype=torch.float32)
-    assert not serves(8, 16)
-    assert not serves(16, 24)
-    assert not serves(16, 272)
-    assert not serves(16, 16, dtype=torch.float64)
-    assert not serves(16, 16, num_tokens=2**16 + 1)
+    assert fits(HALF, 4, 128, 128)
+    assert fits(torch.float32, 4, 96, 192)
+    assert not fits(HALF, 4, 8, 16)
+    assert not fits(HALF, 4, 16, 24)
+    assert not fits(HALF, 4, 16, 272)
+    assert not fits(torch.float64, 4, 16, 16)
+    assert not fits(HALF, 2**16 + 1, 16, 16)
 
 
 KEPT = ("queries", "keys", "seen_keys", "new_values", "pairs", "kept")

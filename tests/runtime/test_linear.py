@@ -1,6 +1,8 @@
 """Linear attention: every pass goes on from the right state, and a prompt begins from none."""
 
 import functools
+import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,10 @@ from offplan.errors import CheckpointError
 from offplan.plan import Rule, Workload
 from offplan.runtime.measuring import layer_times
 from offplan.runtime.measuring.layer_times import READ_ONCE_TOKENS
-from offplan.runtime.model import rewrites
+from offplan.runtime.model import delta_rule, rewrites
 from offplan.runtime.model.rewrites import find_linear
 from offplan.runtime.session import Session
-from offplan.transformers_private import DELTA_RULE
+from offplan.transformers_private import DELTA_RULE, RULE_OF_MANY
 from tests.held import open_stage
 from tests.runtime.conftest import NUM_LAYERS, save_tiny
 from tests.runtime.families import NUM_STEPS, TOLERANCE, load_stock, run_stock
@@ -186,6 +188,51 @@ def test_a_decode_step_is_compiled_once_for_each_kind_and_whole(dense: Path) -> 
         for own, call in zip(layers._steps, calls, strict=True):
             torch.compile(own, backend=counter, fullgraph=True)(call.hidden, **call.arguments)
         assert counter.frame_count == 2
+
+
+@pytest.mark.slow
+def test_a_chunk_that_kernels_take_is_compiled_whole(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delta_kernel = pytest.importorskip("offplan.runtime.model.delta_kernel")
+    with load(folder) as session, session.stream(), torch.inference_mode():
+        request(session, PROMPT)
+        states = [(state, state.clone()) for _, state in states_of(session)]
+
+        def run(step: Callable[..., Any], call: Any) -> list[torch.Tensor]:
+            made = step(call.hidden, **call.arguments)
+            after = [state.clone() for state, _ in states]
+            for state, before in states:
+                state.copy_(before)
+            return [made, *after]
+
+        layers = session.runner.layers
+        calls = layers.note_calls(lambda: session.runner.forward.chunk(PROMPT, 0, PROMPT.shape[1]))
+        expected = [run(layers._steps[index], calls[index]) for index in LINEAR]
+        own = unwrap_rule(session)
+        for module in (delta_rule, rewrites):
+            monkeypatch.setattr(module, "serves", lambda *_: True)
+        monkeypatch.setattr(
+            delta_kernel,
+            "take_tokens",
+            lambda query, key, value, g, beta, initial_state, epsilon: own(
+                query, key, value, g=g, beta=beta, initial_state=initial_state,
+                output_final_state=True, use_qk_l2norm_in_kernel=True,
+            ),
+        )  # fmt: skip
+        counter = CompileCounter()
+        torch._dynamo.reset()
+        for index, eager in zip(LINEAR, expected, strict=True):
+            whole = torch.compile(layers._steps[index], backend=counter, fullgraph=True)
+            assert_close(run(whole, calls[index]), eager)
+        assert counter.frame_count == 1
+
+
+def unwrap_rule(session: Session) -> Callable[..., Any]:
+    """transformers' own rule for many tokens, which runs anywhere."""
+    (linear, *_) = filter(None, find_linear(session.loaded.module.get_decoder().layers))
+    rule = getattr(sys.modules[type(linear).__mro__[2].__module__], RULE_OF_MANY)
+    return inspect.unwrap(rule)
 
 
 @pytest.mark.slow

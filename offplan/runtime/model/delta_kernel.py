@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 from offplan.kernel_sizes import RULE_CHUNK as CHUNK
-from offplan.kernel_sizes import are_ruled
 
 SOLVED_DIMS = 32
 """Elements of keys or values that a program of the first kernel takes at a time, at most."""
@@ -25,9 +24,6 @@ STATE_KEYS, STATE_VALUES = 64, 16
 """Elements of a key and of a value in one product of the second kernel."""
 OF_PROMPTS = ("num_tokens", "num_chunks")
 """Arguments that differ from prompt to prompt, for which Triton compiles no kernel again."""
-MAX_TOKENS = 2**16
-"""Tokens of a sequence up to which programs count its elements in 32 bits."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
@@ -188,15 +184,6 @@ def scan_chunks(  # type: ignore[no-untyped-def]
     for part in tl.static_range(KEYS // BLOCK_K):
         is_state = (part * BLOCK_K + dim < key_dim)[:, None] & is_value
         tl.store(final + part * BLOCK_K * value_dim + of_state, states[part], mask=is_state)
-
-
-def serves(key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return True if ``take_tokens`` computes the rule for keys and values of such sizes."""
-    return (
-        {key.dtype, value.dtype} <= {*DTYPES}
-        and value.shape[1] <= MAX_TOKENS
-        and are_ruled(key.shape[-1], value.shape[-1])
-    )
 
 
 def scanning_options(keys: int) -> dict[str, int]:

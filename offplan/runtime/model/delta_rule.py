@@ -1,6 +1,7 @@
 """The gated delta rule for many tokens: of a prompt, and of a pass that checks drafts.
 
-On a GPU ``delta_kernel`` takes a prompt's tokens, if it knows their sizes.
+On a GPU ``delta_kernel`` takes a prompt's tokens, if it knows their sizes. It is an operator, for
+torch.compile to compile what lies around it.
 
 A pass that checks drafts leaves the states as they were before it. It notes what each of its tokens
 adds to a state: its key k, its delta u and its decay. The state behind n taken tokens is exp(G_n) S
@@ -22,8 +23,15 @@ from typing import Any
 
 import torch
 
+from offplan.kernel_sizes import are_ruled
+from offplan.runtime.forms.declared import declare
+
 EPSILON = 1e-6
 """Added to the squared norm of queries and keys. Source: ``l2norm`` of transformers 5.23."""
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Types of queries, keys and values that ``delta_kernel`` takes."""
+MAX_TOKENS = 2**16
+"""Tokens of a sequence up to which its programs count elements in 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,47 @@ def add_taken(
         )
 
 
+def _describe(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, num_heads, value_dim = value.shape[0], *value.shape[2:]
+    states = value.new_empty(batch, num_heads, key.shape[-1], value_dim, dtype=torch.float32)
+    return value.new_empty(value.shape), states
+
+
+@declare(
+    "delta_rule",
+    "(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor? initial_state)"
+    " -> (Tensor, Tensor)",
+    _describe,
+)
+def take_tokens(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what tokens read, and the states behind them, as ``delta_kernel`` does."""
+    from offplan.runtime.model import delta_kernel  # needs triton
+
+    return delta_kernel.take_tokens(query, key, value, g, beta, initial_state, EPSILON)
+
+
+def serves(tokens: torch.Tensor, key_dim: int, value_dim: int) -> bool:
+    """Return True if ``take_tokens`` computes the rule for tokens, [batch, new, ...].
+
+    Their heads have keys and values of such sizes.
+    """
+    return tokens.is_cuda and fits(tokens.dtype, tokens.shape[1], key_dim, value_dim)
+
+
+def fits(dtype: torch.dtype, num_tokens: int, key_dim: int, value_dim: int) -> bool:
+    """Return True if so many tokens of such heads fit the kernels of ``delta_kernel``."""
+    return dtype in TYPES and num_tokens <= MAX_TOKENS and are_ruled(key_dim, value_dim)
+
+
 @functools.cache  # code is compiled again for every function that it finds in the place of another
 def taking_additions(own: Callable[..., Any]) -> Callable[..., Any]:
     """Return transformers' rule for many tokens; with ``additions`` it checks tokens instead.
@@ -127,12 +176,9 @@ def taking_additions(own: Callable[..., Any]) -> Callable[..., Any]:
         given = {name: others[name] for name in ("g", "beta", "initial_state")}
         if additions is not None:
             return check_tokens(additions, query, key, value, **given), None
-        if value.is_cuda and others["use_qk_l2norm_in_kernel"]:
-            from offplan.runtime.model import delta_kernel  # needs triton
-
-            if delta_kernel.serves(key, value):
-                made, states = delta_kernel.take_tokens(query, key, value, **given, epsilon=EPSILON)
-                return made, states if others["output_final_state"] else None
+        if serves(value, key.shape[-1], value.shape[-1]) and others["use_qk_l2norm_in_kernel"]:
+            made, states = take_tokens(query, key, value, *given.values())
+            return made, states if others["output_final_state"] else None
         by_torch: tuple[torch.Tensor, torch.Tensor | None] = own(query, key, value, **others)
         return by_torch
 
