@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from offplan.checkpoint.open import open_model
+from offplan.runtime.stock import bounded
 from offplan.runtime.stock.bounded import (
     bound_by_blocks,
-    bounded_by,
     is_bounded,
     list_blocks,
     skipping_repeats,
@@ -63,24 +63,28 @@ def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "sizes"), FAMILIES)
-def test_blocks_give_what_whole_scores_do(family: str, sizes: dict[str, Any]) -> None:
+def test_blocks_give_what_whole_scores_do(
+    family: str, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = _build(family, **sizes)
     whole = _read(model, TOKENS)
     bound_by_blocks(model)
     assert torch.equal(_read(model, TOKENS), whole)  # so few tokens run as transformers has them
-    with bounded_by(2**14):
-        assert 0 < _difference(_read(model, TOKENS), whole) < TOLERANCE
+    monkeypatch.setattr(bounded, "BOUND_BYTES", 2**14)
+    assert 0 < _difference(_read(model, TOKENS), whole) < TOLERANCE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 7, 61, 128])
 @pytest.mark.parametrize("family", ["deepseek_v4", "deepseek_v32", "kimi_linear", "nemotron_h"])
-def test_chunks_give_what_a_whole_prompt_does(family: str, chunk: int) -> None:
+def test_chunks_give_what_a_whole_prompt_does(
+    family: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = _build(family)
     whole = _read(model, TOKENS)
     bound_by_blocks(model)
-    with bounded_by(2**17):
-        assert _difference(_read(model, chunk), whole) < TOLERANCE
+    monkeypatch.setattr(bounded, "BOUND_BYTES", 2**17)
+    assert _difference(_read(model, chunk), whole) < TOLERANCE
 
 
 def test_other_models_are_left_as_they_are() -> None:
@@ -122,12 +126,13 @@ def test_a_chunk_at_the_end_takes_no_more_than_is_counted(
 
 
 @pytest.mark.slow
-def test_blocks_take_less_than_whole_scores() -> None:
+def test_blocks_take_less_than_whole_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     model, taken = _build("deepseek_v4", o_lora_rank=8), []
     bound_by_blocks(model)
     for bound in (sys.maxsize, 2**14):
         text, live = StockGeneration(model, torch.ones(1, 2048).long(), 4096), LiveBytes()
-        with torch.no_grad(), bounded_by(bound), live:
+        monkeypatch.setattr(bounded, "BOUND_BYTES", bound)
+        with torch.no_grad(), live:
             text.prefill(0, 1536)  # of which the cache keeps views until the next chunk
             text.prefill(1536, 1792)
             live.begin()

@@ -29,24 +29,6 @@ A block has one query and one key at least.
 """
 FLOAT32_BYTES = 4
 
-_bound = [BOUND_BYTES]
-
-
-def bound_bytes() -> int:
-    """Return the bytes that a block makes at most."""
-    return _bound[-1]
-
-
-@contextmanager
-def bounded_by(num_bytes: int) -> Iterator[None]:
-    """Have blocks of other sizes than BOUND_BYTES."""
-    _bound.append(num_bytes)
-    try:
-        yield
-    finally:
-        _bound.pop()
-
-
 _skips = [False]
 
 
@@ -120,10 +102,10 @@ def _attend(
     num_kept = key.shape[2]
     row_bytes = batch * heads * num_kept * FLOAT32_BYTES
     copied_bytes = batch * heads * num_kept * dim * key.element_size()
-    if max(row_bytes * num_new, copied_bytes) <= bound_bytes():
+    if max(row_bytes * num_new, copied_bytes) <= BOUND_BYTES:
         own = sys.modules[type(module).__module__].eager_attention_forward
         return own(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0], None
-    rows, made = max(1, bound_bytes() // row_bytes), query.new_empty(batch, num_new, heads, dim)
+    rows, made = max(1, BOUND_BYTES // row_bytes), query.new_empty(batch, num_new, heads, dim)
     for block in list_blocks(num_new, rows):
         mask = None if attention_mask is None else attention_mask[:, :, block]
         out = _weigh(query[:, :, block], key, value, mask, module.sinks, scaling)
@@ -164,9 +146,9 @@ def _score(
     """
     batch, num_new, heads, _ = query.shape
     row_bytes = max(1, keys.shape[1] * heads * FLOAT32_BYTES)
-    if batch * num_new * row_bytes <= bound_bytes():
+    if batch * num_new * row_bytes <= BOUND_BYTES:
         return own(query, keys, hidden)
-    rows = max(1, bound_bytes() // row_bytes)
+    rows = max(1, BOUND_BYTES // row_bytes)
     made = query.new_empty(batch, num_new, keys.shape[1], dtype=torch.float32)
     for number in range(batch):
         one = slice(number, number + 1)
@@ -223,13 +205,13 @@ def _attend_chosen(
     of_token *= batch * heads * query.element_size()
     of_pair = batch * heads * FLOAT32_BYTES
     expand = partial(type(module).expand_kv, module)
-    if max(num_kept * of_token, num_new * num_kept * of_pair) <= bound_bytes():
+    if max(num_kept * of_token, num_new * num_kept * of_pair) <= BOUND_BYTES:
         key, value = expand(latents, rotated)
         own = AttentionInterface()["sdpa"]
         made: torch.Tensor = own(module, query, key, value, seen, scaling=scaling, **kwargs)[0]
         return made, None
-    width = max(1, bound_bytes() // of_token)
-    rows = max(1, bound_bytes() // (of_pair * width))
+    width = max(1, BOUND_BYTES // of_token)
+    rows = max(1, BOUND_BYTES // (of_pair * width))
     sums = _Sums(query, module.v_head_dim)
     for tokens in list_blocks(num_kept, width):
         key, value = expand(latents[:, :, tokens], rotated[:, :, tokens])
@@ -286,7 +268,7 @@ def _choose(
     batch, num_new, num_kept = attention_mask.shape
     indexer = own.__self__  # type: ignore[attr-defined]
     row_bytes = batch * indexer.n_heads * num_kept * FLOAT32_BYTES
-    if past_key_values is None or num_new * row_bytes <= bound_bytes():
+    if past_key_values is None or num_new * row_bytes <= BOUND_BYTES:
         return own(
             hidden,
             residual,
@@ -295,7 +277,7 @@ def _choose(
             position_ids,
             past_key_values=past_key_values,
         )
-    rows = max(1, bound_bytes() // row_bytes)
+    rows = max(1, BOUND_BYTES // row_bytes)
     # where fewer tokens are there than are chosen all are, the first of them once more
     made = hidden.new_zeros(batch, num_new, min(indexer.index_topk, num_kept), dtype=torch.int32)
     for start in range(0, num_new, rows):
