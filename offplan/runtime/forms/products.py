@@ -1,6 +1,7 @@
 """Launches the kernels that multiply and expand weights in their stored form. CUDA only."""
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -69,9 +70,10 @@ def expand_on_gpu(
     """
     weight = operands_of(form, parts)
     num_experts, num_out, length = weight.num_experts, weight.num_out, weight.length
-    values = empty_values(form, parts, dtype, scratch)
+    make_room = partial(_make_room, form, parts, weight)
+    values = make_room(dtype, scratch)
     if form.kind is Kind.PACKED:  # each program makes whole rows of words of two values
-        out = values if dtype == torch.bfloat16 else empty_values(form, parts, torch.bfloat16)
+        out = values if dtype == torch.bfloat16 else make_room(torch.bfloat16)
         packed_kernels.expand[(num_out // EXPANDED_ROWS, num_experts)](
             out.view(torch.int32), None, num_out, length, *weight.arguments, **weight.constants,
             BLOCK_N=EXPANDED_ROWS, BLOCK_K=EXPANDED_WORDS,
@@ -119,14 +121,18 @@ def gather_rows(form: Form, parts: Components, rows: torch.Tensor) -> torch.Tens
     return out
 
 
-def empty_values(
-    form: Form, parts: Components, dtype: torch.dtype, scratch: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return room for the values of a weight, [..., out, in]: in ``scratch`` or memory of its own.
+def empty_values(form: Form, parts: Components, dtype: torch.dtype) -> torch.Tensor:
+    """Return room for the values of a weight, [..., out, in], where its parts are."""
+    return _make_room(form, parts, operands_of(form, parts), dtype)
 
-    That is where its parts are.
-    """
-    weight = operands_of(form, parts)
+
+def _make_room(
+    form: Form,
+    parts: Components,
+    weight: Operands,
+    dtype: torch.dtype,
+    scratch: torch.Tensor | None = None,
+) -> torch.Tensor:
     stack = (weight.num_experts,) if is_stacked(form, parts) else ()
     shape = *stack, weight.num_out, weight.length * weight.pack
     if scratch is None:
