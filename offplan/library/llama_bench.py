@@ -109,7 +109,7 @@ class LlamaBench:
             return NOTHING, self._run(setup, NOTHING, setup.num_repeats, setup.num_steps)
         room = self.budget_bytes - _OVERHEAD_BYTES
         split = choose_split(self.header, self.cache_bytes, room)
-        steps = self._run(setup, split, 1, 1)
+        steps = self._run(setup, split, 1, setup.num_steps)
         # of the plan's context, which these runs do not fill
         unused = 1 - min(1.0, (setup.prompt.shape[-1] + setup.num_steps) / setup.context)
         for _ in range(_MOST_RUNS):

@@ -203,7 +203,7 @@ def test_a_short_run_measures_what_is_taken_beside(
     monkeypatch.setattr(llama, "_run_watched", watch)
     monkeypatch.setattr(llama, "return_memory", lambda _: None)
     first, steps, prompt = run(5000)
-    assert first.endswith("-r 1 -ngl 0 -fa 1 -p 0 -n 1 -d 16")
+    assert first.endswith("-r 1 -ngl 0 -fa 1 -p 0 -n 3 -d 16")
     assert steps.endswith("-r 2 -ngl 3 -fa 1 -p 0 -n 3 -d 16")
     assert prompt.endswith("-r 2 -ngl 3 -fa 1 -p 16 -n 0 -d 0")
     first, steps, prompt = run(4999)

@@ -129,6 +129,7 @@ def _describe(
     "(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor? initial_state)"
     " -> (Tensor, Tensor)",
     _describe,
+    tags=[torch.Tag.flexible_layout],  # copies of all rows' queries, keys and values otherwise
 )
 def take_tokens(
     query: torch.Tensor,
