@@ -15,7 +15,7 @@ from pydantic import ConfigDict, model_validator
 
 from offplan.runtime.joined import Added
 from offplan.serve.answers import Answer
-from offplan.serve.errors import ApiError
+from offplan.serve.errors import ApiError, FieldError
 from offplan.serve.requests import ApiObject, ChatRequest, CompletionRequest, Request, parse_request
 
 SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
@@ -38,7 +38,7 @@ class Fields(ApiObject):
             return data
         for key in cls.refused.keys() & data.keys():
             if data[key]:
-                raise ValueError(f"{key} is not supported: {cls.refused[key]}")
+                raise FieldError(key, f"it is not supported: {cls.refused[key]}")
         return {
             key: value
             for key, value in data.items()
