@@ -106,6 +106,12 @@ def test_paths_and_methods(scripted: Served) -> None:
     ):
         answered = scripted.ask(path, method=method)
         assert (answered.status, set(answered.data)) == (status, {"error"}), path
+    for path, why in (
+        ("/chat/completions", "the base URL ends with /v1"),
+        ("/v1/v1/messages", "the base URL ends before /v1"),
+        ("/v1/api/chat", "the base URL ends before /v1"),
+    ):
+        assert why in str(scripted.ask(path, {}).data), path
     text = scripted.ask("/metrics").data
     assert 'offplan_requests_total{path="other",status="404"}' in text
     assert "passwd" not in text
