@@ -38,6 +38,8 @@ _TYPES = {
     500: "api_error",
     503: "overloaded_error",
 }
+_SIGNATURE = "offplan"
+"""Signature of thoughts, which signs nothing: clients send thoughts without one back as a text."""
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -330,7 +332,7 @@ class Messages(Translation):
 
 def _write_block(part: Part) -> dict[str, Any]:
     if part.kind == "thought":
-        return {"type": "thinking", "thinking": part.text, "signature": ""}
+        return {"type": "thinking", "thinking": part.text, "signature": _SIGNATURE}
     if part.kind == "text":
         return {"type": "text", "text": part.text}
     return {
@@ -354,12 +356,20 @@ def _write_step(step: Step) -> str:
         block = _write_block(Part(step.part.kind, index, step.part.id, step.part.name))
         if step.part.kind == "call":
             block["input"] = {}
+        elif step.part.kind == "thought":
+            block["signature"] = ""
         return write_event({"type": "content_block_start", "index": index, "content_block": block})
     if step.verb == "close":
-        return write_event({"type": "content_block_stop", "index": index})
-    kind, key = _DELTAS[step.part.kind]
+        signed = ""
+        if step.part.kind == "thought":
+            signed = _write_delta(index, "signature_delta", "signature", _SIGNATURE)
+        return signed + write_event({"type": "content_block_stop", "index": index})
     piece = step.piece
     if step.part.kind == "call":
         piece = json.dumps(read_arguments(piece), ensure_ascii=False)
+    return _write_delta(index, *_DELTAS[step.part.kind], piece)
+
+
+def _write_delta(index: int, kind: str, key: str, piece: str) -> str:
     delta = {"type": kind, key: piece}
     return write_event({"type": "content_block_delta", "index": index, "delta": delta})

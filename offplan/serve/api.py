@@ -15,7 +15,7 @@ from pydantic import ConfigDict, model_validator
 
 from offplan.runtime.joined import Added
 from offplan.serve.answers import Answer
-from offplan.serve.errors import ApiError
+from offplan.serve.errors import ApiError, FieldError
 from offplan.serve.requests import ApiObject, ChatRequest, CompletionRequest, Request, parse_request
 
 SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
@@ -38,7 +38,7 @@ class Fields(ApiObject):
             return data
         for key in cls.refused.keys() & data.keys():
             if data[key]:
-                raise ValueError(f"{key} is not supported: {cls.refused[key]}")
+                raise FieldError(key, f"it is not supported: {cls.refused[key]}")
         return {
             key: value
             for key, value in data.items()
@@ -224,7 +224,9 @@ class OpenAi(Translation):
 
     def chunk(self, answer: Answer, index: int, added: Added) -> str:
         """Return the chunk of a token; none for a token that says nothing yet."""
-        return _write(answer.chunk(index, added)) if answer.shows(index, added) else ""
+        if not answer.shows(index, added):
+            return ""
+        return "".join(map(_write, _part_end(answer.chunk(index, added))))
 
     def closing(self, answer: Answer) -> str:
         """Return the chunks that end a stream."""
@@ -233,6 +235,18 @@ class OpenAi(Translation):
     def failed(self, error: ApiError) -> str:
         """Return an event with the error's object."""
         return _write(error.payload)
+
+
+def _part_end(chunk: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a chunk; what ends a chat's message comes behind it, with an empty delta.
+
+    OpenAI's stream helpers end a call before they read the delta beside a ``finish_reason``.
+    """
+    (choice,) = chunk["choices"]
+    if choice["finish_reason"] is not None and choice.get("delta"):
+        yield {**chunk, "choices": [{**choice, "finish_reason": None}]}
+        choice = {**choice, "delta": {}, "logprobs": None}
+    yield {**chunk, "choices": [choice]}
 
 
 def _write(payload: Mapping[str, Any]) -> str:

@@ -79,6 +79,7 @@ PATHS = (*_GENERATING, *_AT_ONCE)
 _NO_VECTORS = "this server continues texts and makes no embeddings"
 _ABSENT = {
     **dict.fromkeys(("/v1/embeddings", "/api/embed", "/api/embeddings"), _NO_VECTORS),
+    "/v1/responses/input_tokens": "/tokenize and /v1/messages/count_tokens count tokens",
     "/v1/responses/{id:path}": NO_STATE,
 }
 """Paths that clients know, and that are not here, each with the reason."""
@@ -638,4 +639,6 @@ def _answer_http_error(paths: Sequence[str], request: Request, error: Exception)
     )
     if f"/v1{path}" in paths:
         told = ApiError(404, f"{path} is not served here: the base URL ends with /v1")
+    elif path.removeprefix("/v1") in paths and path.startswith("/v1"):
+        told = ApiError(404, f"{path} is not served here: the base URL ends before /v1")
     return JSONResponse(_write_error(request, told), error.status_code, error.headers)

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from offplan.checkpoint.jsontext import shorten
 
@@ -11,7 +12,7 @@ _MOST_TOLD = 5
 """Fields of one request whose mistakes are told; the others are counted."""
 _MOST_SHOWN = 200
 """Characters of a request's own text, or of a library's, in an error."""
-_IS_BRANCH = re.compile(r"^str$|[\[(]|^constrained-")
+_IS_BRANCH = re.compile(r"^str$|[\[(]|^constrained-|^_?Named")
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"} | dict.fromkeys(
     (500, 503), "server_error"
 )
@@ -54,7 +55,7 @@ class FieldError(ValueError):
 def refuse_fields(error: ValidationError) -> ApiError:
     """Say with status 400 which fields of a request are wrong, and why."""
     told, first = [], None
-    found = error.errors(include_url=False, include_input=False)
+    found = _leave_out_unread(error.errors(include_url=False))
     for each in found[:_MOST_TOLD]:
         # unions and validators have a place in the path: a client knows fields and indices alone
         path = [str(part) for part in each["loc"] if not _IS_BRANCH.search(str(part))]
@@ -62,7 +63,7 @@ def refuse_fields(error: ValidationError) -> ApiError:
             path.append(cause.name)
         where = shorten(".".join(path), _MOST_SHOWN)
         first = first or where or None
-        why = _IN_REQUESTS.get(each["type"], each["msg"].removeprefix("Value error, "))
+        why = _describe(each)
         told.append(f"{where or 'the body'}: {shorten(why, _MOST_SHOWN)}")
     if more := len(found) - len(told):
         told.append(f"and {more} more")
@@ -71,8 +72,33 @@ def refuse_fields(error: ValidationError) -> ApiError:
 
 _IN_REQUESTS = {
     "missing": "it is missing",
+    "extra_forbidden": "there is no such field: leave it out",
 }
 """pydantic's errors in the words of who writes the request."""
+
+
+def _leave_out_unread(errors: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Leave out the mistakes of objects of another ``type``: their fields have other names."""
+    foreign = {
+        each["loc"][:-1]
+        for each in errors
+        if each["type"] == "literal_error" and each["loc"][-1:] == ("type",)
+    }
+    return [
+        each for each in errors if each["loc"][-1:] == ("type",) or each["loc"][:-1] not in foreign
+    ]
+
+
+def _describe(error: ErrorDetails) -> str:
+    """Return what is wrong with a field; where it may have few values, what it has as well."""
+    expected, found = error.get("ctx", {}), error["input"]
+    if error["type"] == "union_tag_invalid":
+        return f"found '{shorten(expected['tag'], 64)}', expected {expected['expected_tags']}"
+    if error["type"] == "literal_error" and isinstance(found, str):
+        return f"found '{shorten(found, 64)}', expected {expected['expected']}"
+    if error["type"] == "literal_error":
+        return f"expected {expected['expected']}"
+    return _IN_REQUESTS.get(error["type"], error["msg"].removeprefix("Value error, "))
 
 
 def refuse_ending() -> ApiError:

@@ -15,6 +15,7 @@ from offplan.serve.requests import ChatRequest, NamedTool, Request, Tool
 from offplan.serve.schemas import (
     check_embedded,
     check_multiples,
+    fit_keywords,
     is_any_text,
     is_bound_to_root,
     list_options,
@@ -309,9 +310,8 @@ class Grammars:
         try:
             schema = json.loads(schema) if isinstance(schema, str) else schema
             check_multiples(schema)
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(
-                {} if schema is True else spell_out_patterns(schema), overrides=_JSON_OPTIONS
-            )
+            schema = {} if schema is True else spell_out_patterns(fit_keywords(schema, schema))
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
         except (ValueError, TypeError, RecursionError) as error:
             raise _refuse(place, str(error)) from None
         return self._check(rules, grammar, place)
@@ -462,6 +462,8 @@ def _read_escape(found: "re.Match[str]") -> str:
 def _refuse(place: str, why: str) -> ApiError:
     if why.startswith("NoExtension"):
         why = "no text follows it"
+    if why.startswith("Unimplemented keys"):
+        why += ": leave them out"
     lines = [line.strip() for line in why.partition("\n<state>")[0].splitlines()]
     told = shorten(" ".join(line for line in lines if line), _MOST_TOLD)
     return ApiError(400, f"{place}: {told}", param=place.partition(".")[0])

@@ -22,6 +22,8 @@ _BODY_BYTES_PER_S = 16 * 2**10
 """Bytes a second that a body must come at, behind the first ``_BODY_S`` seconds.
 
 Source: the directive RequestReadTimeout of Apache's mod_reqtimeout, which has a MinRate."""
+_UNNAMED = frozenset({"", "application/x-www-form-urlencoded"})
+"""Kinds of a body that programs send where nobody names one, as with ``curl -d``."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 T = TypeVar("T")
@@ -98,10 +100,12 @@ class Guard:
     async def read_body(self, request: Request) -> bytes:
         """Read a body of JSON; raises ApiError if it is none, too large, too slow or too late.
 
-        A page of another origin cannot send JSON without asking first, and is refused then.
+        A page of another origin cannot send JSON without asking first, and is refused then. A
+        program may leave the header out: browsers name the page's origin with each POST.
         """
         media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if media != "application/json":
+        is_page = any(name in request.headers for name in ("origin", "sec-fetch-site"))
+        if media != "application/json" and (is_page or media not in _UNNAMED):
             raise ApiError(
                 415, "the body is no JSON: send the header Content-Type: application/json"
             )

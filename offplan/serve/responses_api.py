@@ -78,7 +78,9 @@ class _Reasoning(_Item):
 
 
 class _Reference(_Item):
-    refused: ClassVar = {"type": NO_STATE}
+    refused: ClassVar = {
+        "type": "this server keeps no answers: send the item, as clients do with store: false"
+    }
 
 
 def _name_kind(item: Any) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
+from offplan.checkpoint.jsontext import shorten
+
 _MOST_OPTIONS = 64
 """Schemas that a parameter's schema may be one of."""
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
@@ -19,6 +21,19 @@ _OF_ROOT = re.compile(r'"\$ref": "#(?!/(?:\$defs|definitions)/)')
 _MOST_REMAINDERS = 10_000
 _DATA = frozenset({"enum", "const", "default", "examples"})
 """Keywords whose values are no schemas."""
+_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+"""Keywords whose values have schemas by name."""
+_NOTES = frozenset({"type", "title", "description", "default", "examples"})
+"""Keywords that leave texts as they are, beside the type of a text."""
+_FORMATS = frozenset(
+    {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
+)
+"""Formats that llguidance knows. Source: llguidance 1.9.1, ``json/formats.rs``."""
+_ANY_TEXT = frozenset({"binary", "directory-path", "file-path", "password", "path", "unknown"})
+"""Formats by which a program treats a text, which may be any. Source: OpenAPI, pydantic."""
+_BASE64 = r"^(?:[0-9A-Za-z+/]{4})*(?:[0-9A-Za-z+/]{2}==|[0-9A-Za-z+/]{3}=)?$"
+_SPELT = {"base64": _BASE64, "byte": _BASE64}
+"""Formats that a pattern says. Source: RFC 4648, section 4."""
 
 
 def check_multiples(schema: Any) -> None:
@@ -72,6 +87,66 @@ def spell_out_patterns(schema: Any) -> Any:
     if isinstance(properties := found.get("patternProperties"), dict):
         found["patternProperties"] = {spell_out(key): value for key, value in properties.items()}
     return found
+
+
+def fit_keywords(schema: Any, root: Any) -> Any:
+    """Return a schema that says the same in what llguidance reads of names and formats.
+
+    ``root`` has what references are to. Raises ValueError for a format that nothing else says.
+    Names that no other keyword can say stay, and llguidance refuses them.
+    """
+    if isinstance(schema, list):
+        return [fit_keywords(each, root) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = dict[str, Any]()
+    for key, value in schema.items():
+        if key in _DATA:
+            found[key] = value
+        elif key in _MAPS and isinstance(value, dict):
+            found[key] = {name: fit_keywords(each, root) for name, each in value.items()}
+        else:
+            found[key] = fit_keywords(value, root)
+    _fit_format(found)
+    _fit_names(found, root)
+    return found
+
+
+def _fit_format(schema: dict[str, Any]) -> None:
+    name, kinds = schema.get("format"), schema.get("type", "string")
+    may_be = "string" in (kinds if isinstance(kinds, list) else [kinds])
+    if not isinstance(name, str) or name in _FORMATS or not may_be:
+        return
+    if name not in _ANY_TEXT and "pattern" not in schema:
+        if name not in _SPELT:
+            raise ValueError(
+                f"there is no format {shorten(name, 64)!r} here: name a pattern, or one of "
+                f"{', '.join(sorted(_FORMATS))}"
+            )
+        schema["pattern"] = _SPELT[name]
+    del schema["format"]
+
+
+def _fit_names(schema: dict[str, Any], root: Any) -> None:
+    """Say the names of an object's properties by the properties, as of a dictionary."""
+    options = list_options(schema.get("propertyNames"), root)
+    if len(options) != 1 or not isinstance(options[0], dict) or not may_be_text(options[0]):
+        return
+    of_names = options[0].keys() - _NOTES
+    if of_names and (schema.get("properties") or schema.get("patternProperties")):
+        return
+    value = schema.get("additionalProperties", True)
+    if of_names == {"pattern"}:
+        said: dict[str, Any] = {"patternProperties": {options[0]["pattern"]: value}}
+    elif of_names in ({"enum"}, {"const"}):
+        names = [each for each in _list_values(options[0]) if isinstance(each, str)]
+        said = {"properties": dict.fromkeys(names, value)}
+    elif of_names:
+        return
+    else:
+        said = {"additionalProperties": value}
+    del schema["propertyNames"]
+    schema |= {"additionalProperties": False, **said}
 
 
 def list_options(schema: Any, root: Mapping[str, Any]) -> list[Any]:

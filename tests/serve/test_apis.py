@@ -134,6 +134,10 @@ class TestAnthropic:
         assert blocks == [each["type"] for each in whole["content"]]
         stops = [each["index"] for each in events if each["type"] == "content_block_stop"]
         assert stops == [0, 1, 2, 3]
+        # clients send thoughts back as thoughts only if these have a signature
+        deltas = [each["delta"] for each in events if each["type"] == "content_block_delta"]
+        (signature,) = (each["signature"] for each in deltas if each["type"] == "signature_delta")
+        assert whole["content"][0]["signature"] == signature != ""
         assert events[-2]["delta"]["stop_reason"] == whole["stop_reason"] == "tool_use"
         assert events[-2]["usage"] == whole["usage"]
         for wrong, why in (
@@ -388,3 +392,5 @@ class TestTokens:
 def test_embeddings_are_served_elsewhere(scripted: Served) -> None:
     found = scripted.ask("/v1/embeddings", {"model": NAME, "input": "a"})
     assert (found.status, "makes no embeddings" in found.data["error"]["message"]) == (404, True)
+    found = scripted.ask("/v1/responses/input_tokens", {"model": NAME, "input": "a"})
+    assert (found.status, "/tokenize and" in found.data["error"]["message"]) == (404, True)

@@ -14,6 +14,7 @@ from offplan.transformers_private import find_response_template
 from tests.serve import (
     CALL,
     NAME,
+    TEMPLATE,
     TIMEOUT_S,
     ScriptedRows,
     Served,
@@ -83,6 +84,23 @@ def test_calls_whole_and_streamed(calling: Served, rows: ScriptedRows, tiny: Tin
     said.append({"role": "tool", "tool_call_id": calls and "call_1", "content": "12 degrees"})
     assert client.chat.completions.create(**{**ASKED, "messages": said, "max_tokens": 1}).choices
     assert not calling.faults
+
+
+def test_helpers_of_streams_end_each_call(rows: ScriptedRows, tiny: Tiny) -> None:
+    """The last call has its event, though this format knows it as whole where the text ends."""
+    tokenizer = copy(tiny.tokenizer)
+    tokenizer.chat_template = TEMPLATE + "{# <tool_call> #}"
+    cities = ["Köln", "京都"]
+    with serving(scripted_texts(rows), tiny.model, tokenizer) as served:
+        for asked in (cities[:1], cities):
+            set_script(rows, tiny, "\n".join(CALL % city for city in asked))
+            with served.client().chat.completions.stream(**ASKED) as stream:
+                events = [*stream]
+            done = [each for each in events if each.type == "tool_calls.function.arguments.done"]
+            assert [each.arguments for each in done] == [f'{{"city": "{city}"}}' for city in asked]
+            ends = [each.chunk.choices[0] for each in events if each.type == "chunk"]
+            assert [each.finish_reason for each in ends if each.finish_reason] == ["tool_calls"]
+            assert not ends[-1].delta.model_dump(exclude_none=True)
 
 
 @pytest.mark.slow

@@ -17,10 +17,13 @@ from offplan.runtime.rules import MadePenalty, TokenRules, read_recommended
 from offplan.runtime.sampling import Sampling
 from offplan.runtime.texts import Text
 from offplan.serve.answers import Choice, TokenNames, make_answer
+from offplan.serve.anthropic_api import Messages
+from offplan.serve.api import OpenAi
 from offplan.serve.errors import ApiError
 from offplan.serve.fields import BOTH, FIELDS
 from offplan.serve.reading import change_rules, read_drawing
 from offplan.serve.requests import ChatRequest, CompletionRequest, parse_request
+from offplan.serve.responses_api import Responses
 from tests.serve import NAME, REST, TIMEOUT_S, Served
 from tests.serve.conftest import Tiny
 
@@ -98,6 +101,62 @@ def test_a_typo_is_refused(kind: type[Any], field: str, meant: str) -> None:
     with pytest.raises(ApiError, match=f"did you mean {meant}") as refused:
         parse_request(kind, {**asked, field: 1})
     assert refused.value.param == field
+
+
+IMAGE = {"type": "input_image", "image_url": "data:,", "detail": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("read", "wrong", "why"),
+    [
+        (
+            OpenAi.read_chat,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content.0.type: found 'image_url', expected 'text'",
+        ),
+        (
+            OpenAi.read_chat,
+            {**CHAT, "tools": [{"type": "custom", "custom": {"name": "a"}}]},
+            "tools.0.type: found 'custom', expected 'function'",
+        ),
+        (
+            OpenAi.read_chat,
+            {**CHAT, "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
+            "tool_choice: expected 'auto', 'none' or 'required'; "
+            "tool_choice.type: found 'allowed_tools', expected 'function'",
+        ),
+        (
+            Responses.read,
+            {"input": [{"role": "user", "content": [IMAGE]}]},
+            "input.0.message.content.0.type: found 'input_image', expected 'input_text', "
+            "'output_text', 'text', 'reasoning_text' or 'summary_text'",
+        ),
+        (Responses.read, {"input": "a", "truncation": "auto"}, "found 'auto', expected 'disabled'"),
+        (Responses.read, {"input": "a", "top_k": 2}, "top_k: there is no such field: leave it out"),
+        (Responses.read, {"input": "a", "background": True}, "background: it is not supported: "),
+        (
+            Responses.read,
+            {"input": [{"type": "item_reference", "id": "msg_1"}]},
+            "this server keeps no answers: send the item, as clients do with store: false",
+        ),
+        (
+            Messages.read,
+            {
+                **{"model": "a", "max_tokens": 1},
+                "messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}],
+            },
+            "messages.0.content.0: found 'document', expected 'text', 'thinking', ",
+        ),
+    ],
+)
+def test_what_is_of_an_unknown_kind_is_named_alone(read: Any, wrong: Any, why: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        read(json.dumps(wrong).encode())
+    said = refused.value.message
+    assert why in said
+    assert "missing" not in said
+    assert "Named" not in said
+    assert refused.value.param
 
 
 def test_unknown_fields_are_named(served: Served) -> None:

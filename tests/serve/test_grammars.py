@@ -18,7 +18,7 @@ from offplan.serve.errors import ApiError
 from offplan.serve.formats import FORMATS, Format, list_hidden
 from offplan.serve.grammars import Grammars
 from offplan.serve.requests import ChatRequest, CompletionRequest, parse_request
-from offplan.serve.schemas import name_types, spell_out_patterns
+from offplan.serve.schemas import fit_keywords, name_types, spell_out_patterns
 from tests.serve import END
 from tests.serve.conftest import Tiny
 
@@ -215,6 +215,70 @@ def test_digits_are_those_of_ascii(tiny: Tiny) -> None:
             (matcher,) = make(tiny, None).list_matchers(request, "x", 1)
             said = tiny.tokenizer(f"{quote}{text}{quote}").input_ids
             assert all(map(matcher.consume_token, said)) is allowed, text
+
+
+def test_names_and_formats_are_said_in_other_words() -> None:
+    """What zod and pydantic write for dictionaries and texts, and llguidance does not read."""
+    number, letters = {"type": "number"}, {"type": "string", "pattern": "^a+$"}
+    root = {"$defs": {"Kind": {"title": "Kind", "enum": ["a", "b"], "type": "string"}}}
+    for names, said in (
+        ({"type": "string"}, {"additionalProperties": number}),
+        ({"type": "string", "enum": ["a"]}, {"properties": {"a": number}}),
+        ({"$ref": "#/$defs/Kind"}, {"properties": {"a": number, "b": number}}),
+        ({**letters, "format": "x"}, {"patternProperties": {"^a+$": number}}),
+    ):
+        schema = {"type": "object", "propertyNames": names, "additionalProperties": number}
+        closed = {"type": "object", "additionalProperties": False, **said}
+        assert fit_keywords(schema, root) == closed
+        assert fit_keywords({"properties": {"propertyNames": schema}}, root) == {
+            "properties": {"propertyNames": closed}
+        }
+    for stays in (
+        {"propertyNames": {"type": "string", "maxLength": 3}},
+        {"propertyNames": {"type": "string", "enum": ["a"]}, "properties": {"b": number}},
+        {"type": "string", "format": "date"},
+        {"type": "integer", "format": "int32"},
+        {"const": {"format": "x"}},
+        {"properties": {"format": {"type": "string"}}},
+    ):
+        assert fit_keywords(stays, root) == stays
+    assert fit_keywords({"format": "cuid", **letters}, root) == letters
+    assert fit_keywords({"type": "string", "format": "password"}, root) == {"type": "string"}
+    assert "pattern" in fit_keywords({"type": ["string", "null"], "format": "byte"}, root)
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"propertyNames": {"type": "string"}}, '{"a":1}', "[]"),
+        ({"propertyNames": {"enum": ["a", "b"]}, "required": ["b"]}, '{"b":1}', '{"c"'),
+        ({"propertyNames": {"pattern": r"^\d$"}, "minProperties": 1}, '{"1":1}', '{"a"'),
+        ({"type": "string", "format": "base64"}, '"YQ=="', '"Y="'),
+        ({"type": "string", "format": "nanoid", "pattern": "^[a-z]$"}, '"a"', '"ab'),
+    ],
+)
+def test_other_words_hold_the_same_answers(tiny: Tiny, schema: Any, right: str, wrong: str) -> None:
+    schema = {"type": "object", **schema}
+    messages = [{"role": "user", "content": "a"}]
+    request = parse_request(ChatRequest, {"messages": messages, "json_schema": schema})
+    for text, allowed in ((right, True), (wrong, False)):
+        (matcher,) = make(tiny, None).list_matchers(request, "x", 1)
+        assert all(map(matcher.consume_token, tiny.tokenizer(text).input_ids)) is allowed, text
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"type": "string", "format": "jwt"}, "there is no format 'jwt' here: name a pattern, or"),
+        ({"propertyNames": {"maxLength": 3}}, '"propertyNames"]: leave them out'),
+    ],
+)
+def test_what_no_other_words_say_is_refused(tiny: Tiny, schema: Any, why: str) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    request = parse_request(ChatRequest, {"messages": messages, "json_schema": schema})
+    with pytest.raises(ApiError) as refused:
+        make(tiny, None).list_matchers(request, "x", 1)
+    assert why in refused.value.message
 
 
 @pytest.mark.parametrize(

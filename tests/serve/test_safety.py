@@ -77,7 +77,12 @@ def test_pages_of_other_origins(guarded: Served, scripted: Served) -> None:
     assert guarded.ask("/v1/completions", headers=foreign, method="OPTIONS").status == 400
     assert scripted.ask("/v1/completions", headers=allowed, method="OPTIONS").status == 405
     # what a page may send without asking is no JSON, and a name of its own is not ours
-    assert scripted.ask("/v1/completions", ASKED, {"Content-Type": "text/plain"}).status == 415
+    form = "application/x-www-form-urlencoded"  # as curl names what it sends with -d
+    for kind, status in (("text/plain", 415), ("", 200), (form, 200)):
+        headers = {"Content-Type": kind}
+        assert scripted.ask("/v1/completions", ASKED, headers).status == status, "a program's"
+        for of_page in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+            assert scripted.ask("/v1/completions", ASKED, headers | of_page).status == 415
     for host, status in (
         ("localhost:80", 200),
         ("127.0.0.1", 200),
@@ -101,6 +106,12 @@ def test_paths_and_methods(scripted: Served) -> None:
     ):
         answered = scripted.ask(path, method=method)
         assert (answered.status, set(answered.data)) == (status, {"error"}), path
+    for path, why in (
+        ("/chat/completions", "the base URL ends with /v1"),
+        ("/v1/v1/messages", "the base URL ends before /v1"),
+        ("/v1/api/chat", "the base URL ends before /v1"),
+    ):
+        assert why in str(scripted.ask(path, {}).data), path
     text = scripted.ask("/metrics").data
     assert 'offplan_requests_total{path="other",status="404"}' in text
     assert "passwd" not in text
