@@ -57,12 +57,8 @@ class TokenNames:
 SAID = {"content": "content"} | dict.fromkeys(REASONING, "reasoning_content")
 """Fields of a template that are text, each with the message's field that it becomes."""
 
-
 _MOST_TAIL = 128
 """Characters at the end of an answer in which its last call ends."""
-_MOST_FED = 2**12
-"""Characters that are parsed at a time: a search takes the square of what it may look through."""
-
 
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 """Errors of a call that may hold anything, and that the transform looks into."""
@@ -107,14 +103,10 @@ class CallParser:
         """True behind thoughts, until something is said."""
         self.num_calls = 0
 
-    def divide(self, text: str) -> dict[str, Any]:
-        """Return the fields of a whole answer's message; calls have their indices."""
-        fields: dict[str, Any] = {}
-        for begin in range(0, max(1, len(text)), _MOST_FED):
-            end = begin + _MOST_FED
-            for key, value in self.feed(text[begin:end], is_last=end >= len(text)).items():
-                fields[key] = fields[key] + value if key in fields else value
-        return fields
+    @property
+    def is_thinking(self) -> bool:
+        """True from the first thought on, until something else is said or called."""
+        return self._space is not None and not self._body and not self.num_calls
 
     def feed(self, piece: str, *, is_last: bool) -> dict[str, Any]:
         """Return what a piece of text adds to a message's fields, as a stream's delta has it."""
@@ -222,6 +214,22 @@ class Choice:
     """The parser of tool calls; None leaves the text as it is."""
     offset: int = 0
     """Characters of the tokens whose logprobs a completion has told so far."""
+    num_divided: int = 0
+    """Tokens that ``calls`` has taken apart so far."""
+    num_thought: int = 0
+    """Tokens up to the end of its thoughts."""
+
+    def divide(self, added: Added) -> dict[str, Any]:
+        """Return what a token adds to a chat's message, behind those that are divided already."""
+        if self.calls is None:
+            return {"content": added.piece} if added.piece else {}
+        while self.made[self.num_divided] is not added:  # tokens that say nothing are left out
+            self.num_divided += 1
+        self.num_divided += 1
+        delta = self.calls.feed(added.piece, is_last=added.finish is not None)
+        if self.calls.is_thinking:
+            self.num_thought = self.num_divided
+        return delta
 
     @property
     def num_cached(self) -> int:
@@ -320,13 +328,14 @@ class Answer:
             "total_tokens": prompt + made,
             "prompt_tokens_details": {"cached_tokens": sum(each.num_cached for each in firsts)},
         }
+        details = {}
+        if thought := sum(choice.num_thought for choice in self.choices):
+            details["reasoning_tokens"] = thought
         last = [choice.made[-1] for choice in self.choices if choice.made]
         if drafts := [each.drafts for each in last if each.drafts is not None]:
-            usage["completion_tokens_details"] = {
-                "accepted_prediction_tokens": sum(each.accepted for each in drafts),
-                "rejected_prediction_tokens": sum(each.rejected for each in drafts),
-            }
-        return usage
+            details["accepted_prediction_tokens"] = sum(each.accepted for each in drafts)
+            details["rejected_prediction_tokens"] = sum(each.rejected for each in drafts)
+        return usage | ({"completion_tokens_details": details} if details else {})
 
     def _tell_text(self, choice: Choice, text: str) -> dict[str, Any]:
         raise NotImplementedError
@@ -362,7 +371,10 @@ class ChatAnswer(Answer):
     def _tell_text(self, choice: Choice, text: str) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if choice.calls is not None:
-            parts = choice.calls.divide(text)
+            parts: dict[str, Any] = {}
+            for added in choice.made:
+                for key, value in choice.divide(added).items():
+                    parts[key] = parts[key] + value if key in parts else value
             for call in parts.get("tool_calls", ()):
                 del call["index"]  # a stream's alone
             # beside calls the space between them is nothing that was said
@@ -372,9 +384,7 @@ class ChatAnswer(Answer):
         return {"message": message}
 
     def _tell_piece(self, choice: Choice, added: Added) -> dict[str, Any]:
-        if choice.calls is not None:
-            return {"delta": choice.calls.feed(added.piece, is_last=added.finish is not None)}
-        return {"delta": {"content": added.piece} if added.piece else {}}
+        return {"delta": choice.divide(added)}
 
     def _tell_logprobs(self, choice: Choice, made: Sequence[Added]) -> dict[str, Any] | None:
         if self.request.num_logprobs is None:

@@ -415,6 +415,6 @@ def _count(answer: Answer) -> dict[str, Any]:
             "cache_write_tokens": 0,
         },
         "output_tokens": made,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": choice.num_thought},
         "total_tokens": choice.num_prompt + made,
     }

@@ -197,6 +197,9 @@ class TestResponses:
             assert [json.loads(each.arguments) for each in made.output[2:]] == CITIES
             assert made.output[0].content[0].text.strip() == "Where?"
             assert made.output_text.strip() == "I look."
+            thought = SAID.partition("I look.")[0]
+            num_thought = made.usage.output_tokens_details.reasoning_tokens
+            assert num_thought == len(tiny.tokenizer.encode(thought)) < made.usage.output_tokens
         # what came goes back in, with what the tools gave
         given = [
             {"type": "function_call_output", "call_id": each.call_id, "output": "12 degrees"}

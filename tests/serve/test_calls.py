@@ -131,7 +131,10 @@ def test_calls_are_text_without_tools_and_all_is_in_an_unknown_family(
     (choice,) = scripted.client().chat.completions.create(**ASKED).choices
     assert (choice.message.content, choice.finish_reason) == (SAID, "stop")
     asked = {**ASKED, "tool_choice": "none"}
-    (choice,) = calling.client().chat.completions.create(**asked).choices
+    made = calling.client().chat.completions.create(**asked)
+    (choice,) = made.choices
+    thought = len(tiny.tokenizer.encode(SAID.partition("I look.")[0]))
+    assert made.usage.completion_tokens_details.reasoning_tokens == thought
     said = SAID.partition("</think>")[2].strip()
     assert (choice.message.content, choice.finish_reason) == (said, "stop")
     assert choice.message.reasoning_content == "Where?"

@@ -196,11 +196,15 @@ def test_a_long_answer_is_parsed_in_parts(name: str, monkeypatch: pytest.MonkeyP
     choice = Choice(1, calls=CallParser(format_.template, "x", TOOLS))
     body = b'{"messages": [{"role": "user", "content": "a"}]}'
     answer = make_answer(parse_request(ChatRequest, body), [choice], "tiny", TokenNames(None))
-    choice.made.append(Added(Text(_NoTokens(), [1], num_tokens=1), text, 1, None, [], "stop"))
+    of_text = Text(_NoTokens(), [1], num_tokens=1)
+    choice.made = [
+        Added(of_text, text[at : at + 64], 1, None, [], "stop" if at + 64 >= len(text) else None)
+        for at in range(0, len(text), 64)
+    ]
     (told,) = answer.whole()["choices"]
     assert told["message"]["content"] == before.strip()
     assert list_calls(told["message"]) == [KOELN, CODE]
-    assert max(fed) <= 2**12
+    assert max(fed) <= 64
 
 
 class _NoTokens:

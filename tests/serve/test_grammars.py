@@ -117,7 +117,7 @@ def test_what_follows_a_grammar_are_calls(tiny: Tiny, tokens: dict[bytes, int], 
         request = ask(one if seed % 2 else "required")
         (matcher,) = make(tiny, found).list_matchers(request, "x", 1)
         text = draw(matcher, tokens, seed)
-        message = CallParser(found.template, "x", parsed).divide(text)
+        message = CallParser(found.template, "x", parsed).feed(text, is_last=True)
         calls = message.get("tool_calls", [])
         num_whole += bool(calls)
         assert calls or len(text.encode()) >= 3000, text
