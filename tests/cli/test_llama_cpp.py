@@ -4,6 +4,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ import torch
 
 from offplan.checkpoint.gguf.read import read_header
 from offplan.checkpoint.gguf.split import Split, choose_split
+from offplan.checkpoint.open import open_model
+from offplan.errors import InputError
 from offplan.library import llama_bench as llama
+from offplan.plan import Budget
 from offplan.runtime.measuring.bench import Bench
 from tests.checkpoint.gguf_files import VOCABULARY, WIDTH, write_llama
 from tests.cli import CLI
@@ -209,3 +213,26 @@ def test_a_short_run_measures_what_is_taken_beside(
     first, steps, prompt = run(4999)
     assert "-ngl 2" in steps
     assert "-ngl 2" in prompt
+
+
+def test_a_program_and_a_file_are_found(model: Path, tmp_path: Path) -> None:
+    found = open_model(str(model / "config.json"))
+    workload = SimpleNamespace(batch=1, context=64)
+    plan: Any = SimpleNamespace(
+        workload=workload, model=SimpleNamespace(source="a/b"), budget=Budget(gpu_memory=2**30)
+    )
+    program, file = make_program(tmp_path), model / "model.gguf"
+    bench = llama.find_llama_bench(plan, found, file, program)
+    assert (bench.program, bench.file, bench.budget_bytes) == (str(program), file, 2**30)
+    assert bench.cache_bytes == tuple(each.kv_cache.nbytes(1, 64) for each in found.layers)
+    for wrong, message in (
+        ((None, program), "name a GGUF file"),
+        ((model / "config.json", program), "found another kind of file, expected a GGUF file"),
+        ((model / "other.gguf", program), "name a GGUF file of that model"),
+        ((file, tmp_path / "none"), "found no such program"),
+    ):
+        with pytest.raises(InputError, match=message):
+            llama.find_llama_bench(plan, found, *wrong)
+    workload.batch = 4
+    with pytest.raises(InputError, match="llama-bench measures one sequence"):
+        llama.find_llama_bench(plan, found, file, program)

@@ -55,9 +55,10 @@ NOT_RUN = ("jetmoe",)
 FAMILIES = [name for name in CONFIGS | OTHERS if name not in NOT_RUN]
 KEPT = ["qwen3", "deepseek_v2", "sinks", "mistral_windowed", "chunked", "shared_rings"]
 KEPT += ["soft_caps", "longrope", "qwen3_moe_tied", "linear", "linear_experts"]
-TOLERANCE = 8e-6
-"""Part of the largest logit by which a pass of float32 may differ from steps.
+TOLERANCE = 1e-5
+"""Part of the largest logit by which a pass of float32 may differ from steps, as on a GPU.
 
+Each processor adds in its own order: 8.7e-6 on a Xeon with AMX (``longrope``), less on an EPYC.
 Each layer's weights here are fifteen times as large as a trained model's: with those of tests of
 stored forms the difference is within 2e-6.
 """

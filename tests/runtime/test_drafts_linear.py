@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from offplan.runtime.joined import Added, Continued, JoinedTexts
 from offplan.runtime.model import caches
+from offplan.runtime.model.delta_rule import Additions, add_taken, taking_additions
 from offplan.runtime.rows import Rows
 from offplan.runtime.session import Session
 from offplan.runtime.texts import Text
@@ -256,3 +258,37 @@ def test_experts_that_are_kept_beside_states(tmp_path: Path) -> None:
         expected = feed_steps(session)
     with open_drafted(folder, drafting(decision)) as session:
         assert distance(feed_passes(session, 5)[0], expected) < TOLERANCE
+
+
+def test_the_rule_for_several_tokens_is_that_of_each() -> None:
+    """What tokens read, and the state behind those that are taken."""
+    draw = torch.Generator().manual_seed(0)
+
+    def make(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=draw)
+
+    query, key, value = make(1, 3, 1, 16), make(1, 3, 1, 16), make(1, 3, 2, 8)
+    given = {"g": -make(1, 3, 2).abs(), "beta": make(1, 3, 2).sigmoid()}
+    state = make(1, 2, 16, 8)
+    sizes = (1, 2, 4, 16), (1, 2, 4, 8), (1, 2, 4), (1, 5, 4)
+    noted = Additions(*(torch.zeros(size) for size in sizes))
+    noted.inputs[..., :3] = new = make(1, 5, 3)
+    rule = taking_additions(modeling_qwen3_next.torch_chunk_gated_delta_rule)
+    made, after = rule(query, key, value, additions=noted, initial_state=state, **given)
+    assert after is None
+
+    def run(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = (each[:, :num_tokens].repeat_interleave(2, 2) for each in (query, key))
+        rest = {name: each[:, :num_tokens] for name, each in given.items()}
+        return modeling_qwen3_next.torch_recurrent_gated_delta_rule(
+            *tokens, value[:, :num_tokens], **rest, initial_state=state.clone(),
+            output_final_state=True, use_qk_l2norm_in_kernel=True,
+        )  # type: ignore[no-any-return]  # fmt: skip
+
+    torch.testing.assert_close(made, run(3)[0])
+    of_layers = Additions(*(each[None] for each in vars(noted).values()))
+    states, inputs = state[None].clone(), make(1, 1, 5, 4)
+    before = inputs.clone()
+    add_taken(states, inputs, of_layers, 2)
+    torch.testing.assert_close(states[0], run(2)[1])
+    assert torch.equal(inputs, torch.cat([before[..., 2:], new[None, ..., :2]], -1))

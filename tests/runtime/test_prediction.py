@@ -24,7 +24,9 @@ from tests.runtime.drafted import PROMPT, open_drafted
 from tests.runtime.plans import CONTEXT, group, offload
 from tests.runtime.predicting import (
     FAMILIES,
+    HYBRID_WITH_EXPERTS,
     STORED,
+    TOLERANCE,
     WITH_EXPERTS,
     Reference,
     check_drafts,
@@ -45,8 +47,9 @@ def test_drafts_are_those_of_the_layer_as_published(
 ) -> None:
     folder = save_predicting(family, tmp_path)
     reference, decision = Reference(folder), offload(group(2, 1), prefill_chunk=chunk)
+    most = HYBRID_WITH_EXPERTS if family == "qwen3_5_moe_text" else TOLERANCE
     with open_drafted(folder, predicting(decision)) as session:
-        compared = sum(check_drafts(session, reference, seed) for seed in range(4))
+        compared = sum(check_drafts(session, reference, seed, most) for seed in range(4))
     assert compared > 20
 
 
