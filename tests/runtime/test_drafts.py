@@ -55,13 +55,14 @@ NOT_RUN = ("jetmoe",)
 FAMILIES = [name for name in CONFIGS | OTHERS if name not in NOT_RUN]
 KEPT = ["qwen3", "deepseek_v2", "sinks", "mistral_windowed", "chunked", "shared_rings"]
 KEPT += ["soft_caps", "longrope", "qwen3_moe_tied", "linear", "linear_experts"]
-TOLERANCE = 1e-5
-"""Part of the largest logit by which a pass of float32 may differ from steps, as on a GPU.
+TOLERANCE = 8e-6
+"""Part of the largest logit by which a pass of float32 may differ from steps.
 
-Each processor adds in its own order: 8.7e-6 on a Xeon with AMX (``longrope``), less on an EPYC.
 Each layer's weights here are fifteen times as large as a trained model's: with those of tests of
 stored forms the difference is within 2e-6.
 """
+BY_PROCESSOR = {"longrope": 1e-5}
+"""The same where a processor's order of sums gives more, as on a GPU: 8.7e-6 on a Xeon with AMX."""
 
 
 def compare(made: torch.Tensor, expected: torch.Tensor) -> float:
@@ -77,7 +78,7 @@ def test_a_pass_gives_what_steps_give(tmp_path: Path, name: str) -> None:
     for tokens in (1, 3, 7):
         with open_drafted(folder, drafting(decision, tokens)) as session:
             made, passes = feed_passes(session, tokens)
-        assert compare(made, expected) < TOLERANCE
+        assert compare(made, expected) < BY_PROCESSOR.get(name, TOLERANCE)
         assert sum(passes[2:]) > 0 or name in ALONE
 
 
