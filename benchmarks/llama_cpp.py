@@ -17,16 +17,16 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.predictions import bench, offplan
 from benchmarks.random_gguf import TYPES, write
 from benchmarks.run_plan import describe_machine
 from offplan.runtime.memory.gpu_memory import bytes_in_use
-
-OFFPLAN = (sys.executable, "-c", "from offplan.cli.main import main; main()")
 
 
 @dataclass(frozen=True)
@@ -49,31 +49,18 @@ ROWS = (
 )
 
 
-def run(command: Sequence[str]) -> str:
-    """Run a program; raises CalledProcessError, whose stderr says why."""
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
 def plan(row: Row, file: Path, prompt_tokens: int, batch: int, output_tokens: int) -> None:
     """Plan a row's workload for this machine, whose context ends with the output."""
     context = max(2048, prompt_tokens + output_tokens)
-    run(
-        [
-            *(*OFFPLAN, "plan", str(Path(row.config, "config.json").resolve()), "--force", "-q"),
-            *("--gpu-memory", row.gpu_memory, "--batch", str(batch), "-o", str(file)),
-            *("--prompt-tokens", str(prompt_tokens), "--output-tokens", str(output_tokens)),
-            *("--context", str(context)),
-        ]
+    offplan(
+        *("plan", str(Path(row.config, "config.json").resolve()), "--force", "-q"),
+        *("--gpu-memory", row.gpu_memory, "--batch", str(batch), "-o", str(file)),
+        *("--prompt-tokens", str(prompt_tokens), "--output-tokens", str(output_tokens)),
+        *("--context", str(context)),
     )
 
 
-def bench(file: Path, *options: str) -> dict[str, Any]:
-    """Run ``offplan bench``."""
-    timed = ("--dummy-weights", "--repeats", "2", "--steps", "20", "--json")
-    return dict(json.loads(run([*OFFPLAN, "bench", str(file), *timed, *options])))
-
-
-def watch(work: Callable[[], str]) -> tuple[str, int]:
+def watch(work: Callable[[], Any]) -> tuple[Any, int]:
     """Return what ``work`` returns, and the most that it took of the GPU's memory meanwhile."""
     device, done = torch.device("cuda"), threading.Event()
     before = peak = bytes_in_use(device)
@@ -99,7 +86,10 @@ def time_batch(gguf: Path, split: Sequence[str], prompt_tokens: int, batch: int)
         *("llama-batched-bench", "-m", str(gguf), "-npp", str(prompt_tokens), "-ntg", "64"),
         *("-npl", str(batch), "-c", str(context), "-fa", "on", "--output-format", "jsonl", *split),
     ]
-    text, gpu_bytes = watch(lambda: run(command))
+    done, gpu_bytes = watch(
+        partial(subprocess.run, command, check=True, capture_output=True, text=True)
+    )
+    text = done.stdout
     (found,) = (json.loads(line) for line in text.splitlines() if line.startswith("{"))
     return {
         "token_s": found["t_tg"] / found["tg"],
@@ -116,7 +106,7 @@ def measure(row: Row, folder: Path, prompt_tokens: int, batch: int) -> dict[str,
     write(config, gguf, TYPES[row.stored])
     try:
         plan(row, file, batch * prompt_tokens, 1, batch * 128)
-        beside = bench(file, "--vs", "llama.cpp", "--gguf", str(gguf))
+        beside = bench(file, 2, 20, "--vs", "llama.cpp", "--gguf", str(gguf))
         found = beside["vs"]["llama.cpp"]
         if batch > 1 and found.get("told"):
             options = re.search(r"-ngl \d+( -ncmoe \d+)?", found["told"])
@@ -126,7 +116,7 @@ def measure(row: Row, folder: Path, prompt_tokens: int, batch: int) -> dict[str,
         gguf.unlink()
     if batch > 1:
         plan(row, file, prompt_tokens, batch, 128)
-        beside = bench(file)
+        beside = bench(file, 2, 20)
     keys = ("predicted", "measured", "experts")
     return {
         "model": row.name,

@@ -140,12 +140,16 @@ CASES = [
 ]
 
 
-def bench(plan: Path, num_requests: int = 3) -> dict[str, Any]:
-    """Run ``offplan bench``; raises CalledProcessError, whose stderr says why."""
-    command = [sys.executable, "-c", "from offplan.cli.main import main; main()", "bench"]
-    options = ["--dummy-weights", "--repeats", str(num_requests), "--steps", "10", "--json"]
-    done = subprocess.run([*command, plan, *options], check=True, capture_output=True, text=True)
-    return dict(json.loads(done.stdout))
+def offplan(*arguments: str) -> str:
+    """Run ``offplan``; raises CalledProcessError, whose stderr says why."""
+    command = [sys.executable, "-c", "from offplan.cli.main import main; main()", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def bench(plan: Path, num_requests: int = 3, num_steps: int = 10, *more: str) -> dict[str, Any]:
+    """Run ``offplan bench`` with ``more`` options; raises what ``offplan`` raises."""
+    timed = "--repeats", str(num_requests), "--steps", str(num_steps)
+    return dict(json.loads(offplan("bench", str(plan), "--dummy-weights", *timed, "--json", *more)))
 
 
 def count_touched(case: Case, offload: Offload) -> float | None:
