@@ -68,6 +68,14 @@ class _Row(Record):
 _ROWS = TypeAdapter(tuple[_Row, ...])
 
 
+class _Run(NamedTuple):
+    """What one run of ``llama-bench`` took."""
+
+    row: _Row
+    gpu_bytes: int | None
+    command: str
+
+
 @dataclass(frozen=True)
 class LlamaBench:
     """A ``llama-bench`` and a GGUF file of a plan's model."""
@@ -103,7 +111,7 @@ class LlamaBench:
             f"{row.n_threads} threads: `{prompt.command}`, `{steps.command}`",
         )
 
-    def _place(self, setup: Bench) -> "tuple[Split, _Run]":
+    def _place(self, setup: Bench) -> tuple[Split, _Run]:
         """Find the split that the budget has room for; return it, and the steps that it took."""
         if setup.device.type != "cuda":
             return NOTHING, self._run(setup, NOTHING, setup.num_repeats, setup.num_steps)
@@ -121,7 +129,7 @@ class LlamaBench:
                 break
         return split, steps
 
-    def _run(self, setup: Bench, split: Split, num_repeats: int, num_steps: int = 0) -> "_Run":
+    def _run(self, setup: Bench, split: Split, num_repeats: int, num_steps: int = 0) -> _Run:
         """Run steps behind the prompt, or without any the prompt alone."""
         length = setup.prompt.shape[-1]
         num_prompt, depth = (0, length) if num_steps else (length, 0)
@@ -143,14 +151,6 @@ class LlamaBench:
                 f"{text.strip()[:60]!r} ({why}); take a llama-bench of 2025 or later"
             ) from None
         return _Run(row, gpu_bytes, shlex.join(command))
-
-
-class _Run(NamedTuple):
-    """What one run of ``llama-bench`` took."""
-
-    row: _Row
-    gpu_bytes: int | None
-    command: str
 
 
 def find_llama_bench(
