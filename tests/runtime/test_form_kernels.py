@@ -285,6 +285,45 @@ def test_gathered_experts_are_those_chosen(name: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.gpu
 @runs_kernels
+@pytest.mark.parametrize("name", ["mxfp4", "packed"])
+def test_an_expert_without_a_slot_crosses_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of four sequences read it once for each pair before."""
+    from offplan.runtime.forms import kernels, packed_kernels
+    from offplan.runtime.forms.gather import sort_pairs
+    from offplan.runtime.forms.products import multiply_pairs, multiply_slots
+
+    most_pairs = []
+
+    class Noting:
+        def __init__(self, kernel: Any) -> None:
+            self._kernel = kernel
+
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*arguments: Any, **constants: Any) -> None:
+                most_pairs.append(constants["BLOCK_M"])
+                self._kernel[grid](*arguments, **constants)
+
+            return launch
+
+    monkeypatch.setattr(coded, "NUM_OUT", few_out(name))
+    form, parts = hold(FORMS[name], tame(make_parts(name, 9), FORMS[name]))
+    x = random(3, coded.NUM_IN).to(DTYPES[0])
+    chosen = torch.tensor([3, 8, 3, 3, 5, 8], device=DEVICE)
+    order, starts = sort_pairs(chosen, 9)[1:]
+    expected = multiply_pairs(form, parts, x, order, starts)
+    for module in (kernels, packed_kernels):
+        monkeypatch.setattr(module, "multiply_each", Noting(module.multiply_each))
+    slots = {part: value[5:6] for part, value in parts.items()}  # expert 5 has the only one
+    of_slots = sort_pairs(torch.where(chosen == 5, 0, 9), 9)[1:]
+    rest = sort_pairs(torch.where(chosen == 5, 9, chosen), 9)[1:]
+    assert torch.equal(multiply_slots(form, slots, parts, x, *of_slots, *rest), expected)
+    in_slots, in_place = most_pairs
+    assert in_slots == 1
+    assert in_place >= 3
+
+
+@pytest.mark.gpu
+@runs_kernels
 @pytest.mark.parametrize("none", [9, -1, 2**31 - 1])
 def test_pairs_without_an_expert_gather_nothing(none: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's routers name such experts for made-up tokens, whose scores may be NaN."""

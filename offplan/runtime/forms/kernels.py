@@ -325,14 +325,34 @@ def multiply_each(  # type: ignore[no-untyped-def]
     pairs_per_row, num_experts, more, weight, FORM: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program for BLOCK_N rows of a weight in words, times one input.
+    """One program for BLOCK_N rows of a weight in words, times BLOCK_M inputs, one after another.
 
     Tensor cores want weights laid out anew; for one input, multiplying where they are is faster.
+    The program's rows stay in the first cache from one input to the next.
     """
-    expert, begin, _ = find_block(starts, num_pairs, num_experts, EXPERTS, 1)
+    expert, begin, stop = find_block(starts, num_pairs, num_experts, EXPERTS, BLOCK_M)
     if EXPERTS:  # noqa: SIM102 (a constant, apart from what is computed)
         if expert >= num_experts:
             return
+    if BLOCK_M == 1:
+        _multiply_one(
+            x, out, order, begin, expert, num_pairs, num_out, row_elements, pairs_per_row, more,
+            weight, FORM, EXPERTS, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        for at in range(begin, tl.minimum(begin + BLOCK_M, stop)):
+            _multiply_one(
+                x, out, order, at, expert, num_pairs, num_out, row_elements, pairs_per_row, more,
+                weight, FORM, EXPERTS, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+
+
+@triton.jit
+def _multiply_one(  # type: ignore[no-untyped-def]
+    x, out, order, begin, expert, num_pairs, num_out, row_elements, pairs_per_row, more, weight,
+    FORM: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Multiply a program's rows by the input of a pair."""
     n, num_out, before, _all_out, at_codes, at_scales = find_weight(more, num_out, BLOCK_N)
     is_row = n < num_out
     pair = begin

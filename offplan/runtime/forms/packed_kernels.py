@@ -219,11 +219,31 @@ def multiply_each(  # type: ignore[no-untyped-def]
     more, weight, exponent, base, patches, patch_blocks, reserve, EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """One program for BLOCK_N rows of a weight, times one input, without tensor cores."""
-    expert, begin, _ = find_block(starts, num_pairs, num_experts, EXPERTS, 1)
+    """One program for BLOCK_N rows of a weight, times BLOCK_M inputs, without tensor cores."""
+    expert, begin, stop = find_block(starts, num_pairs, num_experts, EXPERTS, BLOCK_M)
     if EXPERTS:  # noqa: SIM102 (a constant, apart from what is computed)
         if expert >= num_experts:
             return
+    if BLOCK_M == 1:
+        _multiply_one(
+            x, out, order, begin, expert, num_out, row_words, pairs_per_row, weight, exponent,
+            base, patches, patch_blocks, reserve, EXPERTS, BLOCK_N, BLOCK_K, WHOLE,
+        )  # fmt: skip
+    else:
+        for at in range(begin, tl.minimum(begin + BLOCK_M, stop)):
+            _multiply_one(
+                x, out, order, at, expert, num_out, row_words, pairs_per_row, weight, exponent,
+                base, patches, patch_blocks, reserve, EXPERTS, BLOCK_N, BLOCK_K, WHOLE,
+            )  # fmt: skip
+
+
+@triton.jit
+def _multiply_one(  # type: ignore[no-untyped-def]
+    x, out, order, begin, expert, num_out, row_words, pairs_per_row, weight, exponent, base,
+    patches, patch_blocks, reserve, EXPERTS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Multiply a program's rows by the input of a pair."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     pair = begin
     if EXPERTS:

@@ -182,9 +182,9 @@ def multiply_slots(
 
     ``parts`` are those of slots, [slots, ...]. The first two of ``pairs`` list the pairs by slot,
     and where each slot's begin, as of ``multiply_pairs`` with as many slots as experts. ``rest``
-    are the parts of all experts, and the last two list the pairs that have no slot by expert;
-    without ``rest`` all have one. The result is bit for bit what ``multiply_pairs`` makes of all
-    experts in GPU memory.
+    are the parts of all experts, in host memory, and the last two list the pairs that have no slot
+    by expert; without ``rest`` all have one. The result is bit for bit what ``multiply_pairs``
+    makes of all experts in GPU memory.
     """
     order, starts, *others = pairs
     of_expert = 2 * order.numel() // (starts.numel() - 1)
@@ -287,8 +287,9 @@ def _multiply(
 ) -> torch.Tensor:
     """Multiply as ``multiply_rows`` and ``multiply_pairs`` do: [pairs, out].
 
-    ``more`` are the same experts' parts elsewhere, with the pairs that are multiplied by these.
-    ``beside`` are other weights that rows are multiplied by: their products follow one another.
+    ``more`` are the same experts' parts in host memory, with the pairs that are multiplied by
+    these. ``beside`` are other weights that rows are multiplied by: their products follow one
+    another.
     """
     weight = operands_of(form, parts)
     if pairs is not None:  # of which slots may hold fewer
@@ -306,15 +307,20 @@ def _multiply(
     out = x.new_empty(splits, *shape, dtype=torch.float32 if splits > 1 else x.dtype)
     planes = _planes_of(form, parts, x)
     per_row = num_pairs // x.shape[-2]
-    sources = [(weight, pairs), *((operands_of(form, rest), of) for rest, of in more)]
-    for source, of_source in sources:
+    # of an expert in host memory one program multiplies all pairs, so that it crosses once
+    here = 1 if way.by_one else block_m
+    sources = [
+        (weight, pairs, here),
+        *((operands_of(form, rest), of, block_m) for rest, of in more),
+    ]
+    for source, of_source, most_rows in sources:
         way.kernel[(num_blocks_out, way.num_blocks, splits)](
             planes, out, *(of_source or (None, None)),
             num_pairs, num_out, length, split, per_row, weight.num_experts, further,
             *source.arguments,
             **source.constants,
             EXPERTS=0 if pairs is None else triton.next_power_of_2(weight.num_experts),
-            BLOCK_M=block_m,
+            BLOCK_M=most_rows,
             BLOCK_N=way.block_n,
             BLOCK_K=way.block_k,
             num_warps=4,
@@ -340,6 +346,8 @@ class _Way(NamedTuple):
     """Blocks of pairs."""
     splits: int
     options: dict[str, int]
+    by_one: bool = False
+    """True if the kernel multiplies by one input after another, and not by all at once."""
 
 
 def _choose_way(
@@ -353,7 +361,7 @@ def _choose_way(
     if weight.pack > 1 and num_pairs <= EACH_ROWS * weight.num_experts:
         options = {"maxnreg": EACH_REGISTERS} if is_packed else {}
         tile = EACH_OUT, EACH_ELEMENTS, num_stages
-        return _Way(own_kernels.multiply_each, *tile, num_pairs, 1, options)
+        return _Way(own_kernels.multiply_each, *tile, num_pairs, 1, options, by_one=True)
     num_blocks = triton.cdiv(num_pairs, block_m)
     if not of_rows:  # each expert's last block may be part of one
         num_blocks += min(weight.num_experts, num_pairs)
