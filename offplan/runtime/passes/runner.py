@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from offplan.kernel_sizes import MAX_CAPTURED_TOKENS, is_captured
+from offplan.kernel_sizes import is_captured
 from offplan.placement import Phase
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.skeleton import decoder_layers
@@ -399,13 +399,10 @@ class ModelRunner:
     def captures_prompt(self, batch: int, num_tokens: int) -> bool:
         """Return True if a prompt of this shape is captured when it comes twice in a row."""
         num_chunks = -(-num_tokens // self.chunk)
-        # linear attention launches something for every few tokens, however long the chunk
-        is_short = not self.linear or num_chunks <= MAX_CAPTURED_TOKENS // self.chunk
         return (
             self._capture
             and self.predictor is None  # which reads all hidden states
             and self.chunk <= num_tokens
-            and is_short
             and is_captured(num_chunks, batch * self.chunk)
             and self._experts.can_capture(batch * self.chunk)
         )
