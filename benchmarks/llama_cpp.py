@@ -1,11 +1,12 @@
 """Time plans beside llama.cpp at equal GPU memory, one row after another, as JSON.
 
-    python -m benchmarks.llama_cpp FOLDER [NAME ...] [--prompt-tokens N --batch N] > rows.json
+    python -m benchmarks.llama_cpp FOLDER [NAME ...] [--workloads 512x1 8192x1 512x4] > rows.json
 
 Needs a CUDA device, ``llama-bench`` on PATH, and for batches ``llama-batched-bench``. FOLDER gets
-GGUF files of random weights, each removed behind its row: best one in memory, for 60 GB of
-gpt-oss-120b. NAMEs pick rows by a part of their name. Batches are split as one sequence is whose
-context is as long as all of them together.
+GGUF files of random weights, each removed behind its rows: best one in memory, for 60 GB of
+gpt-oss-120b. NAMEs pick models by a part of their name. A workload is the tokens of a prompt and
+the number of sequences. Batches are split as one sequence is whose context is as long as all of
+them together.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import shlex
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -99,51 +100,62 @@ def time_batch(gguf: Path, split: Sequence[str], prompt_tokens: int, batch: int)
     }
 
 
-def measure(row: Row, folder: Path, prompt_tokens: int, batch: int) -> dict[str, Any]:
+def measure(row: Row, folder: Path, gguf: Path, prompt_tokens: int, batch: int) -> dict[str, Any]:
     """Measure both ways of a row."""
-    file, gguf = folder / "plan.yaml", folder / f"{row.name.split(',')[0]}.gguf"
-    config = json.loads(Path(row.config, "config.json").read_text("utf-8"))
-    write(config, gguf, TYPES[row.stored])
-    try:
-        plan(row, file, batch * prompt_tokens, 1, batch * 128)
-        beside = bench(file, 2, 20, "--vs", "llama.cpp", "--gguf", str(gguf))
-        found = beside["vs"]["llama.cpp"]
-        if batch > 1 and found.get("told"):
+    file = folder / "plan.yaml"
+    plan(row, file, batch * prompt_tokens, 1, batch * 128)
+    beside = bench(file, 2, 20, "--vs", "llama.cpp", "--gguf", str(gguf))
+    found = beside["vs"]["llama.cpp"]
+    if batch > 1:
+        if found.get("told"):
             options = re.search(r"-ngl \d+( -ncmoe \d+)?", found["told"])
             assert options is not None
             found = time_batch(gguf, options.group().split(), prompt_tokens, batch)
-    finally:
-        gguf.unlink()
-    if batch > 1:
         plan(row, file, prompt_tokens, batch, 128)
         beside = bench(file, 2, 20)
     keys = ("predicted", "measured", "experts")
     return {
-        "model": row.name,
-        "gpu_memory": row.gpu_memory,
-        "prompt_tokens": prompt_tokens,
-        "batch": batch,
         "llama_cpp": found,
         "offplan": {key: beside[key] for key in keys if key in beside},
     }
 
 
+def measure_all(
+    row: Row, folder: Path, workloads: Sequence[tuple[int, int]]
+) -> Iterator[dict[str, Any]]:
+    """Measure a row's workloads with one file of weights; one that fails is part of the result."""
+    gguf = folder / f"{row.name.split(',')[0]}.gguf"
+    write(json.loads(Path(row.config, "config.json").read_text("utf-8")), gguf, TYPES[row.stored])
+    try:
+        for prompt_tokens, batch in workloads:
+            try:
+                found = measure(row, folder, gguf, prompt_tokens, batch)
+            except subprocess.CalledProcessError as error:
+                found = {"failed": error.stderr.splitlines()[-20:]}
+            of = {"prompt_tokens": prompt_tokens, "batch": batch}
+            yield {"model": row.name, "gpu_memory": row.gpu_memory, **of, **found}
+    finally:
+        gguf.unlink()
+
+
+def read_workload(text: str) -> tuple[int, int]:
+    """Read a workload: ``8192x4`` is four sequences of 8,192 tokens. Raises ValueError."""
+    prompt_tokens, batch = map(int, text.split("x"))
+    return prompt_tokens, batch
+
+
 def main() -> None:
-    """Measure the rows; one that fails is part of the result."""
+    """Measure the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", default=[""])
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--workloads", nargs="+", type=read_workload, default=[(512, 1)])
     args = parser.parse_args()
     rows = []
     for row in (row for name in args.names for row in ROWS if name in row.name):
-        print(row.name, file=sys.stderr, flush=True)
-        try:
-            rows.append(measure(row, args.folder, args.prompt_tokens, args.batch))
-        except subprocess.CalledProcessError as error:
-            rows.append({"model": row.name, "failed": error.stderr.splitlines()[-20:]})
-        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+        for found in measure_all(row, args.folder, args.workloads):
+            rows.append(found)
+            print(json.dumps(found), file=sys.stderr, flush=True)
     print(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1))
 
 
