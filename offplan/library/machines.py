@@ -141,7 +141,7 @@ def measure_here(
     skipped: tuple[str, ...] = ()
     if with_cores:
         # their figures are taken of layers that are built for offplan's own passes
-        own = None if held and not held[0].way.is_own else model
+        own = held[0] if held and held[0].way.is_own else None
         profile, skipped = _add_cores(profile, own, device, host_threads, on_stage)
     return Machine(profile, profile.gpu_memory.value - used, skipped=skipped)
 
@@ -203,7 +203,7 @@ def _add_model(
 
 def _add_cores(
     profile: MachineProfile,
-    model: Model | None,
+    stage: Stage | None,
     device: DeviceName,
     host_threads: int | None,
     on_stage: Stages,
@@ -216,7 +216,7 @@ def _add_cores(
 
     from offplan.runtime.measuring.cores import measure_cores
 
-    stage, progress = None if model is None else hold(model), on_stage("measuring the host's cores")
+    progress = on_stage("measuring the host's cores")
     skipped: tuple[str, ...] = ()
     try:
         figures = measure_cores(stage, torch.device(device), host_threads)
@@ -235,31 +235,38 @@ def _add_cores(
     return MachineProfile.model_validate(profile.model_dump() | figures), skipped
 
 
-def add_kept_cores(machine: Machine, on_stage: Stages = silent) -> Machine:
-    """Add what the host's cores read of bf16 experts, measured on this hardware now or before.
+def add_kept_cores(
+    machine: Machine, model: Model | None = None, on_stage: Stages = silent
+) -> Machine:
+    """Add what the host's cores read of a model's weights, measured on this hardware now or before.
 
-    Figures that other processes disturb are not kept: the next answer measures them again. If the
-    cores cannot multiply, ``Machine.no_cores`` tells why.
+    Without a ``model`` they read bf16 experts. So they do where a layer is too large to try, or has
+    what they cannot multiply. Figures that other processes disturb are not kept: the next answer
+    measures them again. If the cores cannot multiply, ``Machine.no_cores`` tells why.
     """
     import torch
 
+    from offplan.runtime.measuring.cores import is_sample
     from offplan.runtime.measuring.cores_cache import HOST_CORES, cores_key
 
     try:
         check_platform()  # first: other systems do not say which cores they have
     except OffplanError as error:
         return replace(machine, no_cores=describe_refusal(error))
-    key = cores_key(torch.device("cuda"))
-    figures = HOST_CORES.find(key)
-    if figures is not None:
-        profile = MachineProfile.model_validate(machine.profile.model_dump() | dict(figures))
-        return replace(machine, profile=profile)
-    profile, skipped = _add_cores(machine.profile, None, "cuda", None, on_stage)
-    if profile.cores is None:
-        return replace(machine, no_cores=skipped[0].removeprefix(_SKIPPED))
-    if profile.cores.basis == "measured":  # not beside busy processes
-        HOST_CORES.keep(key, profile.model_dump(include={*_OF_CORES, "host_threads"}))
-    return replace(machine, profile=profile)
+    held = [] if model is None else [hold(model)]
+    skipped: tuple[str, ...] = ()
+    for stage in (*filter(is_sample, held), None):
+        key = cores_key(torch.device("cuda"), stage)
+        figures = HOST_CORES.find(key)
+        if figures is not None:
+            profile = MachineProfile.model_validate(machine.profile.model_dump() | dict(figures))
+            return replace(machine, profile=profile)
+        profile, skipped = _add_cores(machine.profile, stage, "cuda", None, on_stage)
+        if profile.cores is not None:
+            if profile.cores.basis == "measured":  # not beside busy processes
+                HOST_CORES.keep(key, profile.model_dump(include={*_OF_CORES, "host_threads"}))
+            return replace(machine, profile=profile)
+    return replace(machine, no_cores=skipped[0].removeprefix(_SKIPPED))
 
 
 def find_machine(
@@ -275,8 +282,8 @@ def find_machine(
 
     The host's other GPUs are measured only where the ``store`` is one of them, or the plan is for
     several. Layers are timed as the ``goal`` has them. The host's cores are measured where plans
-    may have them multiply, once for this hardware. Raises what ``load_machine`` and
-    ``measure_here`` raise.
+    may have them multiply, once for this hardware and such layers. Raises what ``load_machine``
+    and ``measure_here`` raise.
     """
     if name is not None:
         return load_machine(name)
@@ -291,7 +298,7 @@ def find_machine(
     except CheckpointError:  # what cannot run cannot be timed: its compute is estimated
         machine = measure()
     has_cores = chosen.get("host_cores", goal.host_cores)
-    return add_kept_cores(machine, on_stage) if has_cores else machine
+    return add_kept_cores(machine, model, on_stage) if has_cores else machine
 
 
 def has_gpu() -> bool:

@@ -115,7 +115,7 @@ def test_the_cores_are_measured_once_where_plans_may_have_them(
     timed = []
 
     def time_cores(stage: Any, *_: Any) -> dict[str, Any]:
-        timed.append(stage)
+        timed.append(stage and stage.model.source)
         return {"cores": {"value": 9e10, "basis": "measured", "source": "a test"}}
 
     monkeypatch.setattr(cores, "measure_cores", time_cores)
@@ -131,12 +131,40 @@ def test_the_cores_are_measured_once_where_plans_may_have_them(
         found = find_machine(None, model, WORKLOAD)
         assert found is not None
         assert (found.profile.cores_rate.value, found.no_cores) == (9e10, None)
-    assert timed == [None]  # of no model's weights, and kept
+    assert timed == [str(TINY_MOE)]  # of its own weights, and kept
     machine.gpu.name = "another GPU"
     find_machine(None, model, WORKLOAD)
     monkeypatch.setattr(hardware, "core_quota", lambda: 2.0)
     find_machine(None, model, WORKLOAD)
-    assert timed == [None] * 3
+    assert timed == [str(TINY_MOE)] * 3
+
+
+def test_the_cores_are_measured_with_each_models_own_weights(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they read of one form says little of another: they decode it."""
+    timed = []
+
+    def time_cores(stage: Any, *_: Any) -> dict[str, Any]:
+        timed.append(stage and stage.model.model_type)
+        if stage is not None and stage.model.model_type == "mixtral":
+            raise OffplanError("no kernel for these")
+        return {"cores": {"value": 9e10, "basis": "measured", "source": "a test"}}
+
+    monkeypatch.setattr(cores, "measure_cores", time_cores)
+    monkeypatch.setattr(
+        offplan.machine.measure, "measure_machine", lambda *_, **__: load_profile("rtx4090")
+    )
+    published = TINY_MOE.parents[1] / "benchmarks" / "models"
+    for name in ("gpt-oss-20b", "qwen3-30b-a3b-fp8", "gpt-oss-20b", "mixtral-8x7b"):
+        found = find_machine(None, open_model(str(published / name / "config.json")), WORKLOAD)
+        assert found is not None
+        assert found.no_cores is None
+    # bf16 experts stand in for what the cores cannot multiply, and for layers of many GiB
+    assert timed == ["gpt_oss", "qwen3_moe", "mixtral", None]
+    large = open_model(str(published / "deepseek-v3-8-layers" / "config.json"))
+    find_machine(None, large, WORKLOAD)
+    assert len(timed) == 4
 
 
 def test_figures_of_busy_cores_are_used_and_not_kept(

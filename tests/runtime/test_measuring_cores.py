@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GPT2Config
 
 from offplan.checkpoint.open import open_model
 from offplan.errors import OffplanError
@@ -55,6 +56,15 @@ def test_a_models_own_products_are_timed(family: str, form: str, tmp_path: Path)
     folder = save_stored(family, form, tmp_path, dtype=torch.bfloat16)[0]
     made = cores.measure_cores(hold(open_model(str(folder))), CPU, 1)
     check(as_profile(made), f"products of {family} as stored")
+
+
+def test_a_model_without_such_products_is_refused(tmp_path: Path) -> None:
+    """Weights of its linear layers are transposed."""
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=64, dtype="bfloat16")
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(OffplanError, match="no matrices that the host's cores can multiply"):
+        cores.measure_cores(hold(open_model(str(tmp_path / "config.json"))), CPU, 1)
 
 
 def test_without_a_model_experts_of_bf16_are() -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offplan.backends import Backend
+from offplan.errors import OffplanError
 from offplan.forms.form import RAW, Component
 from offplan.held.stage import Stage
 from offplan.hostcores.coordinator import choose_cores
@@ -33,6 +34,8 @@ from offplan.units import format_bytes
 
 LEAST_BYTES = 2 << 30
 """Bytes of weights that are multiplied in turns, where the model has so many: more than caches."""
+MOST_BYTES = 5 << 30
+"""Bytes of a layer whose weights are made to be multiplied where nobody asked for it, at most."""
 NUM_PRODUCTS = 32
 """Products of a sample."""
 NUM_RATE_SAMPLES = 21
@@ -55,6 +58,12 @@ class Product(NamedTuple):
     """Bytes of weights that it reads."""
     keeps: Any
     """Objects that its addresses point to."""
+
+
+def is_sample(stage: Stage) -> bool:
+    """Return True if a model's layers are small enough for ``measure_cores`` to be quick."""
+    largest = max(sum(each.nbytes for each in layer.parameters) for layer in stage.model.layers)
+    return largest <= MOST_BYTES
 
 
 def measure_cores(
@@ -215,6 +224,8 @@ def _lend_products(
                 for task in tasks
                 if not isinstance(task, ExpertsTask)
             ]
+        if not products:
+            raise OffplanError(f"{model.source} has no matrices that the host's cores can multiply")
         each_bytes = format_bytes(sum(each.num_bytes for each in products) // len(products))
         yield products, f"products of {model.model_type} as stored, {each_bytes} each"
 

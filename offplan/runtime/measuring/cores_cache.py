@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from offplan.disk_cache import KeptAnswers
+from offplan.held.stage import Stage
 from offplan.hostcores.build import name_source
 from offplan.hostmem.hardware import name_hardware
 
@@ -16,9 +17,10 @@ _NAMES = frozenset(
 """Keys that ``measure_cores`` gives."""
 
 
-def cores_key(device: torch.device) -> dict[str, Any]:
-    """Name all that ``measure_cores`` measures without a model, as plain JSON."""
-    return name_hardware(device) | {"library": name_source()}
+def cores_key(device: torch.device, stage: Stage | None) -> dict[str, Any]:
+    """Name all that ``measure_cores`` depends on, of a model or of none, as plain JSON."""
+    layers = [] if stage is None else [stage.time_key(layer.key) for layer in stage.layers]
+    return name_hardware(device) | {"library": name_source(), "layers": layers}
 
 
 def _encode(figures: Mapping[str, Any]) -> bytes:
