@@ -80,13 +80,13 @@ as they return it.
 Source: ``runtime.parts.experts.Meeting``. Pairs that are sorted already take less than both terms:
 their block is as large, since gates differ in what they hold.
 """
-ROWS_AT_RATE, CODED_ROWS_AT_RATE = 5.0, 3.0
-"""Rows that a weight in bf16 meets as fast as one, raw or packed, and a weight of codes; more take
-as much longer as they are more.
+ROW_COST, CODED_ROW_COST = 0.07, 0.25
+"""Time that the host's cores take for each further row of a weight in bf16, raw or packed, and of a
+weight of codes, as a share of the first row's.
 
-Source: AVX-512 of an H200's host, of Zen 5 and of another EPYC. 4 and 8 rows take as many times as
-long as one: by bf16 1.05 to 1.54 and 1.22 to 1.36, by 8 bits 1.33 to 1.75 and 1.73 to 3.0, by 4
-bits 1.24 to 2.76 and 1.63 to 4.4.
+Source: AVX-512 of two H200s' hosts, of Zen 5 and of another EPYC. 4 and 8 rows take as many times
+as long as one: by bf16 1.05 to 1.54 and 1.22 to 1.63, by 8 bits 1.33 to 1.75 and 1.73 to 3.0, by 4
+bits 1.24 to 2.76 and 1.63 to 4.5. The more the first row is left waiting for memory, the less.
 """
 ASSUMED_CORES_BYTES_PER_S = 60e9
 """Bytes of weights that the host's cores read where nobody has measured them.
@@ -213,7 +213,7 @@ def are_ruled(*dims: int) -> bool:
 
 def slowness(rows: float, *, codes: bool) -> float:
     """Time of a product by the host's cores, as a multiple of that of one row."""
-    return max(1.0, rows / (CODED_ROWS_AT_RATE if codes else ROWS_AT_RATE))
+    return 1.0 + (CODED_ROW_COST if codes else ROW_COST) * max(0.0, rows - 1)
 
 
 def next_power(number: int) -> int:

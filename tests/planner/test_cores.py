@@ -18,7 +18,7 @@ from offplan.errors import OffplanError
 from offplan.forms.form import RAW, Form, Kind
 from offplan.held.unit import group_units
 from offplan.hostcores.build import check_platform
-from offplan.kernel_sizes import ROWS_AT_RATE, slowness
+from offplan.kernel_sizes import CODED_ROW_COST, ROW_COST, slowness
 from offplan.library.asking import pose
 from offplan.library.machines import load_machine
 from offplan.library.sessions import open_session
@@ -89,12 +89,12 @@ def test_rates_beside_copies() -> None:
     assert shipped.cores_rate.basis == shipped.cores_trip.basis == "estimated"
 
 
-def test_rows_beyond_the_rate_take_longer() -> None:
+def test_further_rows_of_a_weight_take_longer() -> None:
     model = moe_model(4)
     units = [u for u in group_units(model.layers[0]) if not u.is_expert and len(u.shape) > 1]
     one, many = (find_use(units, MACHINE, model.experts, batch, None) for batch in (1, 12))
     assert one.slowness == 1.0
-    assert many.slowness == 12 / ROWS_AT_RATE
+    assert many.slowness == pytest.approx(1 + 11 * ROW_COST)
     assert one.num_products == many.num_products == len(units)
     layer = next(each for each in model.layers if each.expert_bytes)
     routed = [unit for unit in group_units(layer) if unit.is_expert]
@@ -107,8 +107,12 @@ def test_rows_beyond_the_rate_take_longer() -> None:
     assert sum(taken[:2]) == pytest.approx(taken[2])
 
 
-def test_codes_meet_fewer_rows_as_fast_as_one() -> None:
-    assert [slowness(4, codes=codes) for codes in (False, True)] == [1.0, 4 / 3]
+def test_a_further_row_of_codes_takes_more_of_the_first_ones_time() -> None:
+    assert [slowness(5, codes=codes) for codes in (False, True)] == [
+        1 + 4 * ROW_COST,
+        1 + 4 * CODED_ROW_COST,
+    ]
+    assert slowness(0.5, codes=True) == 1.0
     forms = RAW, Form(Kind.PACKED), Form(Kind.MXFP4, (1, 32))
     assert [form.is_rounded for form in forms] == [False, False, True]
 
