@@ -55,13 +55,11 @@ DIVIDING_S = 18e-6
 Source: 12 layers of Qwen3-30B-A3B in FP8 on an H200, with two routings and two shares each. They
 took 7 to 23 us a layer beyond what ``Missed`` predicts besides.
 """
-PASS_SLOWDOWN = 1.2
-"""Times that a pass which checks drafts waits for missed experts, by the rates of a step.
+ROWS_SLOWDOWN = 1.1
+"""Times that a step of several rows waits for missed experts, by the rates of one row.
 
-Source: an H200. In gpt-oss-120b and 24 GiB a pass of 4 tokens waited 57.9 ms where 45.4 were
-predicted, and a step 14.2 where 12.6 were: 1.13 times. In gpt-oss-20b and 8 GiB a pass of 2 waited
-14.6 where 12.2 were, one of 4 30.6 where 22.0 were. A step waited 7.8 where 7.2 were: 1.10 and 1.28
-times. Why is not known.
+So does a pass that checks drafts. Experts that no slot holds are read in place, more slowly than
+others are copied. Source: gpt-oss-20b in 8 GiB on an H200, batch 4: a step waited 25.7 ms for 23.2.
 """
 LAST_TOKENS = 64
 """Tokens of each prompt whose experts are in the slots when it ends, as if they had been steps."""
@@ -298,7 +296,7 @@ class Missed(NamedTuple):
         assert experts is not None
         rates = find_rates(slots, chosen, at_use.machine) if slots.by_cores else None
         found = find_experts(slots, experts, at_use.reuse, at_use.num_tokens, rates)
-        return cls(slots, found, chosen, rates, PASS_SLOWDOWN if at_use.tokens > 1 else 1.0)
+        return cls(slots, found, chosen, rates, ROWS_SLOWDOWN if at_use.num_tokens > 1 else 1.0)
 
     @property
     def cores(self) -> CoresUse:

@@ -20,7 +20,7 @@ from offplan.capabilities.cached_experts import (
 from offplan.checkpoint.model import Experts
 from offplan.costs.cached_experts import (
     DIVIDING_S,
-    PASS_SLOWDOWN,
+    ROWS_SLOWDOWN,
     Missed,
     brought_bytes,
     divide_all,
@@ -180,19 +180,22 @@ def test_uniform_routing_brings_nothing_for_later() -> None:
     assert 0 < found.by_cores < found.misses
 
 
-def test_a_pass_waits_longer_for_as_many_missed() -> None:
-    """An H200 waited 1.10 to 1.28 times as long as a step's rates say."""
+def test_several_rows_wait_longer_for_as_many_missed() -> None:
+    """Rows of sequences as those of a pass."""
     stage, machine = hold(moe_model(3)), make_machine()
     slots = ExpertSlots(1, NUM_EXPERTS, (1 << 20,), by_cores=True)
-    of_sequences, of_one = (
+    of_sequences, of_pass, of_one = (
         Missed.predict(slots, AtUse(stage, machine, *sizes), CoresUse(1 << 20, 1, 1.0))
-        for sizes in ((2, 1), (1, 2))
+        for sizes in ((2, 1), (1, 2), (1, 1))
     )
-    assert of_sequences.found == of_one.found
-    link_ps = to_ps(brought_bytes(slots, of_one.found) / machine.uva.value)
+    assert of_sequences == of_pass
+    link_ps = to_ps(brought_bytes(slots, of_pass.found) / machine.uva.value)
     alike = to_ps(DIVIDING_S) - link_ps  # nothing is multiplied meanwhile
-    waits = [each.waiting_ps(machine, 0) - alike for each in (of_sequences, of_one)]
-    assert waits[1] == pytest.approx(PASS_SLOWDOWN * waits[0], rel=1e-6)
+    waits = [
+        each.waiting_ps(machine, 0) - alike for each in (of_pass._replace(slowdown=1.0), of_pass)
+    ]
+    assert waits[1] == pytest.approx(ROWS_SLOWDOWN * waits[0], rel=1e-6)
+    assert of_one.slowdown == 1.0
 
 
 def test_an_idle_link_brings_more() -> None:
