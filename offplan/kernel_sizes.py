@@ -82,11 +82,16 @@ their block is as large, since gates differ in what they hold.
 """
 ROW_COST, CODED_ROW_COST = 0.07, 0.25
 """Time that the host's cores take for each further row of a weight in bf16, raw or packed, and of a
-weight of codes, as a share of the first row's.
+weight of codes, as a share of the first row's: at least, up to some eight rows.
 
 Source: AVX-512 of two H200s' hosts, of Zen 5 and of another EPYC. 4 and 8 rows take as many times
 as long as one: by bf16 1.05 to 1.54 and 1.22 to 1.63, by 8 bits 1.33 to 1.75 and 1.73 to 3.0, by 4
-bits 1.24 to 2.76 and 1.63 to 4.5. The more the first row is left waiting for memory, the less.
+bits 1.24 to 2.76 and 1.63 to 4.5. The more the first row waits for memory, the less.
+"""
+ROWS_AT_RATE, CODED_ROWS_AT_RATE = 5.0, 3.0
+"""Rows of these that take as long as one, times their number: at least, for many rows.
+
+Source: estimated.
 """
 ASSUMED_CORES_BYTES_PER_S = 60e9
 """Bytes of weights that the host's cores read where nobody has measured them.
@@ -213,7 +218,8 @@ def are_ruled(*dims: int) -> bool:
 
 def slowness(rows: float, *, codes: bool) -> float:
     """Time of a product by the host's cores, as a multiple of that of one row."""
-    return 1.0 + (CODED_ROW_COST if codes else ROW_COST) * max(0.0, rows - 1)
+    more = 1.0 + (CODED_ROW_COST if codes else ROW_COST) * max(0.0, rows - 1)
+    return max(more, rows / (CODED_ROWS_AT_RATE if codes else ROWS_AT_RATE))
 
 
 def next_power(number: int) -> int:

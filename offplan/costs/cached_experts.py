@@ -58,8 +58,9 @@ took 7 to 23 us a layer beyond what ``Missed`` predicts besides.
 ROWS_SLOWDOWN = 1.1
 """Times that a step of several rows waits for missed experts, by the rates of one row.
 
-So does a pass that checks drafts. Experts that no slot holds are read in place, more slowly than
-others are copied. Source: gpt-oss-20b in 8 GiB on an H200, batch 4: a step waited 25.7 ms for 23.2.
+Experts that no slot holds are read in place, more slowly than others are copied. Source:
+gpt-oss-20b in 8 GiB on an H200, batch 4: a step waited 25.7 ms for 23.2. A pass that checks drafts
+is assumed to be alike.
 """
 LAST_TOKENS = 64
 """Tokens of each prompt whose experts are in the slots when it ends, as if they had been steps."""

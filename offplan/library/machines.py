@@ -240,13 +240,13 @@ def add_kept_cores(
 ) -> Machine:
     """Add what the host's cores read of a model's weights, measured on this hardware now or before.
 
-    Without a ``model`` they read bf16 experts. So they do where a layer is too large to try, or has
-    what they cannot multiply. Figures that other processes disturb are not kept: the next answer
-    measures them again. If the cores cannot multiply, ``Machine.no_cores`` tells why.
+    The weights are bf16 experts without a ``model``, with a large one, and with one that the cores
+    cannot multiply. Figures that other processes disturb are not kept: the next answer measures
+    them again. If the cores cannot multiply, ``Machine.no_cores`` tells why.
     """
     import torch
 
-    from offplan.runtime.measuring.cores import is_sample
+    from offplan.runtime.measuring.cores import is_small
     from offplan.runtime.measuring.cores_cache import HOST_CORES, cores_key
 
     try:
@@ -255,17 +255,20 @@ def add_kept_cores(
         return replace(machine, no_cores=describe_refusal(error))
     held = [] if model is None else [hold(model)]
     skipped: tuple[str, ...] = ()
-    for stage in (*filter(is_sample, held), None):
+    missing = []
+    for stage in (*filter(is_small, held), None):
         key = cores_key(torch.device("cuda"), stage)
-        figures = HOST_CORES.find(key)
-        if figures is not None:
-            profile = MachineProfile.model_validate(machine.profile.model_dump() | dict(figures))
-            return replace(machine, profile=profile)
-        profile, skipped = _add_cores(machine.profile, stage, "cuda", None, on_stage)
-        if profile.cores is not None:
-            if profile.cores.basis == "measured":  # not beside busy processes
-                HOST_CORES.keep(key, profile.model_dump(include={*_OF_CORES, "host_threads"}))
-            return replace(machine, profile=profile)
+        if (figures := HOST_CORES.find(key)) is None:
+            missing.append(key)
+            profile, skipped = _add_cores(machine.profile, stage, "cuda", None, on_stage)
+            if profile.cores is None:
+                continue
+            figures = profile.model_dump(include={*_OF_CORES, "host_threads"})
+        if figures["cores"]["basis"] == "measured":  # not beside busy processes
+            for each in missing:  # that of a model which was refused has what stands in
+                HOST_CORES.keep(each, figures)
+        profile = MachineProfile.model_validate(machine.profile.model_dump() | dict(figures))
+        return replace(machine, profile=profile)
     return replace(machine, no_cores=skipped[0].removeprefix(_SKIPPED))
 
 

@@ -155,8 +155,10 @@ def test_the_cores_are_measured_with_each_models_own_weights(
     monkeypatch.setattr(
         offplan.machine.measure, "measure_machine", lambda *_, **__: load_profile("rtx4090")
     )
+    room = 2**40
+    monkeypatch.setattr(cores, "host_room", lambda *_: [(room, "a test")])
     published = TINY_MOE.parents[1] / "benchmarks" / "models"
-    for name in ("gpt-oss-20b", "qwen3-30b-a3b-fp8", "gpt-oss-20b", "mixtral-8x7b"):
+    for name in ("gpt-oss-20b", "qwen3-30b-a3b-fp8", "gpt-oss-20b", *["mixtral-8x7b"] * 2):
         found = find_machine(None, open_model(str(published / name / "config.json")), WORKLOAD)
         assert found is not None
         assert found.no_cores is None
@@ -164,6 +166,8 @@ def test_the_cores_are_measured_with_each_models_own_weights(
     assert timed == ["gpt_oss", "qwen3_moe", "mixtral", None]
     large = open_model(str(published / "deepseek-v3-8-layers" / "config.json"))
     find_machine(None, large, WORKLOAD)
+    room = 2**30
+    find_machine(None, open_model(str(published / "gpt-oss-120b" / "config.json")), WORKLOAD)
     assert len(timed) == 4
 
 

@@ -18,7 +18,7 @@ from offplan.errors import OffplanError
 from offplan.forms.form import RAW, Form, Kind
 from offplan.held.unit import group_units
 from offplan.hostcores.build import check_platform
-from offplan.kernel_sizes import CODED_ROW_COST, ROW_COST, slowness
+from offplan.kernel_sizes import CODED_ROW_COST, ROW_COST, ROWS_AT_RATE, slowness
 from offplan.library.asking import pose
 from offplan.library.machines import load_machine
 from offplan.library.sessions import open_session
@@ -94,7 +94,7 @@ def test_further_rows_of_a_weight_take_longer() -> None:
     units = [u for u in group_units(model.layers[0]) if not u.is_expert and len(u.shape) > 1]
     one, many = (find_use(units, MACHINE, model.experts, batch, None) for batch in (1, 12))
     assert one.slowness == 1.0
-    assert many.slowness == pytest.approx(1 + 11 * ROW_COST)
+    assert many.slowness == 12 / ROWS_AT_RATE
     assert one.num_products == many.num_products == len(units)
     layer = next(each for each in model.layers if each.expert_bytes)
     routed = [unit for unit in group_units(layer) if unit.is_expert]
@@ -108,9 +108,9 @@ def test_further_rows_of_a_weight_take_longer() -> None:
 
 
 def test_a_further_row_of_codes_takes_more_of_the_first_ones_time() -> None:
+    further = ROW_COST, CODED_ROW_COST
     assert [slowness(5, codes=codes) for codes in (False, True)] == [
-        1 + 4 * ROW_COST,
-        1 + 4 * CODED_ROW_COST,
+        1 + 4 * each for each in further
     ]
     assert slowness(0.5, codes=True) == 1.0
     forms = RAW, Form(Kind.PACKED), Form(Kind.MXFP4, (1, 32))

@@ -65,6 +65,17 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     return graphs
 
 
+def test_long_prompts_of_linear_attention_are_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its layers launch as many kernels for a chunk of any length."""
+    monkeypatch.setattr("tests.runtime.plans.CONTEXT", 8192)
+    session = open_session(save_tiny("linear", tmp_path), offload(prefill_chunk=512))
+    session.runner._capture = True
+    assert session.runner.captures_prompt(1, 16 * 512)
+    assert not session.runner.captures_prompt(1, 17 * 512)
+
+
 def open_capturing(folder: Path) -> Session:
     session = open_session(folder, DECISION)
     session.runner._capture = True

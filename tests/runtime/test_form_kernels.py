@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from offplan.forms.form import Component, Form, Kind
-from offplan.kernel_sizes import MAX_PAIRS
+from offplan.kernel_sizes import IN_PLACE_ROWS, MAX_PAIRS
 from offplan.runtime.forms import reference
 from tests.runtime import coded
 from tests.runtime.coded import (
@@ -319,7 +319,7 @@ def test_an_expert_without_a_slot_crosses_once(name: str, monkeypatch: pytest.Mo
     assert torch.equal(multiply_slots(form, slots, parts, x, *of_slots, *rest), expected)
     in_slots, in_place = most_pairs
     assert in_slots == 1
-    assert in_place >= 3
+    assert in_place == IN_PLACE_ROWS
 
 
 @pytest.mark.gpu
@@ -492,14 +492,16 @@ def test_kernels_of_words_compile(target: int) -> None:
         splits = name == "multiply"
         own = {"out": "*fp32" if splits else "*bf16"}
         tile: dict[Any, Any] = {"BLOCK_M": 16, "BLOCK_N": block_n, "BLOCK_K": 64}
+        alone = {} if splits else {"BLOCK_M": 1}
         kernel: Any = getattr(kernels, name)
         at = kernel.arg_names.index("weight")
         none = {(at, place): None for place in (2, 3, 4)}
         of_experts = {"EXPERTS": 32, "more": None}
         of_rows = {"EXPERTS": 0, "order": None, "starts": None}
         compile_ptx(kernel, target, codes | own, tile | layout | none | of_experts)
-        compile_ptx(kernel, target, codes | own | further, tile | layout | none | of_rows)
+        compile_ptx(kernel, target, codes | own, tile | layout | none | of_experts | alone)
+        compile_ptx(kernel, target, codes | own | further, tile | layout | none | of_rows | alone)
         kernel = getattr(packed_kernels, name)
         whole = {"WHOLE": True, "BLOCK_K": 32, "more": None}
-        for experts in (of_experts, of_rows):
-            compile_ptx(kernel, target, packed | own, tile | experts | whole)
+        for experts in (of_experts, of_experts | alone, of_rows | alone):
+            compile_ptx(kernel, target, packed | own, tile | whole | experts)

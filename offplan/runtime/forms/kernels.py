@@ -328,7 +328,6 @@ def multiply_each(  # type: ignore[no-untyped-def]
     """One program for BLOCK_N rows of a weight in words, times BLOCK_M inputs, one after another.
 
     Tensor cores want weights laid out anew; for one input, multiplying where they are is faster.
-    The program's rows stay in the first cache from one input to the next.
     """
     expert, begin, stop = find_block(starts, num_pairs, num_experts, EXPERTS, BLOCK_M)
     if EXPERTS:  # noqa: SIM102 (a constant, apart from what is computed)

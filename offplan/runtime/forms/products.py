@@ -171,7 +171,7 @@ def multiply_pairs(
     if Component.GROUP_INDEX in parts:
         x, parts, order, starts = _sort_each(x, parts, order, starts)
     pairs = order, starts
-    made = _multiply(form, parts, x, order.numel(), pairs, block_m)
+    made = _multiply(form, parts, x, order.numel(), pairs, block_m, in_place=in_place)
     return made.view(num_pairs, -1)
 
 
@@ -283,13 +283,14 @@ def _multiply(
     block_m: int,
     more: Sequence[tuple[Components, tuple[torch.Tensor, torch.Tensor]]] = (),
     *,
+    in_place: bool = False,
     beside: Sequence[Components] = (),
 ) -> torch.Tensor:
     """Multiply as ``multiply_rows`` and ``multiply_pairs`` do: [pairs, out].
 
-    ``more`` are the same experts' parts in host memory, with the pairs that are multiplied by
-    these. ``beside`` are other weights that rows are multiplied by: their products follow one
-    another.
+    ``in_place`` says that ``parts`` lie in host memory. There ``more`` are, the same experts' parts
+    with the pairs that these multiply. ``beside`` are other weights that rows are multiplied by:
+    their products follow one another.
     """
     weight = operands_of(form, parts)
     if pairs is not None:  # of which slots may hold fewer
@@ -307,12 +308,10 @@ def _multiply(
     out = x.new_empty(splits, *shape, dtype=torch.float32 if splits > 1 else x.dtype)
     planes = _planes_of(form, parts, x)
     per_row = num_pairs // x.shape[-2]
-    # of an expert in host memory one program multiplies all pairs, so that it crosses once
-    here = 1 if way.by_one else block_m
-    sources = [
-        (weight, pairs, here),
-        *((operands_of(form, rest), of, block_m) for rest, of in more),
-    ]
+    # pairs of an expert in host memory are one program's, so that it crosses once
+    there = IN_PLACE_ROWS if way.by_one else block_m
+    here = 1 if way.by_one and not in_place else there
+    sources = [(weight, pairs, here), *((operands_of(form, rest), of, there) for rest, of in more)]
     for source, of_source, most_rows in sources:
         way.kernel[(num_blocks_out, way.num_blocks, splits)](
             planes, out, *(of_source or (None, None)),

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from offplan.backends import Backend
+from offplan.checkpoint.model import Model
 from offplan.errors import OffplanError
 from offplan.forms.form import RAW, Component
 from offplan.held.stage import Stage
@@ -22,7 +24,7 @@ from offplan.hostcores.coordinator import choose_cores
 from offplan.hostcores.library import Activation, Dense, Team
 from offplan.hostmem.block import HostBlock
 from offplan.hostmem.busy import Watch, spread_of_half
-from offplan.hostmem.limits import core_quota
+from offplan.hostmem.limits import core_quota, host_room
 from offplan.machine.measure_time import Timing, figure, summarise, time_once, time_work
 from offplan.plan import Offload, Rule
 from offplan.runtime.forms.reference import Components
@@ -35,7 +37,7 @@ from offplan.units import format_bytes
 LEAST_BYTES = 2 << 30
 """Bytes of weights that are multiplied in turns, where the model has so many: more than caches."""
 MOST_BYTES = 5 << 30
-"""Bytes of a layer whose weights are made to be multiplied where nobody asked for it, at most."""
+"""Bytes of a model's weights that ``analyze`` has made to be multiplied, at most."""
 NUM_PRODUCTS = 32
 """Products of a sample."""
 NUM_RATE_SAMPLES = 21
@@ -60,10 +62,10 @@ class Product(NamedTuple):
     """Objects that its addresses point to."""
 
 
-def is_sample(stage: Stage) -> bool:
-    """Return True if a model's layers are small enough for ``measure_cores`` to be quick."""
-    largest = max(sum(each.nbytes for each in layer.parameters) for layer in stage.model.layers)
-    return largest <= MOST_BYTES
+def is_small(stage: Stage) -> bool:
+    """Return True if ``measure_cores`` page-locks few bytes: a quarter of those free at most."""
+    room = min(host_room(Path("/proc"), Path("/sys/fs/cgroup")), default=(4 * MOST_BYTES, ""))
+    return _count_sample(stage.model)[1] <= min(MOST_BYTES, room[0] // 4)
 
 
 def measure_cores(
@@ -191,6 +193,15 @@ def _measure_round_trip(device: torch.device) -> dict[str, dict[str, object]]:
     return {"cores_round_trip": figure(timing.seconds / _ROUND_TRIPS, how, timing.spread)}
 
 
+def _count_sample(model: Model) -> tuple[int, int]:
+    """Return how many of a model's layers a sample is of, and their bytes."""
+    count, taken = 0, 0
+    while count < len(model.layers) and taken < LEAST_BYTES:
+        taken += sum(parameter.nbytes for parameter in model.layers[count].parameters)
+        count += 1
+    return count, taken
+
+
 @contextmanager
 def _lend_products(
     stage: Stage | None, device: torch.device, kernels: int
@@ -200,10 +211,7 @@ def _lend_products(
         yield from _lend_default(device, kernels)
         return
     model = stage.model
-    count, taken = 0, 0
-    while count < len(model.layers) and taken < LEAST_BYTES:
-        taken += sum(parameter.nbytes for parameter in model.layers[count].parameters)
-        count += 1
+    count, _ = _count_sample(model)
     rule = Rule(group_size=1, num_in_group=1, prefill=Backend.UVA, decode=Backend.HOST)
     offload = Offload(prefill_chunk=64, rules=(rule,)).recoded_by(stage.recoding)
     short = replace(model, layers=model.layers[:count])

@@ -20,7 +20,8 @@ _NAMES = frozenset(
 def cores_key(device: torch.device, stage: Stage | None) -> dict[str, Any]:
     """Name all that ``measure_cores`` depends on, of a model or of none, as plain JSON."""
     layers = [] if stage is None else [stage.time_key(layer.key) for layer in stage.layers]
-    return name_hardware(device) | {"library": name_source(), "layers": layers}
+    model = None if stage is None else stage.model.key  # which has how many experts a token has
+    return name_hardware(device) | {"library": name_source(), "model": model, "layers": layers}
 
 
 def _encode(figures: Mapping[str, Any]) -> bytes:
