@@ -48,7 +48,7 @@ _OBJECTS = {
     "coordinator": ("coordinator.cpp", "x86-64"),
     "products": ("products.cpp", "x86-64"),
     "avx2": ("kernels.cpp", "x86-64-v3"),
-    "avx512": ("kernels.cpp", "x86-64-v4+avx512bf16+avx512vbmi"),
+    "avx512": ("kernels.cpp", "x86-64-v4+avx512bf16+avx512vbmi+avx512vnni"),
 }
 """Source and processor of each object file. Code for any processor is linked first: the linker
 keeps the first copy of what several objects have in common."""

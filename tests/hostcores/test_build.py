@@ -67,7 +67,7 @@ def test_what_comes_with_a_wheel_needs_no_compiler(
     made = build.prebuild()
     assert list((tmp_path / "prebuilt").iterdir()) == [made]
     calls = fake.read_text()
-    assert "-mcpu=x86_64_v4+avx512bf16+avx512vbmi" in calls
+    assert "-mcpu=x86_64_v4+avx512bf16+avx512vbmi+avx512vnni" in calls
     assert "-march" not in calls
     assert load() != made  # whoever names a compiler has it compile
     monkeypatch.delenv("CXX")

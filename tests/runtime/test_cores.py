@@ -20,8 +20,12 @@ from tests.tiers import first_quick
 
 require_cores()
 
-ROUNDED = {Kind.MXFP4, Kind.NVFP4, Kind.W4A16, Kind.W8A16, Kind.BNB8}
-"""Kinds whose inputs AVX2's kernels round to 16 bits."""
+OF_FOUR_BITS = {Kind.MXFP4, Kind.NVFP4, Kind.W4A16}
+ROUNDED = {
+    InstructionSet.AVX2: OF_FOUR_BITS | {Kind.W8A16, Kind.BNB8},
+    InstructionSet.AVX512: OF_FOUR_BITS,
+}
+"""Kinds whose inputs kernels round to 16 bits."""
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +53,8 @@ def team(library: Library) -> Iterator[Team]:
 
 
 def tolerance(library: Library, kernels: int, kind: Kind) -> float:
-    is_avx2 = kernels == library.kernels(InstructionSet.AVX2)
-    return 1e-4 if is_avx2 and kind in ROUNDED else 1e-6
+    (own,) = (each for each in library.instruction_sets if library.kernels(each) == kernels)
+    return 1e-4 if kind in ROUNDED[own] else 1e-6
 
 
 def check(made: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:

@@ -1,5 +1,6 @@
-// AVX-512 with BF16 and VBMI: weights become bfloat16 in registers, 128 at a time, inputs are
-// bfloat16 in the order in which that leaves them, and vdpbf16ps sums in float32.
+// AVX-512 with BF16, VBMI and VNNI: weights become bfloat16 in registers, 128 at a time, inputs are
+// bfloat16 in the order in which that leaves them, and vdpbf16ps sums in float32. Of four bits weights
+// become words, and inputs are rounded to 16 bits, for vpdpwssd.
 #pragma once
 #include "form.h"
 #define KERNELS AVX512
@@ -9,7 +10,7 @@ namespace {
 typedef __m512i Bits;
 typedef __m512 Floats;
 static const int MOST_ROWS = 4;           // that are multiplied at a time
-static const int UNIT = 0;  // bytes of what rounded inputs are to be multiplied by
+static const int UNIT = 64;  // bytes of what rounded inputs are to be multiplied by
 static const int COLUMNS_OF_PACKED = CHUNK;  // that make one sum
 
 INLINE void prefetch(const uint8_t* p, int64_t at, int64_t ahead) {
@@ -173,11 +174,22 @@ struct Int8 : Bytes<WITH_ZERO> {
   }
 };
 
-// Four bits each, the first in the low half of a byte.
+// Four bits each, the first in the low half of a byte. They become words, FP4 of twice its values, and
+// meet inputs rounded to 16 bits: a chunk's sums are exact. Source: one core of a Xeon with AMX, MXFP4
+// of 46 MiB, its third cache; 1, 2, 4 and 8 rows took 12.5, 8.1, 4.8 and 2.6 GB/s by vdpbf16ps, and
+// take 17.0, 13.8, 8.5 and 4.9 so.
 template <bool IS_FLOAT, int NUM_SCALES, bool WITH_ZERO>
 struct Halves : Scaled<NUM_SCALES, WITH_ZERO> {
   static const bool ONE_ROW = false;
+  static constexpr float LARGEST = 32767;
   static int column(int, int i, int j) { return 4 * j + i; }
+  INLINE Bits one() { return _mm512_set1_epi16(1); }
+  template <class Own>
+  INLINE void lay(const uint16_t* x, uint8_t* to, float by) {
+    uint16_t rounded[CHUNK];
+    for (int j = 0; j < CHUNK; j++) rounded[j] = (uint16_t)(int16_t)lrintf(from_bf16(x[j]) * by);
+    Scaled<NUM_SCALES, WITH_ZERO>::template lay<Own>(rounded, to, by);
+  }
   struct Row {
     const uint8_t* codes;
     int64_t bytes;
@@ -195,12 +207,32 @@ struct Halves : Scaled<NUM_SCALES, WITH_ZERO> {
     v[2] = _mm512_permutexvar_epi16(shift_right<8>(w), table);
     v[3] = _mm512_permutexvar_epi16(shift_right<12>(w), table);
   }
+  template <int>
+  struct Sums {
+    static const int BYTES = 64;
+    Bits sum;
+    METHOD void start(Floats, const float*, const uint8_t*) { sum = Bits{}; }
+    METHOD void add(Bits weights, const uint8_t* x, int) {
+      sum = _mm512_dpwssd_epi32(sum, weights, _mm512_loadu_si512(x));
+    }
+    template <bool>
+    METHOD Floats finish(Floats before, const Row&, int64_t, const float* scales,
+                         const float* zeros, const uint8_t* more) const {
+      Floats part = _mm512_cvtepi32_ps(sum);
+      if (WITH_ZERO) part = _mm512_fnmadd_ps(lanes_of<NUM_SCALES>(zeros), _mm512_loadu_ps(more), part);
+      return _mm512_fmadd_ps(part, lanes_of<NUM_SCALES>(scales), before);
+    }
+    METHOD void keep(uint8_t* more) const { _mm512_storeu_ps(more, _mm512_cvtepi32_ps(sum)); }
+  };
+  INLINE float result(const Row&, float sum, const float* unit) {
+    return sum * *unit * (IS_FLOAT ? .5f : 1.f);
+  }
 };
 
 static void set_tables(const float* fp4, const float* fp8) {
   for (int i = 0; i < 32; i++) {
-    FP4_TABLE[i] = to_bf16(fp4[i & 15]);
-    INT4_TABLE[i] = to_bf16((float)((i & 15) - 8));
+    FP4_TABLE[i] = (uint16_t)(int16_t)(2 * fp4[i & 15]);
+    INT4_TABLE[i] = (uint16_t)((i & 15) - 8);
   }
   for (int i = 0; i < 128; i++)
     for (int low = 0; low < 2; low++) {

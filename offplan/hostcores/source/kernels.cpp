@@ -162,8 +162,10 @@ static void all_inputs(const Matrix& a, const uint8_t* const* x, float* const* y
   int64_t i = 0;
   if constexpr (MOST >= 8)
     for (; i + 8 <= num; i += 8) multiply<Form, 8, ROWS / 2>(a, x + i, y + i, of, out);
-  if constexpr (MOST >= 4)
+  if constexpr (MOST >= 4) {
     for (; i + 4 <= num; i += 4) multiply<Form, 4, ROWS>(a, x + i, y + i, of, out);
+    for (; i + 3 <= num; i += 3) multiply<Form, 3, ROWS>(a, x + i, y + i, of, out);
+  }
   if constexpr (MOST >= 2)
     for (; i + 2 <= num; i += 2) multiply<Form, 2, ROWS>(a, x + i, y + i, of, out);
   for (; i < num; i++) multiply<Form, 1, ROWS>(a, x + i, y + i, of, out);

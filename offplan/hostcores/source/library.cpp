@@ -133,7 +133,7 @@ struct Pool : Team {
 
 #define EXPORT __attribute__((visibility("default")))
 extern "C" {
-// Bit 0: AVX2 with FMA and F16C; bit 1: AVX-512 with F, DQ, BW, VL, BF16 and VBMI. Asked of the
+// Bit 0: AVX2 with FMA and F16C; bit 1: AVX-512 with F, DQ, BW, VL, BF16, VBMI and VNNI. Asked of the
 // processor itself: zig's __builtin_cpu_supports knows of none. Source: Intel's manual, CPUID.
 EXPORT int64_t offplan_instruction_sets() {
   uint32_t a, b, c1, d, b7, c7, a71 = 0, low, high;
@@ -145,7 +145,8 @@ EXPORT int64_t offplan_instruction_sets() {
   int64_t found = 0;
   if ((low & 0x06) == 0x06 && (b7 >> 5 & 1) && (c1 >> 12 & 1) && (c1 >> 29 & 1)) found |= 1;
   const uint32_t wide = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
-  if ((low & 0xe6) == 0xe6 && (b7 & wide) == wide && (a71 >> 5 & 1) && (c7 >> 1 & 1)) found |= 2;
+  const uint32_t more = 1u << 1 | 1u << 11;
+  if ((low & 0xe6) == 0xe6 && (b7 & wide) == wide && (c7 & more) == more && (a71 >> 5 & 1)) found |= 2;
   return found;
 }
 
