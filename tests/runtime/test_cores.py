@@ -12,6 +12,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from offplan.errors import OffplanError
 from offplan.forms.form import RAW, Component, Form, Kind, WordOrder
+from offplan.forms.host_kernels import CHUNK_COLUMNS
 from offplan.hostcores.library import Activation, Experts, InstructionSet, Library, RowOrder, Team
 from offplan.runtime.host_cores import cores
 from offplan.runtime.host_cores.cores import Gate
@@ -79,18 +80,45 @@ def test_products_are_those_of_the_reference(
 
 @pytest.mark.parametrize(
     "name",
-    ["bf16", "fp8", "fp8 channel", "mxfp4", "bnb8", "packed", "int4", "int4 with zeros"],
+    [
+        *("bf16", "fp8", "fp8 channel", "mxfp4", "bnb8", "packed", "int4", "int4 with zeros"),
+        *("nvfp4", "int4 of 32 with zeros"),
+    ],
 )
 @pytest.mark.parametrize(("num_out", "num_in"), [(64, 224), (128, 32), (64, 1000), (192, 96)])
 def test_rows_that_fill_no_vector(
     library: Library, team: Team, kernels: int, name: str, num_out: int, num_in: int
 ) -> None:
-    if name == "mxfp4" and num_in % 32:
-        pytest.skip("scales are for 32 weights")
+    if num_in % {"mxfp4": 32, "nvfp4": 16, "int4 of 32 with zeros": 32}.get(name, 1):
+        pytest.skip("scales are for 16 or 32 weights")
     form, parts = make_weight(name, num_out, num_in)
     x = torch.randn(5, num_in).to(torch.bfloat16)
     made = cores.multiply(team, kernels, cores.describe(form, parts), x, precise=True)
     check(made, x.double() @ values_of(form, parts).mT, tolerance(library, kernels, form.kind))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_outliers_zeros_and_infinity_stay_their_rows(
+    library: Library, team: Team, kernels: int, name: str
+) -> None:
+    """An outlier of AVX-512's rounded inputs costs those of its own chunk alone."""
+    form, parts = make_weight(name, 64, 768)
+    x = torch.randn(4, 768).to(torch.bfloat16)
+    x[0, 5], x[1], x[2, 7] = 1000.0, 0.0, float("inf")
+    made = cores.multiply(team, kernels, cores.describe(form, parts), x, precise=True)
+    weights = values_of(form, parts)
+    expected = x.double() @ weights.mT
+    allowed = tolerance(library, kernels, form.kind)
+    assert not made[1].any()
+    assert not made[2].isfinite().any()
+    check(made[3:], expected[3:], allowed)
+    if allowed > 1e-6:
+        columns = CHUNK_COLUMNS if kernels == library.kernels(InstructionSet.AVX512) else 768
+        largest = x[0].double().abs().view(-1, columns).amax(1).repeat_interleave(columns)
+        off = 2**-16 * (largest @ weights.abs().mT) + 1e-6 * expected[0].abs().max()
+        assert ((made[0] - expected[0]).abs() <= 1.01 * off).all()
+    else:
+        check(made[:1], expected[:1], allowed)
 
 
 @pytest.mark.parametrize(("name", "num_in"), [("mxfp4", 32), ("nvfp4", 16)])

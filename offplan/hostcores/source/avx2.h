@@ -68,7 +68,7 @@ struct Floating : Form {
   static const bool ZERO = false, ONE_ROW = true, BY_INPUTS = !WORDS;
   INLINE Bits one() { return Bits{}; }
   template <class Own>
-  INLINE void lay(const uint16_t* x, uint8_t* to, float) {
+  INLINE void lay(const uint16_t* x, uint8_t* to, float, uint8_t*) {
     const int num = BYTES / 4;
     for (int v = 0; v < Own::STEPS * Own::VECTORS; v++)
       for (int j = 0; j < num; j++)
@@ -136,7 +136,7 @@ struct Int8 : Form {
   static constexpr float LARGEST = 32767;
   INLINE Bits one() { return _mm256_set1_epi16(1); }
   template <class>
-  INLINE void lay(const uint16_t* x, uint8_t* to, float by) {
+  INLINE void lay(const uint16_t* x, uint8_t* to, float by, uint8_t*) {
     for (int j = 0; j < CHUNK; j++) ((int16_t*)to)[j] = (int16_t)lrintf(from_bf16(x[j]) * by);
   }
   struct Row {
@@ -220,7 +220,7 @@ struct Halves : Form {
   INLINE Bits one() { return bytes_of(1); }
   // for each vector of weights 32 bytes of h, then of l
   template <class>
-  INLINE void lay(const uint16_t* x, uint8_t* to, float by) {
+  INLINE void lay(const uint16_t* x, uint8_t* to, float by, uint8_t*) {
     for (int j = 0; j < CHUNK; j++) {
       const int32_t word = (int32_t)lrintf(from_bf16(x[j]) * by);
       const int8_t low = (int8_t)word;

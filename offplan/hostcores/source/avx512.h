@@ -1,6 +1,6 @@
 // AVX-512 with BF16, VBMI and VNNI: weights become bfloat16 in registers, 128 at a time, inputs are
 // bfloat16 in the order in which that leaves them, and vdpbf16ps sums in float32. Of four bits weights
-// become words, and inputs are rounded to 16 bits, for vpdpwssd.
+// become words, and so do inputs, for vpdpwssd.
 #pragma once
 #include "form.h"
 #define KERNELS AVX512
@@ -10,7 +10,7 @@ namespace {
 typedef __m512i Bits;
 typedef __m512 Floats;
 static const int MOST_ROWS = 4;           // that are multiplied at a time
-static const int UNIT = 64;  // bytes of what rounded inputs are to be multiplied by
+static const int UNIT = 0;  // bytes of what rounded inputs are to be multiplied by
 static const int COLUMNS_OF_PACKED = CHUNK;  // that make one sum
 
 INLINE void prefetch(const uint8_t* p, int64_t at, int64_t ahead) {
@@ -75,16 +75,16 @@ struct Order {
   }
 };
 
-// Forms of weights that become bfloat16. ONE_ROW. Source: one Zen 4 core, ratios to a plain read:
+// Forms of weights that become bfloat16; those of four bits take the layout alone. ONE_ROW. Source: one Zen 4 core, ratios to a plain read:
 // FP8 0.88 by fours and 1.0 by ones, packed 0.81 and 0.97, bf16 0.97 and 0.78, whole numbers of 4
-// bits 0.78 and 0.67, others the same.
+// bits, by vdpbf16ps, 0.78 and 0.67, others the same.
 template <int NUM_SCALES, bool WITH_ZERO>
 struct Scaled : Form {
   static const int COLUMNS = CHUNK, STEPS = 1, GROUPS = NUM_SCALES, SUMS = WITH_ZERO ? 64 : 0;
   static const bool ZERO = WITH_ZERO;
   INLINE Bits one() { return _mm512_set1_epi16(0x3f80); }
   template <class Own>
-  INLINE void lay(const uint16_t* x, uint8_t* to, float) {
+  INLINE void lay(const uint16_t* x, uint8_t* to, float, uint8_t*) {
     static const Order<Own> order;
     for (int i = 0; i < 4; i++) {
       const Bits word = _mm512_load_si512(order.word[i]);
@@ -175,20 +175,36 @@ struct Int8 : Bytes<WITH_ZERO> {
 };
 
 // Four bits each, the first in the low half of a byte. They become words, FP4 of twice its values, and
-// meet inputs rounded to 16 bits: a chunk's sums are exact. Source: one core of a Xeon with AMX, MXFP4
-// of 46 MiB, its third cache; 1, 2, 4 and 8 rows took 12.5, 8.1, 4.8 and 2.6 GB/s by vdpbf16ps, and
-// take 17.0, 13.8, 8.5 and 4.9 so.
+// meet words, too: inputs that are rounded to 16 bits of the largest of a chunk's, whose sums are exact.
+// Source: one core of a Xeon with AMX, MXFP4 of 46 MiB, its third cache; 1, 2, 4 and 8 rows took 12.5,
+// 8.1, 4.8 and 2.6 GB/s by vdpbf16ps, and take 16.8, 13.4, 7.7 and 4.0 so.
 template <bool IS_FLOAT, int NUM_SCALES, bool WITH_ZERO>
 struct Halves : Scaled<NUM_SCALES, WITH_ZERO> {
   static const bool ONE_ROW = false;
-  static constexpr float LARGEST = 32767;
+  // of a chunk: where there are zeros sums of its inputs, and what its words are multiplied by
+  static const int OWN_UNIT = WITH_ZERO ? 64 : 0, SUMS = OWN_UNIT + 4;
   static int column(int, int i, int j) { return 4 * j + i; }
   INLINE Bits one() { return _mm512_set1_epi16(1); }
   template <class Own>
-  INLINE void lay(const uint16_t* x, uint8_t* to, float by) {
-    uint16_t rounded[CHUNK];
-    for (int j = 0; j < CHUNK; j++) rounded[j] = (uint16_t)(int16_t)lrintf(from_bf16(x[j]) * by);
-    Scaled<NUM_SCALES, WITH_ZERO>::template lay<Own>(rounded, to, by);
+  INLINE void lay(const uint16_t* x, uint8_t* to, float, uint8_t* more) {
+    const Bits sizes = _mm512_set1_epi16(0x7fff);
+    Bits largest = {};
+    for (int i = 0; i < CHUNK; i += 32)
+      largest = _mm512_max_epu16(largest, sizes & _mm512_loadu_si512(x + i));
+    uint16_t each[32], most = 0, words[CHUNK];
+    _mm512_storeu_si512(each, largest);
+    for (int i = 0; i < 32; i++) most = std::max(most, each[i]);
+    const float value = from_bf16(most);
+    const Floats by = _mm512_set1_ps(value > 1e-30f ? 32767 / value : 0);
+    for (int i = 0; i < CHUNK; i += 16) {
+      const Bits wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(x + i)));
+      const Floats found = (Floats)_mm512_slli_epi32(wide, 16) * by;
+      _mm256_storeu_si256((__m256i*)(words + i), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(found)));
+    }
+    Scaled<NUM_SCALES, WITH_ZERO>::template lay<Own>(words, to, 0, more);
+    // what is no number, or not finite, is to show in what is made of it
+    const float unit = most < 0x7f80 ? value / 32767 * (IS_FLOAT ? .5f : 1.f) : NAN;
+    memcpy(more + OWN_UNIT, &unit, 4);
   }
   struct Row {
     const uint8_t* codes;
@@ -211,6 +227,9 @@ struct Halves : Scaled<NUM_SCALES, WITH_ZERO> {
   struct Sums {
     static const int BYTES = 64;
     Bits sum;
+    INLINE Floats unit_of(const uint8_t* more) {
+      return _mm512_set1_ps(*(const float*)(more + OWN_UNIT));
+    }
     METHOD void start(Floats, const float*, const uint8_t*) { sum = Bits{}; }
     METHOD void add(Bits weights, const uint8_t* x, int) {
       sum = _mm512_dpwssd_epi32(sum, weights, _mm512_loadu_si512(x));
@@ -218,15 +237,14 @@ struct Halves : Scaled<NUM_SCALES, WITH_ZERO> {
     template <bool>
     METHOD Floats finish(Floats before, const Row&, int64_t, const float* scales,
                          const float* zeros, const uint8_t* more) const {
-      Floats part = _mm512_cvtepi32_ps(sum);
+      Floats part = _mm512_cvtepi32_ps(sum) * unit_of(more);
       if (WITH_ZERO) part = _mm512_fnmadd_ps(lanes_of<NUM_SCALES>(zeros), _mm512_loadu_ps(more), part);
       return _mm512_fmadd_ps(part, lanes_of<NUM_SCALES>(scales), before);
     }
-    METHOD void keep(uint8_t* more) const { _mm512_storeu_ps(more, _mm512_cvtepi32_ps(sum)); }
+    METHOD void keep(uint8_t* more) const {
+      if (WITH_ZERO) _mm512_storeu_ps(more, _mm512_cvtepi32_ps(sum) * unit_of(more));
+    }
   };
-  INLINE float result(const Row&, float sum, const float* unit) {
-    return sum * *unit * (IS_FLOAT ? .5f : 1.f);
-  }
 };
 
 static void set_tables(const float* fp4, const float* fp8) {

@@ -24,7 +24,7 @@ INLINE Vector once(Vector made) {
 //   decode    makes the vectors of a step
 //   column    of the chunk, of word j of vector i of a step
 //   one       a vector of weights of 1
-//   lay       writes the inputs of a chunk as `Sums` takes them
+//   lay       writes the inputs of a chunk as `Sums` takes them, and of its SUMS what it knows of them
 //   Sums      of the products of a chunk: one row by one of so many inputs
 struct Form {
   static const int VECTORS = 4;

@@ -178,7 +178,7 @@ static void all_rows(const Matrix& a, const uint8_t* const* x, float* const* y, 
   const bool by_ones = row_order == OF_PROCESSOR ? of_processor : row_order == ONE_BY_ONE;
   // more inputs than are multiplied at once read these rows from the first cache
   if (MOST_ROWS == 1 || (num <= 2 && by_ones)) {
-    const int64_t together = num <= 2 || num == 4 ? stop - first : 4;
+    const int64_t together = num <= 4 ? stop - first : 4;
     fetch_first(a, first, 0);
     for (int64_t r = first; r < stop; r += together)
       all_inputs<Form, 1, MOST_ROWS == 1 ? 4 : 2>(
@@ -212,7 +212,7 @@ static void lay_out(const Matrix& a, const uint16_t* x, uint8_t* to) {
   }
   uint16_t room[Form::COLUMNS] = {};
   for (int64_t c = 0; c < chunks; c++, to += size) {
-    Form::template lay<Form>(Form::gather(a, x, c, room), to, by);
+    Form::template lay<Form>(Form::gather(a, x, c, room), to, by, more + c * Form::SUMS);
     if (!Form::SUMS) continue;
     Sums sums;  // of inputs, as weights of one make them
     sums.start(Floats{}, nullptr, nullptr);
