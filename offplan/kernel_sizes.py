@@ -89,7 +89,7 @@ as long as one: by bf16 1.05 to 1.54 and 1.22 to 1.63, by 8 bits 1.33 to 1.75 an
 bits 1.24 to 2.76 and 1.63 to 4.5. The more the first row waits for memory, the less.
 """
 ROWS_AT_RATE, CODED_ROWS_AT_RATE = 5.0, 3.0
-"""Rows of these that take as long as one, times their number: at least, for many rows.
+"""Rows of these two that take as long as the first one alone, where there are many: at most.
 
 Source: estimated.
 """

@@ -98,7 +98,7 @@ def check_host_room(num_bytes: int, device_bytes: int = 0) -> None:
     ``device_bytes`` of them a plan has on the GPU, and the CPU stands in for that.
     Past a container's limit the kernel ends the process without a word, so this is asked first.
     """
-    room = min(host_room(Path("/proc"), Path("/sys/fs/cgroup")), default=None)
+    room = least_room()
     if room is not None and num_bytes > room[0]:
         stands_in, instead = "", "plan with a smaller `host_memory`"
         if device_bytes:
@@ -112,6 +112,11 @@ def check_host_room(num_bytes: int, device_bytes: int = 0) -> None:
             f"{format_bytes(room[0])} left: raise its limit, close what else uses it, or {instead}",
             topic=Topic.HOST_MEMORY,
         )
+
+
+def least_room() -> tuple[int, str] | None:
+    """Return the least of what ``host_room`` yields here, with its name; None if nothing limits."""
+    return min(host_room(Path("/proc"), Path("/sys/fs/cgroup")), default=None)
 
 
 def host_room(proc: Path, cgroup: Path) -> Iterator[tuple[int, str]]:

@@ -235,14 +235,12 @@ def _add_cores(
     return MachineProfile.model_validate(profile.model_dump() | figures), skipped
 
 
-def add_kept_cores(
-    machine: Machine, model: Model | None = None, on_stage: Stages = silent
-) -> Machine:
+def add_kept_cores(machine: Machine, model: Model, on_stage: Stages = silent) -> Machine:
     """Add what the host's cores read of a model's weights, measured on this hardware now or before.
 
-    The weights are bf16 experts without a ``model``, with a large one, and with one that the cores
-    cannot multiply. Figures that other processes disturb are not kept: the next answer measures
-    them again. If the cores cannot multiply, ``Machine.no_cores`` tells why.
+    The weights are bf16 experts of a large model, and of one that the cores cannot multiply.
+    Figures that other processes disturb are not kept: the next answer measures them again. If the
+    cores cannot multiply, ``Machine.no_cores`` tells why.
     """
     import torch
 
@@ -253,21 +251,21 @@ def add_kept_cores(
         check_platform()  # first: other systems do not say which cores they have
     except OffplanError as error:
         return replace(machine, no_cores=describe_refusal(error))
-    held = [] if model is None else [hold(model)]
     skipped: tuple[str, ...] = ()
     missing = []
-    for stage in (*filter(is_small, held), None):
+    for stage in (*filter(is_small, [hold(model)]), None):
         key = cores_key(torch.device("cuda"), stage)
-        if (figures := HOST_CORES.find(key)) is None:
+        if (figures := HOST_CORES.find(key)) is not None:
+            found = machine.profile.model_dump() | dict(figures)
+            profile = MachineProfile.model_validate(found)
+        else:
             missing.append(key)
             profile, skipped = _add_cores(machine.profile, stage, "cuda", None, on_stage)
-            if profile.cores is None:
-                continue
-            figures = profile.model_dump(include={*_OF_CORES, "host_threads"})
-        if figures["cores"]["basis"] == "measured":  # not beside busy processes
+        if profile.cores is None:
+            continue
+        if profile.cores.basis == "measured":  # not beside busy processes
             for each in missing:  # that of a model which was refused has what stands in
-                HOST_CORES.keep(each, figures)
-        profile = MachineProfile.model_validate(machine.profile.model_dump() | dict(figures))
+                HOST_CORES.keep(each, profile.model_dump(include={*_OF_CORES, "host_threads"}))
         return replace(machine, profile=profile)
     return replace(machine, no_cores=skipped[0].removeprefix(_SKIPPED))
 

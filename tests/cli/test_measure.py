@@ -156,7 +156,7 @@ def test_the_cores_are_measured_with_each_models_own_weights(
         offplan.machine.measure, "measure_machine", lambda *_, **__: load_profile("rtx4090")
     )
     room = 2**40
-    monkeypatch.setattr(cores, "host_room", lambda *_: [(room, "a test")])
+    monkeypatch.setattr(cores, "least_room", lambda: (room, "a test"))
     published = TINY_MOE.parents[1] / "benchmarks" / "models"
     for name in ("gpt-oss-20b", "qwen3-30b-a3b-fp8", "gpt-oss-20b", *["mixtral-8x7b"] * 2):
         found = find_machine(None, open_model(str(published / name / "config.json")), WORKLOAD)

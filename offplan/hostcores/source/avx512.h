@@ -75,9 +75,9 @@ struct Order {
   }
 };
 
-// Forms of weights that become bfloat16; those of four bits take the layout alone. ONE_ROW. Source: one Zen 4 core, ratios to a plain read:
-// FP8 0.88 by fours and 1.0 by ones, packed 0.81 and 0.97, bf16 0.97 and 0.78, whole numbers of 4
-// bits, by vdpbf16ps, 0.78 and 0.67, others the same.
+// Forms of weights that become bfloat16; those of four bits take the layout alone. ONE_ROW. Source: one
+// Zen 4 core, ratios to a plain read: FP8 0.88 by fours and 1.0 by ones, packed 0.81 and 0.97, bf16 0.97
+// and 0.78, whole numbers of 4 bits, by vdpbf16ps, 0.78 and 0.67, others the same.
 template <int NUM_SCALES, bool WITH_ZERO>
 struct Scaled : Form {
   static const int COLUMNS = CHUNK, STEPS = 1, GROUPS = NUM_SCALES, SUMS = WITH_ZERO ? 64 : 0;

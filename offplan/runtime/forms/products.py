@@ -288,9 +288,9 @@ def _multiply(
 ) -> torch.Tensor:
     """Multiply as ``multiply_rows`` and ``multiply_pairs`` do: [pairs, out].
 
-    ``in_place`` says that ``parts`` lie in host memory. There ``more`` are, the same experts' parts
-    with the pairs that these multiply. ``beside`` are other weights that rows are multiplied by:
-    their products follow one another.
+    ``in_place`` says that ``parts`` lie in host memory. ``more`` do: they are the same experts'
+    parts, with the pairs that these multiply. ``beside`` are other weights that rows are multiplied
+    by: their products follow one another.
     """
     weight = operands_of(form, parts)
     if pairs is not None:  # of which slots may hold fewer

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from offplan.hostcores.coordinator import choose_cores
 from offplan.hostcores.library import Activation, Dense, Team
 from offplan.hostmem.block import HostBlock
 from offplan.hostmem.busy import Watch, spread_of_half
-from offplan.hostmem.limits import core_quota, host_room
+from offplan.hostmem.limits import core_quota, least_room
 from offplan.machine.measure_time import Timing, figure, summarise, time_once, time_work
 from offplan.plan import Offload, Rule
 from offplan.runtime.forms.reference import Components
@@ -63,9 +62,9 @@ class Product(NamedTuple):
 
 
 def is_small(stage: Stage) -> bool:
-    """Return True if ``measure_cores`` page-locks few bytes: a quarter of those free at most."""
-    room = min(host_room(Path("/proc"), Path("/sys/fs/cgroup")), default=(4 * MOST_BYTES, ""))
-    return _count_sample(stage.model)[1] <= min(MOST_BYTES, room[0] // 4)
+    """Return True if ``measure_cores`` page-locks few bytes: MOST_BYTES, a quarter of the room."""
+    room, (_, num_bytes) = least_room(), _count_sample(stage.model)
+    return num_bytes <= MOST_BYTES and (room is None or num_bytes <= room[0] // 4)
 
 
 def measure_cores(
