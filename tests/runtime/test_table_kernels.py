@@ -531,6 +531,19 @@ def test_what_decides_is_the_rule_of_the_slots() -> None:
     assert decided == {True, False}
 
 
+@runs_kernels
+def test_rows_come_from_slots_or_from_all_experts() -> None:
+    from offplan.runtime.cached_experts.table_kernels import BLOCK, pick_rows
+
+    rows = torch.randn(6, BLOCK + 24).to(DTYPE).to(DEVICE)
+    slots = torch.randn(3, BLOCK + 24).to(DTYPE).to(DEVICE)
+    slot_of_pair = torch.tensor([2, 6, 0, 3], dtype=torch.int32, device=DEVICE)
+    chosen = torch.tensor([5, 1, 4, 0], device=DEVICE)
+    made, places = pick_rows(slots, rows, slot_of_pair, chosen)
+    assert made.equal(torch.stack([slots[2], rows[1], slots[0], rows[0]]))
+    assert places.tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="compiles kernels")
 @pytest.mark.parametrize("target", TARGETS)
@@ -564,6 +577,9 @@ def test_kernels_compile_to_whole_lines_of_the_link(target: int) -> None:
         text = compile_for(table_kernels._copy_missed, {"num_warps": 8}, **copy)
         assert "ld.global.v4.b32" in text
         assert "st.global.v4.b32" in text
+    kinds = dict.fromkeys(("slots", "rows", "out"), "*bf16") | {"slot_of_pair": "*i32"}
+    kinds |= dict.fromkeys(("chosen", "places"), "*i64")
+    assert "entry" in compile_ptx(table_kernels._pick_rows, target, kinds, {"BLOCK": 1024}, {})
 
 
 POINTERS = (

@@ -18,7 +18,6 @@ from offplan.runtime.cached_experts.expert_table import (
     use,
 )
 from offplan.runtime.forms import tasks
-from offplan.runtime.forms.declared import declare
 from offplan.runtime.forms.experts import (
     MULTIPLIED_BY,
     SHARE,
@@ -200,25 +199,6 @@ def _join(
     return joined
 
 
-# To torch.compile one operator: whatever it joined would be rounded otherwise than in layers whose
-# experts are resident, which look rows up in one table.
-@declare(
-    "pick_rows",
-    "(Tensor slots, Tensor rows, Tensor slot_of_pair, Tensor chosen) -> (Tensor, Tensor)",
-    lambda slots, rows, slot_of_pair, chosen: (
-        slots.new_empty(chosen.numel(), slots.shape[1]),
-        chosen.new_empty(chosen.numel(), dtype=torch.int64),
-    ),
-)
-def _pick(
-    slots: torch.Tensor, rows: torch.Tensor, slot_of_pair: torch.Tensor, chosen: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each pair's row, of its slot or of all experts' rows, and their places: [pairs]."""
-    own = slots[slot_of_pair.clamp(max=len(slots) - 1)]
-    has_slot = (slot_of_pair < len(slots)).unsqueeze(-1)
-    return torch.where(has_slot, own, rows[chosen]), torch.arange(len(own), device=own.device)
-
-
 def forward_slots(
     experts: Any,
     hidden_states: torch.Tensor,
@@ -232,7 +212,10 @@ def forward_slots(
     are left out of both, and what lies in their rows is cut before the sum. So are the inner
     columns that the cores multiply of an expert: what the last slot has there is an older one's.
     """
-    from offplan.runtime.cached_experts.table_kernels import read_slots  # they need triton
+    from offplan.runtime.cached_experts.table_kernels import (  # they need triton
+        pick_rows,
+        read_slots,
+    )
     from offplan.runtime.forms import operators
     from offplan.runtime.forms.gather import sort_pairs
     from offplan.runtime.model.experts import multiply
@@ -256,7 +239,7 @@ def forward_slots(
             most = len(slots[name]) - 1
             places = slot_of_pair if task is None else slot_of_pair.clamp(max=most)
             return add_rows(made, slots[name], places)
-        return add_rows(made, *_pick(slots[name], getattr(experts, name), slot_of_pair, chosen))
+        return add_rows(made, *pick_rows(slots[name], getattr(experts, name), slot_of_pair, chosen))
 
     def multiply_codes(name: str, x: torch.Tensor) -> torch.Tensor:
         stored: StoredWeight = experts.stored_experts[name]

@@ -520,6 +520,56 @@ def read_slots(
     return _read(chosen, table, addresses, num_slots, num_experts, list(divided))
 
 
+@triton.jit
+def _pick_rows(  # type: ignore[no-untyped-def]
+    slots, rows, slot_of_pair, chosen, out, places, num_slots, size, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Copy a part of a pair's row from its slot or, if it has none, from all experts' rows."""
+    pair = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slot_of_pair + pair)
+    has_slot = slot < num_slots
+    own = tl.load(slots + slot.to(tl.int64) * size + at, mask=(at < size) & has_slot, other=0.0)
+    expert = tl.load(chosen + pair).to(tl.int64)
+    others = tl.load(rows + expert * size + at, mask=(at < size) & (has_slot == 0), other=0.0)
+    tl.store(out + pair * size + at, tl.where(has_slot, own, others), mask=at < size)
+    if tl.program_id(1) == 0:
+        tl.store(places + pair, pair)
+
+
+def _describe_rows(
+    slots: torch.Tensor, rows: torch.Tensor, slot_of_pair: torch.Tensor, chosen: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        slots.new_empty(chosen.numel(), slots.shape[1]),
+        chosen.new_empty(chosen.numel(), dtype=torch.int64),
+    )
+
+
+# To torch.compile one operator: whatever it joined would be rounded otherwise than in layers whose
+# experts are resident, which look rows up in one table.
+@declare(
+    "pick_rows",
+    "(Tensor slots, Tensor rows, Tensor slot_of_pair, Tensor chosen) -> (Tensor, Tensor)",
+    _describe_rows,
+)
+def pick_rows(
+    slots: torch.Tensor, rows: torch.Tensor, slot_of_pair: torch.Tensor, chosen: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each pair's row, of its slot or of all experts' rows, and their places: [pairs].
+
+    ``slots`` are [slots, size], ``rows`` [experts, size]. ``slot_of_pair`` and ``chosen`` are
+    [pairs]: the slot, which may be beyond the last, and the expert. One launch: in torch's
+    operators it is seven, 20 us a call.
+    """
+    out, places = _describe_rows(slots, rows, slot_of_pair, chosen)
+    size = slots.shape[1]
+    _pick_rows[(chosen.numel(), triton.cdiv(size, BLOCK))](
+        slots, rows, slot_of_pair, chosen.contiguous(), out, places, len(slots), size, BLOCK=BLOCK
+    )
+    return out, places
+
+
 def settle(table: Table, chosen: torch.Tensor, addresses: torch.Tensor) -> None:
     """Take the experts that a prompt's last tokens chose, [tokens, pairs], and copy them.
 
