@@ -21,11 +21,7 @@ from tests.tiers import first_quick
 
 require_cores()
 
-OF_FOUR_BITS = {Kind.MXFP4, Kind.NVFP4, Kind.W4A16}
-ROUNDED = {
-    InstructionSet.AVX2: OF_FOUR_BITS | {Kind.W8A16, Kind.BNB8},
-    InstructionSet.AVX512: OF_FOUR_BITS,
-}
+ROUNDED = {Kind.MXFP4, Kind.NVFP4, Kind.W4A16, Kind.W8A16, Kind.BNB8}
 """Kinds whose inputs kernels round to 16 bits."""
 
 
@@ -53,9 +49,8 @@ def team(library: Library) -> Iterator[Team]:
     team.close()
 
 
-def tolerance(library: Library, kernels: int, kind: Kind) -> float:
-    (own,) = (each for each in library.instruction_sets if library.kernels(each) == kernels)
-    return 1e-4 if kind in ROUNDED[own] else 1e-6
+def tolerance(kind: Kind) -> float:
+    return 1e-4 if kind in ROUNDED else 1e-6
 
 
 def check(made: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
@@ -74,7 +69,7 @@ def test_products_are_those_of_the_reference(
         x = torch.randn(num_rows, num_in).to(torch.bfloat16)
         made = cores.multiply(team, kernels, weight, x, precise=True)
         expected = x.double() @ values_of(form, parts).mT
-        check(made, expected, tolerance(library, kernels, form.kind))
+        check(made, expected, tolerance(form.kind))
         assert torch.equal(cores.multiply(team, kernels, weight, x), made.to(torch.bfloat16))
 
 
@@ -94,27 +89,27 @@ def test_rows_that_fill_no_vector(
     form, parts = make_weight(name, num_out, num_in)
     x = torch.randn(5, num_in).to(torch.bfloat16)
     made = cores.multiply(team, kernels, cores.describe(form, parts), x, precise=True)
-    check(made, x.double() @ values_of(form, parts).mT, tolerance(library, kernels, form.kind))
+    check(made, x.double() @ values_of(form, parts).mT, tolerance(form.kind))
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_outliers_zeros_and_infinity_stay_their_rows(
     library: Library, team: Team, kernels: int, name: str
 ) -> None:
-    """An outlier of AVX-512's rounded inputs costs those of its own chunk alone."""
+    """An outlier of rounded inputs costs those of its own chunk alone."""
     form, parts = make_weight(name, 64, 768)
     x = torch.randn(4, 768).to(torch.bfloat16)
     x[0, 5], x[1], x[2, 7] = 1000.0, 0.0, float("inf")
     made = cores.multiply(team, kernels, cores.describe(form, parts), x, precise=True)
     weights = values_of(form, parts)
     expected = x.double() @ weights.mT
-    allowed = tolerance(library, kernels, form.kind)
+    allowed = tolerance(form.kind)
     assert not made[1].any()
     assert not made[2].isfinite().any()
     check(made[3:], expected[3:], allowed)
     if allowed > 1e-6:
-        columns = CHUNK_COLUMNS if kernels == library.kernels(InstructionSet.AVX512) else 768
-        largest = x[0].double().abs().view(-1, columns).amax(1).repeat_interleave(columns)
+        largest = x[0].double().abs().view(-1, CHUNK_COLUMNS).amax(1)
+        largest = largest.repeat_interleave(CHUNK_COLUMNS)
         off = 2**-16 * (largest @ weights.abs().mT) + 1e-6 * expected[0].abs().max()
         assert ((made[0] - expected[0]).abs() <= 1.01 * off).all()
     else:
@@ -131,7 +126,7 @@ def test_rows_of_one_group(library: Library, kernels: int, name: str, num_in: in
     form, parts = make_weight(name, 128, num_in)
     x = torch.randn(5, num_in).to(torch.bfloat16)
     made = cores.multiply(team, kernels, cores.describe(form, parts), x, precise=True)
-    check(made, x.double() @ values_of(form, parts).mT, tolerance(library, kernels, form.kind))
+    check(made, x.double() @ values_of(form, parts).mT, tolerance(form.kind))
 
 
 @pytest.mark.parametrize("num_out", [1, 6, 63, 67])

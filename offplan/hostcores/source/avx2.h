@@ -1,6 +1,6 @@
 // AVX2, FMA and F16C. bfloat16, FP8 and packed weights become float32 in registers and meet inputs
-// of float32. Whole numbers and FP4 meet inputs rounded to 16 bits: sums of a group are exact, and
-// an input is off by 2**-16 of the row's largest.
+// of float32. Whole numbers and FP4 meet inputs rounded to 16 bits of the largest of a chunk's: sums
+// of a group are exact.
 #pragma once
 #include "form.h"
 #define KERNELS AVX2
@@ -12,7 +12,6 @@ typedef __m256 Floats;
 // Rows that are multiplied at a time: processors read ahead best of one. Source: one Zen 4 core,
 // four rows and one, ratios to a plain read: bf16 0.84 and 0.89, packed weights 0.60 and 0.80.
 static const int MOST_ROWS = 1;
-static const int UNIT = 64;  // bytes of what rounded inputs are to be multiplied by
 static const int COLUMNS_OF_PACKED = 2 * BASE_BYTES;  // that make one sum
 
 INLINE void prefetch(const uint8_t* p, int64_t at, int64_t ahead) {  // of 64 bytes once
@@ -63,12 +62,11 @@ struct Exponents {
 // WORDS says whether vectors are of bfloat16, of which the even ones meet eight inputs, then the odd.
 template <bool WORDS>
 struct Floating : Form {
-  static const int GROUPS = WORDS ? 0 : 1, SUMS = 0, BYTES = WORDS ? 64 : 32;
+  static const int GROUPS = WORDS ? 0 : 1, BYTES = WORDS ? 64 : 32;
   static const int VECTORS = WORDS ? 2 : 4;
-  static const bool ZERO = false, ONE_ROW = true, BY_INPUTS = !WORDS;
-  INLINE Bits one() { return Bits{}; }
+  static const bool ONE_ROW = true, BY_INPUTS = !WORDS;
   template <class Own>
-  INLINE void lay(const uint16_t* x, uint8_t* to, float, uint8_t*) {
+  INLINE void lay(const uint16_t* x, uint8_t* to, uint8_t*) {
     const int num = BYTES / 4;
     for (int v = 0; v < Own::STEPS * Own::VECTORS; v++)
       for (int j = 0; j < num; j++)
@@ -81,7 +79,7 @@ struct Floating : Form {
     static const int BYTES = Floating::BYTES;  // of inputs that meet a vector of weights
     static const int NUM = INPUTS == 1 ? 4 : INPUTS == 2 ? 2 : 1;
     Floats sums[NUM];
-    METHOD void start(Floats, const float*, const uint8_t*) {
+    METHOD void start(Floats) {
       for (int k = 0; k < NUM; k++) sums[k] = Floats{};
     }
     METHOD void add_floats(Bits v, const uint8_t* x, int k) {
@@ -100,7 +98,6 @@ struct Floating : Form {
       if (NUM > 2) sum = sum + (sums[2 % NUM] + sums[3 % NUM]);
       return GROUPS ? _mm256_fmadd_ps(sum, _mm256_set1_ps(*scales * 256), before) : sum + before;
     }
-    METHOD void keep(uint8_t*) const {}
   };
 };
 typedef Floating<true> Words;
@@ -131,13 +128,15 @@ struct Fp8 : Floating<false> {  // by way of a half, which is a 256th of the val
 
 template <bool WITH_ZERO>
 struct Int8 : Form {
-  static const int COLUMNS = CHUNK, STEPS = 2, GROUPS = 1, SUMS = WITH_ZERO ? 32 : 0;
+  // of a chunk: where there are zeros sums of its inputs, and what its words are multiplied by
+  static const int OWN_UNIT = WITH_ZERO ? 32 : 0, SUMS = OWN_UNIT + 4;
+  static const int COLUMNS = CHUNK, STEPS = 2, GROUPS = 1;
   static const bool ZERO = WITH_ZERO, ONE_ROW = true;
-  static constexpr float LARGEST = 32767;
   INLINE Bits one() { return _mm256_set1_epi16(1); }
   template <class>
-  INLINE void lay(const uint16_t* x, uint8_t* to, float by, uint8_t*) {
-    for (int j = 0; j < CHUNK; j++) ((int16_t*)to)[j] = (int16_t)lrintf(from_bf16(x[j]) * by);
+  INLINE void lay(const uint16_t* x, uint8_t* to, uint8_t* more) {
+    const float unit = round_chunk(x, (int16_t*)to);
+    memcpy(more + OWN_UNIT, &unit, 4);
   }
   struct Row {
     const uint8_t* codes;
@@ -162,7 +161,7 @@ struct Int8 : Form {
   struct Sums {
     static const int BYTES = 32;
     Bits sum;
-    METHOD void start(Floats, const float*, const uint8_t*) { sum = Bits{}; }
+    METHOD void start(Floats) { sum = Bits{}; }
     METHOD void add(Bits v, const uint8_t* x, int) {
       sum = _mm256_add_epi32(sum, _mm256_madd_epi16(v, load(x)));
     }
@@ -171,11 +170,13 @@ struct Int8 : Form {
                          const float* zeros, const uint8_t* more) const {
       Floats part = _mm256_cvtepi32_ps(sum);
       if (ZERO) part = _mm256_fnmadd_ps(_mm256_set1_ps(*zeros), load_floats(more), part);
-      return _mm256_fmadd_ps(part, _mm256_set1_ps(*scales), before);
+      const Floats unit = _mm256_broadcast_ss((const float*)(more + OWN_UNIT));
+      return _mm256_fmadd_ps(part * _mm256_broadcast_ss(scales), unit, before);
     }
-    METHOD void keep(uint8_t* more) const { _mm256_storeu_ps((float*)more, _mm256_cvtepi32_ps(sum)); }
+    METHOD void keep(uint8_t* more) const {
+      if (ZERO) _mm256_storeu_ps((float*)more, _mm256_cvtepi32_ps(sum));
+    }
   };
-  INLINE float result(const Row&, float sum, const float* unit) { return sum * *unit; }
 };
 
 // ---- four bits, which meet inputs of 16 bits by vpmaddubsw ----
@@ -214,18 +215,20 @@ INLINE Bits join(const Bits v[2]) {
 template <bool IS_FLOAT, int G, bool WITH_ZERO>
 struct Halves : Form {
   static const int COLUMNS = CHUNK, STEPS = 1, GROUPS = IS_FLOAT ? 0 : G;
-  static const int SUMS = G == 8 ? 64 : 32;
+  // of a chunk: sums of its inputs, and what its words are multiplied by
+  static const int OWN_UNIT = G == 8 ? 64 : 32, SUMS = OWN_UNIT + 4;
   static const bool ZERO = WITH_ZERO, ONE_ROW = true;
-  static constexpr float LARGEST = 127 * 256 + 127;
   INLINE Bits one() { return bytes_of(1); }
   // for each vector of weights 32 bytes of h, then of l
   template <class>
-  INLINE void lay(const uint16_t* x, uint8_t* to, float by, uint8_t*) {
+  INLINE void lay(const uint16_t* x, uint8_t* to, uint8_t* more) {
+    int16_t words[CHUNK];
+    const float unit = round_chunk(x, words);
+    memcpy(more + OWN_UNIT, &unit, 4);
     for (int j = 0; j < CHUNK; j++) {
-      const int32_t word = (int32_t)lrintf(from_bf16(x[j]) * by);
-      const int8_t low = (int8_t)word;
+      const int8_t low = (int8_t)words[j];
       uint8_t* place = to + j / 64 * 128 + (j & 1) * 64 + j % 64 / 2;
-      place[0] = (uint8_t)((word - low) / 256), place[32] = (uint8_t)low;
+      place[0] = (uint8_t)((words[j] - low) / 256), place[32] = (uint8_t)low;
     }
   }
   struct Row {
@@ -254,7 +257,7 @@ struct Halves : Form {
   struct Sums {
     static const int BYTES = 64, PARTS = G == 8 ? 2 : 1;
     Bits high[2], low[2];  // of each half of a chunk
-    METHOD void start(Floats, const float*, const uint8_t*) {}
+    METHOD void start(Floats) {}
     METHOD void add(Bits v, const uint8_t* x, int j) {
       const Bits highs = _mm256_maddubs_epi16(v, load(x)), lows = _mm256_maddubs_epi16(v, load(x + 32));
       const int h = j / 2;
@@ -282,15 +285,17 @@ struct Halves : Form {
     template <bool TAIL>
     METHOD Floats finish(Floats before, const Row& r, int64_t c, const float* scales,
                          const float* zeros, const uint8_t* more) const {
+      Floats found = {};
 #pragma GCC unroll 2
       for (int i = 0; i < PARTS; i++) {
         Bits sum = lanes(i);
         if (!ZERO) sum = _mm256_sub_epi32(sum, load(more + 32 * i));
         Floats part = _mm256_cvtepi32_ps(sum);
         if (ZERO) part = _mm256_fnmadd_ps(lanes_of<G>(zeros) + 8.f, load_floats(more), part);
-        before = _mm256_fmadd_ps(part, scale<TAIL>(r, c, scales, i), before);
+        const Floats s = scale<TAIL>(r, c, scales, i);
+        found = i ? _mm256_fmadd_ps(part, s, found) : part * s;
       }
-      return before;
+      return _mm256_fmadd_ps(found, _mm256_broadcast_ss((const float*)(more + OWN_UNIT)), before);
     }
     // What lanes have too much, or, where there are zeros, sums of inputs as float32.
     METHOD void keep(uint8_t* more) const {
@@ -300,7 +305,7 @@ struct Halves : Form {
       }
     }
   };
-  INLINE float result(const Row& r, float sum, const float* unit) { return sum * r.unit * *unit; }
+  INLINE float result(const Row& r, float sum) { return sum * r.unit; }
 };
 
 static void set_tables(const float* fp4, const float*) {

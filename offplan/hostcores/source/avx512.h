@@ -1,5 +1,5 @@
 // AVX-512 with BF16, VBMI and VNNI: weights become bfloat16 in registers, 128 at a time, inputs are
-// bfloat16 in the order in which that leaves them, and vdpbf16ps sums in float32. Of four bits weights
+// bfloat16 in the order in which that leaves them, and vdpbf16ps sums in float32. Whole numbers and FP4
 // become words, and so do inputs, for vpdpwssd.
 #pragma once
 #include "form.h"
@@ -10,7 +10,6 @@ namespace {
 typedef __m512i Bits;
 typedef __m512 Floats;
 static const int MOST_ROWS = 4;           // that are multiplied at a time
-static const int UNIT = 0;  // bytes of what rounded inputs are to be multiplied by
 static const int COLUMNS_OF_PACKED = CHUNK;  // that make one sum
 
 INLINE void prefetch(const uint8_t* p, int64_t at, int64_t ahead) {
@@ -78,13 +77,11 @@ struct Order {
 // Forms of weights that become bfloat16; those of four bits take the layout alone. ONE_ROW. Source: one
 // Zen 4 core, ratios to a plain read: FP8 0.88 by fours and 1.0 by ones, packed 0.81 and 0.97, bf16 0.97
 // and 0.78, whole numbers of 4 bits, by vdpbf16ps, 0.78 and 0.67, others the same.
-template <int NUM_SCALES, bool WITH_ZERO>
+template <int NUM_SCALES>
 struct Scaled : Form {
-  static const int COLUMNS = CHUNK, STEPS = 1, GROUPS = NUM_SCALES, SUMS = WITH_ZERO ? 64 : 0;
-  static const bool ZERO = WITH_ZERO;
-  INLINE Bits one() { return _mm512_set1_epi16(0x3f80); }
+  static const int COLUMNS = CHUNK, STEPS = 1, GROUPS = NUM_SCALES;
   template <class Own>
-  INLINE void lay(const uint16_t* x, uint8_t* to, float, uint8_t*) {
+  INLINE void lay(const uint16_t* x, uint8_t* to, uint8_t*) {
     static const Order<Own> order;
     for (int i = 0; i < 4; i++) {
       const Bits word = _mm512_load_si512(order.word[i]);
@@ -99,10 +96,7 @@ struct Scaled : Form {
   struct Sums {
     static const int BYTES = 64;  // of inputs that meet a vector of weights
     Floats sum;
-    METHOD void start(Floats before, const float* zeros, const uint8_t* more) {
-      sum = GROUPS ? Floats{} : before;
-      if (ZERO && zeros) sum = _mm512_fnmadd_ps(lanes_of<GROUPS>(zeros), _mm512_loadu_ps(more), sum);
-    }
+    METHOD void start(Floats before) { sum = GROUPS ? Floats{} : before; }
     METHOD void add(Bits weights, const uint8_t* x, int) {
       sum = _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)_mm512_loadu_si512(x));
     }
@@ -111,29 +105,23 @@ struct Scaled : Form {
                          const uint8_t*) const {
       return GROUPS ? _mm512_fmadd_ps(sum, lanes_of<GROUPS>(scales), before) : sum;
     }
-    METHOD void keep(uint8_t* more) const { _mm512_storeu_ps(more, sum); }
   };
 };
-typedef Scaled<0, false> Words;
+typedef Scaled<0> Words;
 
-alignas(64) static uint8_t FP8_TABLES[2][128], INT8_TABLES[2][128];  // high bytes, then low ones
+alignas(64) static uint8_t FP8_TABLES[2][128];  // high bytes, then low ones
 alignas(64) static uint16_t FP4_TABLE[32], INT4_TABLE[32];
 
-template <bool WITH_ZERO>
-struct Bytes : Scaled<1, WITH_ZERO> {
+struct Fp8 : Scaled<1> {
+  static const bool ONE_ROW = true;
   static int column(int, int i, int j) { return 64 * (i / 2) + 16 * (j / 8) + 8 * (i & 1) + j % 8; }
   struct Row {
     const uint8_t* codes;
     int64_t bytes;
-    Bits flip;
   };
   INLINE Row row(const Matrix& a, int64_t r, int) {
-    return {a.part[CODES] + r * a.stored_in, a.num_in, bytes_of(a.unsigned_codes ? -128 : 0)};
+    return {a.part[CODES] + r * a.stored_in, a.num_in};
   }
-};
-
-struct Fp8 : Bytes<false> {
-  static const bool ONE_ROW = true;
   template <bool TAIL>
   INLINE void decode(const Row& r, int64_t c, int s, Bits* v, int64_t ahead) {
     const uint8_t(*t)[128] = FP8_TABLES;
@@ -151,61 +139,76 @@ struct Fp8 : Bytes<false> {
   }
 };
 
+// Whole numbers and FP4 become words, FP4 of twice its values, and meet words, too: inputs that are
+// rounded to 16 bits of the largest of a chunk's, whose sums are exact. Source: one core of a Xeon with
+// AMX, its third cache; 1, 2, 4 and 8 rows. MXFP4 of 46 MiB took 12.5, 8.1, 4.8 and 2.6 GB/s by
+// vdpbf16ps, and takes 16.8, 13.4, 7.7 and 4.0 so; 8 bits of 22 MiB 15.8, 11.8, 7.5 and 4.4, and 23.5,
+// 22.6, 14.5 and 7.6 so.
+template <int NUM_SCALES, bool WITH_ZERO>
+struct Rounded : Scaled<NUM_SCALES> {
+  static const bool ZERO = WITH_ZERO, ONE_ROW = false, IS_TWICE = false;
+  // of a chunk: where there are zeros sums of its inputs, and what its words are multiplied by
+  static const int OWN_UNIT = WITH_ZERO ? 64 : 0, SUMS = OWN_UNIT + 4;
+  INLINE Bits one() { return _mm512_set1_epi16(1); }
+  template <class Own>
+  INLINE void lay(const uint16_t* x, uint8_t* to, uint8_t* more) {
+    uint16_t words[CHUNK];
+    const float unit = round_chunk(x, (int16_t*)words) * (Own::IS_TWICE ? .5f : 1.f);
+    Scaled<NUM_SCALES>::template lay<Own>(words, to, more);
+    memcpy(more + OWN_UNIT, &unit, 4);
+  }
+  template <int>
+  struct Sums {
+    static const int BYTES = 64;
+    Bits sum;
+    INLINE Floats unit_of(const uint8_t* more) {
+      return _mm512_set1_ps(*(const float*)(more + OWN_UNIT));
+    }
+    METHOD void start(Floats) { sum = Bits{}; }
+    METHOD void add(Bits weights, const uint8_t* x, int) {
+      sum = _mm512_dpwssd_epi32(sum, weights, _mm512_loadu_si512(x));
+    }
+    template <bool, class Row>
+    METHOD Floats finish(Floats before, const Row&, int64_t, const float* scales,
+                         const float* zeros, const uint8_t* more) const {
+      Floats part = _mm512_cvtepi32_ps(sum) * unit_of(more);
+      if (WITH_ZERO) part = _mm512_fnmadd_ps(lanes_of<NUM_SCALES>(zeros), _mm512_loadu_ps(more), part);
+      return _mm512_fmadd_ps(part, lanes_of<NUM_SCALES>(scales), before);
+    }
+    METHOD void keep(uint8_t* more) const {
+      if (WITH_ZERO) _mm512_storeu_ps(more, _mm512_cvtepi32_ps(sum) * unit_of(more));
+    }
+  };
+};
+
 template <bool WITH_ZERO>
-struct Int8 : Bytes<WITH_ZERO> {
-  static const bool ONE_ROW = false;
+struct Int8 : Rounded<1, WITH_ZERO> {
+  static int column(int, int i, int j) { return 32 * i + j; }
+  struct Row {
+    const uint8_t* codes;
+    int64_t bytes;
+    Bits flip;
+  };
+  INLINE Row row(const Matrix& a, int64_t r, int) {
+    return {a.part[CODES] + r * a.stored_in, a.num_in, bytes_of(a.unsigned_codes ? -128 : 0)};
+  }
   template <bool TAIL>
-  INLINE void decode(const typename Bytes<WITH_ZERO>::Row& r, int64_t c, int s, Bits* v, int64_t ahead) {
-    const uint8_t(*t)[128] = INT8_TABLES;
-    const Bits h0 = _mm512_load_si512(t[0]), h1 = _mm512_load_si512(t[0] + 64);
-    const Bits l0 = _mm512_load_si512(t[1]), l1 = _mm512_load_si512(t[1] + 64);
+  INLINE void decode(const Row& r, int64_t c, int s, Bits* v, int64_t ahead) {
     for (int h = 0; h < 2; h++) {
       const int64_t at = c * CHUNK + h * 64;
       prefetch(r.codes, at, ahead);
       const Bits w = load<TAIL>(r.codes + at, r.bytes - at) ^ r.flip;
-      const Bits size = _mm512_abs_epi8(w);
-      const __mmask64 is_128 = _mm512_movepi8_mask(size);  // of which the table has no entry
-      Bits high = _mm512_permutex2var_epi8(h0, size, h1);
-      high = _mm512_mask_mov_epi8(high, is_128, bytes_of(0x43));
-      high = _mm512_ternarylogic_epi32(high, w, bytes_of(-128), 0xF8);
-      const Bits low = _mm512_permutex2var_epi8(l0, size, l1);
-      v[2 * h] = interleave_low(low, high), v[2 * h + 1] = interleave_high(low, high);
+      v[2 * h] = _mm512_cvtepi8_epi16(_mm512_castsi512_si256(w));
+      v[2 * h + 1] = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(w, 1));
     }
   }
 };
 
-// Four bits each, the first in the low half of a byte. They become words, FP4 of twice its values, and
-// meet words, too: inputs that are rounded to 16 bits of the largest of a chunk's, whose sums are exact.
-// Source: one core of a Xeon with AMX, MXFP4 of 46 MiB, its third cache; 1, 2, 4 and 8 rows took 12.5,
-// 8.1, 4.8 and 2.6 GB/s by vdpbf16ps, and take 16.8, 13.4, 7.7 and 4.0 so.
+// Four bits each, the first in the low half of a byte.
 template <bool IS_FLOAT, int NUM_SCALES, bool WITH_ZERO>
-struct Halves : Scaled<NUM_SCALES, WITH_ZERO> {
-  static const bool ONE_ROW = false;
-  // of a chunk: where there are zeros sums of its inputs, and what its words are multiplied by
-  static const int OWN_UNIT = WITH_ZERO ? 64 : 0, SUMS = OWN_UNIT + 4;
+struct Halves : Rounded<NUM_SCALES, WITH_ZERO> {
+  static const bool IS_TWICE = IS_FLOAT;
   static int column(int, int i, int j) { return 4 * j + i; }
-  INLINE Bits one() { return _mm512_set1_epi16(1); }
-  template <class Own>
-  INLINE void lay(const uint16_t* x, uint8_t* to, float, uint8_t* more) {
-    const Bits sizes = _mm512_set1_epi16(0x7fff);
-    Bits largest = {};
-    for (int i = 0; i < CHUNK; i += 32)
-      largest = _mm512_max_epu16(largest, sizes & _mm512_loadu_si512(x + i));
-    uint16_t each[32], most = 0, words[CHUNK];
-    _mm512_storeu_si512(each, largest);
-    for (int i = 0; i < 32; i++) most = std::max(most, each[i]);
-    const float value = from_bf16(most);
-    const Floats by = _mm512_set1_ps(value > 1e-30f ? 32767 / value : 0);
-    for (int i = 0; i < CHUNK; i += 16) {
-      const Bits wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(x + i)));
-      const Floats found = (Floats)_mm512_slli_epi32(wide, 16) * by;
-      _mm256_storeu_si256((__m256i*)(words + i), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(found)));
-    }
-    Scaled<NUM_SCALES, WITH_ZERO>::template lay<Own>(words, to, 0, more);
-    // what is no number, or not finite, is to show in what is made of it
-    const float unit = most < 0x7f80 ? value / 32767 * (IS_FLOAT ? .5f : 1.f) : NAN;
-    memcpy(more + OWN_UNIT, &unit, 4);
-  }
   struct Row {
     const uint8_t* codes;
     int64_t bytes;
@@ -223,28 +226,6 @@ struct Halves : Scaled<NUM_SCALES, WITH_ZERO> {
     v[2] = _mm512_permutexvar_epi16(shift_right<8>(w), table);
     v[3] = _mm512_permutexvar_epi16(shift_right<12>(w), table);
   }
-  template <int>
-  struct Sums {
-    static const int BYTES = 64;
-    Bits sum;
-    INLINE Floats unit_of(const uint8_t* more) {
-      return _mm512_set1_ps(*(const float*)(more + OWN_UNIT));
-    }
-    METHOD void start(Floats, const float*, const uint8_t*) { sum = Bits{}; }
-    METHOD void add(Bits weights, const uint8_t* x, int) {
-      sum = _mm512_dpwssd_epi32(sum, weights, _mm512_loadu_si512(x));
-    }
-    template <bool>
-    METHOD Floats finish(Floats before, const Row&, int64_t, const float* scales,
-                         const float* zeros, const uint8_t* more) const {
-      Floats part = _mm512_cvtepi32_ps(sum) * unit_of(more);
-      if (WITH_ZERO) part = _mm512_fnmadd_ps(lanes_of<NUM_SCALES>(zeros), _mm512_loadu_ps(more), part);
-      return _mm512_fmadd_ps(part, lanes_of<NUM_SCALES>(scales), before);
-    }
-    METHOD void keep(uint8_t* more) const {
-      if (WITH_ZERO) _mm512_storeu_ps(more, _mm512_cvtepi32_ps(sum) * unit_of(more));
-    }
-  };
 };
 
 static void set_tables(const float* fp4, const float* fp8) {
@@ -253,10 +234,8 @@ static void set_tables(const float* fp4, const float* fp8) {
     INT4_TABLE[i] = (uint16_t)((i & 15) - 8);
   }
   for (int i = 0; i < 128; i++)
-    for (int low = 0; low < 2; low++) {
+    for (int low = 0; low < 2; low++)
       FP8_TABLES[low][i] = (uint8_t)(to_bf16(fp8[i]) >> (low ? 0 : 8));
-      INT8_TABLES[low][i] = (uint8_t)(to_bf16((float)i) >> (low ? 0 : 8));
-    }
 }
 
 }  // namespace

@@ -14,32 +14,50 @@ INLINE Vector once(Vector made) {
   return made;
 }
 
+// What the largest input of a chunk becomes: two signed bytes of 127 (see `Halves` of AVX2).
+static constexpr float LARGEST_WORD = 127 * 256 + 127;
+
+// Round a chunk's inputs to words, `size` of which their largest is; return what these stand for,
+// which is no number where an input is none, or not finite: so are products then.
+INLINE float round_chunk(const uint16_t* x, int16_t* words) {
+  uint16_t most = 0;
+  for (int j = 0; j < CHUNK; j++) most = std::max<uint16_t>(most, x[j] & 0x7fff);
+  const float value = from_bf16(most), by = value > 1e-30f ? LARGEST_WORD / value : 0;
+  for (int j = 0; j < CHUNK; j++) {
+    const float rounded = from_bf16(x[j]) * by + 0x1.8p23f;  // whose last bits are the whole number
+    int32_t bits;
+    memcpy(&bits, &rounded, 4);
+    words[j] = (int16_t)bits;
+  }
+  return most < 0x7f80 ? value / LARGEST_WORD : NAN;
+}
+
 // Each form has, beside what is here:
 //   COLUMNS   of a chunk, whose products make one sum before they meet a scale
 //   STEPS     of a chunk, each of which decodes VECTORS
-//   GROUPS    float32 scales of a chunk, 0 for none; ZERO: whether it has zeros, too
+//   GROUPS    float32 scales of a chunk, 0 for none
 //   ONE_ROW   whether one input meets one row after the other, not four at a time
-//   SUMS      bytes of a chunk's inputs summed as they meet its lanes, 0 where nothing needs them
 //   Row, row  where the parts of a row lie
 //   decode    makes the vectors of a step
 //   column    of the chunk, of word j of vector i of a step
-//   one       a vector of weights of 1
 //   lay       writes the inputs of a chunk as `Sums` takes them, and of its SUMS what it knows of them
 //   Sums      of the products of a chunk: one row by one of so many inputs
+//   one       a vector of weights of 1, where there are SUMS
 struct Form {
   static const int VECTORS = 4;
+  // Bytes of a chunk's inputs summed as they meet its lanes, and of the unit of rounded ones.
+  static const int SUMS = 0;
+  static const bool ZERO = false;  // whether groups have zeros, too
   // Whether an input meets all vectors of a step before the next one does, or a vector all inputs.
   static const bool BY_INPUTS = true;
-  // What the largest of a row of inputs becomes, where inputs are rounded; they are multiplied by it.
-  static constexpr float LARGEST = 0;
   // The inputs of a chunk in the order of `column`: as they lie, or in `room`, which is zeros at first.
   INLINE const uint16_t* gather(const Matrix& a, const uint16_t* x, int64_t c, uint16_t* room) {
     const int64_t left = a.num_in - c * CHUNK;
     return left < CHUNK ? (const uint16_t*)memcpy(room, x + c * CHUNK, left * 2) : x + c * CHUNK;
   }
-  // What a row's sum stands for; `unit` is that of rounded inputs.
+  // What a row's sum stands for.
   template <class Row>
-  INLINE float result(const Row&, float sum, const float*) { return sum; }
+  INLINE float result(const Row&, float sum) { return sum; }
 };
 
 }  // namespace

@@ -87,13 +87,13 @@ template <class Form>
 INLINE int64_t chunks_of(const Matrix& a) { return (a.num_in + Form::COLUMNS - 1) / Form::COLUMNS; }
 
 // A row of inputs is laid out: what meets each step; for each chunk of some forms, sums of inputs as
-// they meet each lane; the unit of rounded inputs; of packed weights the inputs as they were.
+// they meet each lane, and the unit of rounded ones; of packed weights the inputs as they were.
 template <class Form>
 INLINE int64_t laid_bytes(const Matrix& a) {
   return chunks_of<Form>(a) * Form::STEPS * Form::VECTORS * Form::template Sums<1>::BYTES;
 }
 template <class Form>
-INLINE int64_t unit_at(const Matrix& a) {
+INLINE int64_t raw_at(const Matrix& a) {
   return laid_bytes<Form>(a) + chunks_of<Form>(a) * Form::SUMS;
 }
 
@@ -105,7 +105,7 @@ static void multiply(const Matrix& a, const uint8_t* const* x, float* const* y, 
   constexpr int G = Form::GROUPS, STEPS = Form::STEPS, V = Form::VECTORS;
   constexpr int SIZE = STEPS * V * Sums::BYTES;
   const int64_t chunks = chunks_of<Form>(a), whole = a.num_in / Form::COLUMNS;
-  const int64_t laid = laid_bytes<Form>(a), unit = unit_at<Form>(a), between = of.between;
+  const int64_t laid = laid_bytes<Form>(a), between = of.between;
   const Ahead ahead = look_ahead(a.row_bytes(), a.chunks(), a.run_bytes(), ROWS);
   alignas(64) float scales[G ? ROWS : 1][G ? MOST_COLUMNS / CHUNK * G : 1];
   alignas(64) float zeros[Form::ZERO ? ROWS : 1][Form::ZERO ? MOST_COLUMNS / CHUNK * G : 1];
@@ -135,7 +135,7 @@ static void multiply(const Matrix& a, const uint8_t* const* x, float* const* y, 
           if (s + j == 0)
 #pragma GCC unroll 4
             for (int i = 0; i < ROWS; i++)
-              made[i][m].start(sums[i][m], Form::ZERO ? zeros[i] + c * G : nullptr, more);
+              made[i][m].start(sums[i][m]);
 #pragma GCC unroll 4
           for (int i = 0; i < ROWS; i++) made[i][m].add(v[i][j], inputs + (s * V + j) * Sums::BYTES, j);
           if (s == STEPS - 1 && j == V - 1)
@@ -151,8 +151,7 @@ static void multiply(const Matrix& a, const uint8_t* const* x, float* const* y, 
     if (whole < chunks) multiply_chunk(std::true_type{}, whole);
     for (int i = 0; i < ROWS; i++)
       for (int m = 0; m < INPUTS; m++)
-        y[m][r + i * between - out] =
-            Form::result(rows[i], total(sums[i][m]), (const float*)(x[m] + unit));
+        y[m][r + i * between - out] = Form::result(rows[i], total(sums[i][m]));
   }
 }
 
@@ -200,27 +199,19 @@ template <class Form>
 static void lay_out(const Matrix& a, const uint16_t* x, uint8_t* to) {
   typedef typename Form::template Sums<1> Sums;
   const int64_t chunks = chunks_of<Form>(a), size = laid_bytes<Form>(a) / chunks;
-  uint8_t *more = to + laid_bytes<Form>(a), *unit = to + unit_at<Form>(a);
-  float by = 1;
-  if (Form::LARGEST) {
-    uint16_t most = 0;
-    for (int64_t j = 0; j < a.num_in; j++) most = std::max<uint16_t>(most, x[j] & 0x7fff);
-    const float value = from_bf16(most);
-    by = value > 0 ? Form::LARGEST / value : 0;
-    // what is no number, or not finite, is to show in what is made of it
-    *(float*)unit = most < 0x7f80 ? value / Form::LARGEST : NAN;
-  }
+  uint8_t *more = to + laid_bytes<Form>(a), *raw = to + raw_at<Form>(a);
   uint16_t room[Form::COLUMNS] = {};
   for (int64_t c = 0; c < chunks; c++, to += size) {
-    Form::template lay<Form>(Form::gather(a, x, c, room), to, by, more + c * Form::SUMS);
-    if (!Form::SUMS) continue;
-    Sums sums;  // of inputs, as weights of one make them
-    sums.start(Floats{}, nullptr, nullptr);
-    for (int j = 0; j < size / Sums::BYTES; j++)
-      sums.add(Form::one(), to + j * Sums::BYTES, j % Form::VECTORS);
-    sums.keep(more + c * Form::SUMS);
+    Form::template lay<Form>(Form::gather(a, x, c, room), to, more + c * Form::SUMS);
+    if constexpr (Form::SUMS > 0) {
+      Sums sums;  // of inputs, as weights of one make them
+      sums.start(Floats{});
+      for (int j = 0; j < size / Sums::BYTES; j++)
+        sums.add(Form::one(), to + j * Sums::BYTES, j % Form::VECTORS);
+      sums.keep(more + c * Form::SUMS);
+    }
   }
-  if (a.kind == PACKED) memcpy(unit + UNIT, x, a.num_in * 2);
+  if (a.kind == PACKED) memcpy(raw, x, a.num_in * 2);
 }
 
 // Call `with` an object of the form that a matrix has.
@@ -242,7 +233,7 @@ INLINE auto choose(const Matrix& a, With with) {
 }
 
 static int64_t prepared_bytes(const Matrix& a) {
-  return choose(a, [&](auto form) { return unit_at<decltype(form)>(a); }) + UNIT +
+  return choose(a, [&](auto form) { return raw_at<decltype(form)>(a); }) +
          (a.kind == PACKED ? a.num_in * 2 : 0);
 }
 
@@ -253,7 +244,7 @@ static void prepare(const Matrix& a, const uint16_t* x, uint8_t* prepared) {
 static void rows(const Matrix& a, const uint8_t* const* x, float* const* y, int64_t num,
                  int64_t first, int64_t stop) {
   choose(a, [&](auto form) { all_rows<decltype(form)>(a, x, y, num, first, stop); });
-  if (a.kind == PACKED) add_patches(a, unit_at<Packed>(a) + UNIT, x, y, num, first, stop);
+  if (a.kind == PACKED) add_patches(a, raw_at<Packed>(a), x, y, num, first, stop);
 }
 
 }  // namespace
