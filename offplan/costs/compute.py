@@ -1,7 +1,7 @@
 """Seconds of compute with everything resident: measured where a profile has it, else a roofline."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import log
 
@@ -37,7 +37,8 @@ class ComputeTime:
 
     seconds: float
     measured: bool
-    """True if it was measured at exactly this shape; otherwise it is estimated."""
+    """True if it was measured at this shape, or equal chunks of a prompt before and behind it were.
+    Otherwise it is estimated."""
     correction: Correction | None = None
     """What measured layers of other models changed about an estimate."""
 
@@ -65,13 +66,17 @@ class ModelCompute:
 
     def price(self, *shapes: PassShape) -> PassCompute:
         """Price one pass of these chunks."""
-        chunks = [
-            {key: layer_time(self.machine, work, shape) for key, work in self.works.items()}
-            for shape in shapes
-        ]
-        outside = [outside_time(self.machine, self.stage, shape) for shape in shapes]
+        chunks = [self._price_layers(shape) for shape in shapes]
+        outside = outside_time(self.machine, self.stage, shapes[-1])
         times = {key: sum(to_ps(chunk[key].seconds) for chunk in chunks) for key in self.works}
         calls = count_calls(self.stage, shapes[0].phase)
+        # the rest of a prompt is timed as a whole chunk
+        whole = replace(
+            shapes[-1],
+            tokens=shapes[0].tokens,
+            context=shapes[-1].context - shapes[-1].tokens + shapes[0].tokens,
+        )
+        last = chunks[-1] if whole == shapes[-1] else self._price_layers(whole)
         routed = {
             key: sum(
                 round(routed_share(self.machine, work, shape) * to_ps(chunk[key].seconds))
@@ -82,15 +87,18 @@ class ModelCompute:
         return PassCompute(
             shapes,
             layer_ps=tuple(n * times[key] for n, key in zip(calls, self.keys, strict=True)),
-            outside_ps=to_ps(outside[-1].seconds)
+            outside_ps=to_ps(outside.seconds)
             + to_ps(adding_seconds(self.machine, self.stage, shapes[0])),
-            measured=all(t.measured for chunk in chunks for t in chunk.values())
-            and all(time.measured for time in outside),
+            measured=all(t.measured for chunk in [*chunks[:-1], last] for t in chunk.values())
+            and outside_time(self.machine, self.stage, whole).measured,
             routed_ps=tuple(routed[key] for key in self.keys),
             correction=join_corrections(
                 (chunks[0][key].correction, float(times[key])) for key in self.keys
             ),
         )
+
+    def _price_layers(self, shape: PassShape) -> dict[str, ComputeTime]:
+        return {key: layer_time(self.machine, work, shape) for key, work in self.works.items()}
 
 
 def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> ComputeTime:
@@ -180,7 +188,7 @@ def _from_times(
         if (time.batch, time.tokens) == (shape.batch, shape.tokens)
     }
     if alike and min(alike) < shape.context < max(alike):
-        return ComputeTime(_interpolate(alike, shape.context), measured=False)
+        return ComputeTime(_interpolate(alike, shape.context), measured=shape.is_part)
     if parts := _split(shape, others):
         times = [_from_times(machine, key, part, estimate) for part in parts]
         return ComputeTime(sum(time.seconds for time in times if time), measured=False)

@@ -7,9 +7,10 @@ import pytest
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs.compute import ModelCompute, layer_time, outside_time
 from offplan.costs.kernels import ATTENTION_EFFICIENCY, MATMUL_EFFICIENCY
-from offplan.costs.work import PassShape, layer_work
+from offplan.costs.work import PassShape, layer_work, prefill_shapes
 from offplan.held.held import hold
 from offplan.placement import Phase
+from offplan.plan import Workload
 from tests.costs.builders import HIDDEN, VOCABULARY, dense_model, make_machine, measured, moe_model
 
 DECODE = PassShape(Phase.DECODE, 1, 1, 100)
@@ -88,7 +89,27 @@ def test_a_chunk_takes_the_time_between_those_of_equal_ones() -> None:
     for context, seconds in ((8, 1.0), (16, 3.0), (24, 5.0), (40, 7.5), (48, 8.0)):
         time = layer_time(machine, WORK, PassShape(Phase.PREFILL, 1, 8, context, is_part=True))
         assert time.seconds == pytest.approx(seconds)
-        assert time.measured == (context in (8, 48))
+        assert time.measured
+    behind = PassShape(Phase.PREFILL, 1, 8, 56, is_part=True)
+    assert not layer_time(machine, WORK, behind).measured
+
+
+@pytest.mark.parametrize("prompt_tokens", [40, 37])
+def test_a_prompt_whose_chunks_were_timed_here_and_there_is_measured(prompt_tokens: int) -> None:
+    """As a machine times them: four of a prompt's chunks, and what lies outside behind the last.
+
+    The last one is timed as a whole one.
+    """
+    stops = [8, 16, 24, 40]
+    timed = [PassShape(Phase.PREFILL, 1, 8, stop, is_part=True) for stop in stops]
+    outside = STAGE.time_key(STAGE.outside_key)
+    times = [measured(each, 1.0, WORK.key) for each in timed]
+    shapes = prefill_shapes(Workload(prompt_tokens=prompt_tokens), 8)
+    for known, is_measured in ((times, False), ([*times, measured(timed[-1], 1.0, outside)], True)):
+        compute = ModelCompute(STAGE, make_machine(layer_times=known))
+        assert compute.price(*shapes).measured == is_measured
+    compute = ModelCompute(STAGE, make_machine(layer_times=[*known[:3], known[-1]]))
+    assert not compute.price(*shapes).measured
 
 
 @pytest.mark.parametrize("is_part", [True, False])
