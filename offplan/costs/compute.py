@@ -68,15 +68,13 @@ class ModelCompute:
         """Price one pass of these chunks."""
         chunks = [self._price_layers(shape) for shape in shapes]
         outside = outside_time(self.machine, self.stage, shapes[-1])
+        first, last = shapes[0], shapes[-1]
+        # the rest of a prompt may be timed as a whole chunk
+        whole = replace(
+            last, tokens=first.tokens, context=last.context - last.tokens + first.tokens
+        )
         times = {key: sum(to_ps(chunk[key].seconds) for chunk in chunks) for key in self.works}
         calls = count_calls(self.stage, shapes[0].phase)
-        # the rest of a prompt is timed as a whole chunk
-        whole = replace(
-            shapes[-1],
-            tokens=shapes[0].tokens,
-            context=shapes[-1].context - shapes[-1].tokens + shapes[0].tokens,
-        )
-        last = chunks[-1] if whole == shapes[-1] else self._price_layers(whole)
         routed = {
             key: sum(
                 round(routed_share(self.machine, work, shape) * to_ps(chunk[key].seconds))
@@ -89,8 +87,8 @@ class ModelCompute:
             layer_ps=tuple(n * times[key] for n, key in zip(calls, self.keys, strict=True)),
             outside_ps=to_ps(outside.seconds)
             + to_ps(adding_seconds(self.machine, self.stage, shapes[0])),
-            measured=all(t.measured for chunk in [*chunks[:-1], last] for t in chunk.values())
-            and outside_time(self.machine, self.stage, whole).measured,
+            measured=all(time.measured for chunk in chunks[:-1] for time in chunk.values())
+            and any(map(self._is_measured, (last, whole))),
             routed_ps=tuple(routed[key] for key in self.keys),
             correction=join_corrections(
                 (chunks[0][key].correction, float(times[key])) for key in self.keys
@@ -99,6 +97,11 @@ class ModelCompute:
 
     def _price_layers(self, shape: PassShape) -> dict[str, ComputeTime]:
         return {key: layer_time(self.machine, work, shape) for key, work in self.works.items()}
+
+    def _is_measured(self, shape: PassShape) -> bool:
+        times = self._price_layers(shape).values()
+        outside = outside_time(self.machine, self.stage, shape)
+        return outside.measured and all(time.measured for time in times)
 
 
 def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> ComputeTime:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import erfc, exp, log, prod, sqrt
 
 from offplan.checkpoint.model import Experts
+from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tables import Table
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import PassShape, gathers_codes, groups_codes
@@ -135,7 +136,7 @@ class UnitUse:
             if is_coded and groups_codes(experts, self.num_tokens, kinds):
                 factor = 1.0
         is_gathered = unit.is_expert and gathers_codes(experts, self.num_tokens)
-        if is_coded and not is_gathered and not _has_aligned_rows(unit):
+        if is_coded and not is_gathered and not has_aligned_rows(unit.parameters[0]):
             factor = UNALIGNED_ROWS * (factor or 1.0)
         return factor or reread_factor(machine, self.num_tokens)
 
@@ -153,9 +154,8 @@ def coded_reads(mean_rows: float) -> float:
     return reads
 
 
-def _has_aligned_rows(unit: Unit) -> bool:
+def has_aligned_rows(weight: Parameter) -> bool:
     """Return True if every row of a weight's codes begins with a line."""
-    weight = unit.parameters[0]
     return weight.tensors[0].nbytes // max(1, prod(weight.shape[:-1])) % LINE_BYTES == 0
 
 

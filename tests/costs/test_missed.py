@@ -31,10 +31,10 @@ from offplan.costs.cached_experts import (
 from offplan.costs.cores import CoresUse
 from offplan.costs.in_place_costs import AtUse
 from offplan.costs.timeline import to_ps
-from offplan.held.held import hold
 from offplan.plan import ModelRef
 from offplan.routing.profile import BatchReuse, make_routing
 from tests.costs.builders import make_machine, moe_model
+from tests.held import open_stage
 from tests.tiers import first_quick
 
 NUM_EXPERTS, NUM_STEPS, NUM_BEFORE = 128, 4000, 600
@@ -180,10 +180,16 @@ def test_uniform_routing_brings_nothing_for_later() -> None:
     assert 0 < found.by_cores < found.misses
 
 
-def test_several_rows_wait_longer_for_as_many_missed() -> None:
+@pytest.mark.parametrize(
+    ("name", "slowdown"), [("gpt-oss-20b", ROWS_SLOWDOWN), ("qwen3-30b-a3b-fp8", 1.0)]
+)
+def test_several_rows_wait_longer_for_experts_whose_rows_begin_amid_a_line(
+    name: str, slowdown: float
+) -> None:
     """Rows of sequences as those of a pass."""
-    stage, machine = hold(moe_model(3)), make_machine()
-    slots = ExpertSlots(1, NUM_EXPERTS, (1 << 20,), by_cores=True)
+    stage, machine = open_stage(f"benchmarks/models/{name}/config.json"), make_machine()
+    assert stage.experts is not None
+    slots = ExpertSlots(1, stage.experts.num_experts, (1 << 20,), by_cores=True)
     of_sequences, of_pass, of_one = (
         Missed.predict(slots, AtUse(stage, machine, *sizes), CoresUse(1 << 20, 1, 1.0))
         for sizes in ((2, 1), (1, 2), (1, 1))
@@ -194,7 +200,7 @@ def test_several_rows_wait_longer_for_as_many_missed() -> None:
     waits = [
         each.waiting_ps(machine, 0) - alike for each in (of_pass._replace(slowdown=1.0), of_pass)
     ]
-    assert waits[1] == pytest.approx(ROWS_SLOWDOWN * waits[0], rel=1e-6)
+    assert waits[1] == pytest.approx(slowdown * waits[0], rel=1e-6)
     assert of_one.slowdown == 1.0
 
 
