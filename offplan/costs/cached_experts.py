@@ -56,12 +56,12 @@ Source: 12 layers of Qwen3-30B-A3B in FP8 on an H200, with two routings and two 
 took 7 to 23 us a layer beyond what ``Missed`` predicts besides.
 """
 ROWS_SLOWDOWN = 1.1
-"""Times that a step of several rows waits for missed experts whose rows begin amid a line.
+"""Times that a step of several rows waits for missed experts, by the rates of one row.
 
-Those that no slot holds are read in place, more slowly than others are copied. Source: an H200.
-gpt-oss-20b in 8 GiB, batch 4, waited 25.7 ms for the 23.2 of one row's rates; passes of 2 and 4
-tokens took 1.04 of what they take by 1.1. Qwen3-30B in FP8, whose rows are whole lines, took 0.95
-of what it takes by 1.
+Experts that no slot holds are read in place, more slowly than others are copied. Codes whose rows
+begin with lines are not. Source: an H200. gpt-oss-20b in 8 GiB, batch 4, waited 25.7 ms for 23.2.
+Its passes of 2 and 4 tokens took 1.04 of what is predicted. Qwen3-30B in FP8, batch 4, took 0.95
+of it. That lines make the difference is assumed, and that other experts are as gpt-oss's.
 """
 LAST_TOKENS = 64
 """Tokens of each prompt whose experts are in the slots when it ends, as if they had been steps."""

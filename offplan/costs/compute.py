@@ -30,6 +30,12 @@ from offplan.held.stage import Stage
 from offplan.machine.profile import LayerTime, MachineProfile
 from offplan.plan import Correction
 
+REST_SHARE = 0.1
+"""Part of a measured prompt's compute, at most, that is scaled from chunks over twice as large.
+
+Source: chosen.
+"""
+
 
 @dataclass(frozen=True)
 class ComputeTime:
@@ -68,11 +74,6 @@ class ModelCompute:
         """Price one pass of these chunks."""
         chunks = [self._price_layers(shape) for shape in shapes]
         outside = outside_time(self.machine, self.stage, shapes[-1])
-        first, last = shapes[0], shapes[-1]
-        # the rest of a prompt may be timed as a whole chunk
-        whole = replace(
-            last, tokens=first.tokens, context=last.context - last.tokens + first.tokens
-        )
         times = {key: sum(to_ps(chunk[key].seconds) for chunk in chunks) for key in self.works}
         calls = count_calls(self.stage, shapes[0].phase)
         routed = {
@@ -87,8 +88,7 @@ class ModelCompute:
             layer_ps=tuple(n * times[key] for n, key in zip(calls, self.keys, strict=True)),
             outside_ps=to_ps(outside.seconds)
             + to_ps(adding_seconds(self.machine, self.stage, shapes[0])),
-            measured=all(time.measured for chunk in chunks[:-1] for time in chunk.values())
-            and any(map(self._is_measured, (last, whole))),
+            measured=self._are_measured(shapes, chunks, outside),
             routed_ps=tuple(routed[key] for key in self.keys),
             correction=join_corrections(
                 (chunks[0][key].correction, float(times[key])) for key in self.keys
@@ -98,10 +98,31 @@ class ModelCompute:
     def _price_layers(self, shape: PassShape) -> dict[str, ComputeTime]:
         return {key: layer_time(self.machine, work, shape) for key, work in self.works.items()}
 
-    def _is_measured(self, shape: PassShape) -> bool:
-        times = self._price_layers(shape).values()
-        outside = outside_time(self.machine, self.stage, shape)
-        return outside.measured and all(time.measured for time in times)
+    def _are_measured(
+        self,
+        shapes: Sequence[PassShape],
+        chunks: Sequence[Mapping[str, ComputeTime]],
+        outside: ComputeTime,
+    ) -> bool:
+        """Return True if all chunks were measured, but for a last one that is scaled.
+
+        A machine times that as a whole one. It is scaled from chunks up to twice as large, or
+        takes up to REST_SHARE.
+        """
+        first, last = shapes[0], shapes[-1]
+        times, rest = [*chunks], 0.0
+        if last.tokens < first.tokens and not outside.measured:
+            scaled = times.pop()
+            parts = [each.tokens for each in self.machine.layer_times if each.is_part]
+            if not parts or min(parts) > 2 * last.tokens:
+                rest = sum(time.seconds for time in scaled.values())
+            begin = last.context - last.tokens
+            whole = replace(last, tokens=first.tokens, context=begin + first.tokens)
+            outside = outside_time(self.machine, self.stage, whole)
+            times.append(self._price_layers(whole))
+        taken = sum(time.seconds for chunk in chunks for time in chunk.values())
+        is_measured = all(time.measured for chunk in times for time in chunk.values())
+        return is_measured and outside.measured and rest <= REST_SHARE * taken
 
 
 def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> ComputeTime:

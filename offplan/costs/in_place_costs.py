@@ -66,9 +66,12 @@ class AtUse:
 
     @cached_property
     def reads_lines(self) -> bool:
-        """True if every row of routed experts' codes begins with a line."""
+        """True if routed experts are codes of which every row begins with a line.
+
+        Raw and packed ones count as if none did.
+        """
         experts = (p for layer in self.stage.layers for p in layer.parameters if p.is_expert)
-        return all(each.form.is_raw or has_aligned_rows(each) for each in experts)
+        return all(each.form.is_rounded and has_aligned_rows(each) for each in experts)
 
     def read_bytes(self, served: Served, priced: PassCompute) -> Counter[Backend]:
         """Bytes that a call of one layer reads in a pass, by backend, re-reads included.

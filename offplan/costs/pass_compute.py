@@ -23,7 +23,7 @@ class PassCompute:
     Those of states that go on behind a pass that checks drafts are among them.
     """
     measured: bool
-    """True if all of it was measured."""
+    """True if it was measured, as ``ModelCompute.price`` has it."""
     routed_ps: tuple[int, ...]
     """Part of each layer's picoseconds that is its routed experts' products."""
     correction: Correction | None = None

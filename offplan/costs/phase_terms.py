@@ -26,7 +26,7 @@ def list_phase(
     def seconds(name: str, time_ps: Fraction | int, formula: str, *inputs: Input) -> Term:
         return Term(f"{phase}.{name}", to_seconds(time_ps), "s", formula, inputs)
 
-    source = "measured on the machine, at these shapes"
+    source = "measured on the machine"
     roofline: tuple[Input, ...] = ()
     if not priced.measured:
         source = "kernels, the longer of bytes and arithmetic each, or scaled from them"

@@ -1,6 +1,6 @@
 // AVX2, FMA and F16C. bfloat16, FP8 and packed weights become float32 in registers and meet inputs
-// of float32. Whole numbers and FP4 meet inputs rounded to 16 bits of the largest of a chunk's: sums
-// of a group are exact.
+// of float32. Whole numbers and FP4 meet inputs rounded to 16 bits of a chunk's largest: sums of a
+// group are exact.
 #pragma once
 #include "form.h"
 #define KERNELS AVX2

@@ -74,9 +74,9 @@ struct Order {
   }
 };
 
-// Forms of weights that become bfloat16; those of four bits take the layout alone. ONE_ROW. Source: one
+// Forms of weights that become bfloat16; those that become words take the layout alone. ONE_ROW. Source: one
 // Zen 4 core, ratios to a plain read: FP8 0.88 by fours and 1.0 by ones, packed 0.81 and 0.97, bf16 0.97
-// and 0.78, whole numbers of 4 bits, by vdpbf16ps, 0.78 and 0.67, others the same.
+// and 0.78, whole numbers of 4 bits, by vdpbf16ps as those of 8, 0.78 and 0.67, others the same.
 template <int NUM_SCALES>
 struct Scaled : Form {
   static const int COLUMNS = CHUNK, STEPS = 1, GROUPS = NUM_SCALES;
@@ -140,7 +140,7 @@ struct Fp8 : Scaled<1> {
 };
 
 // Whole numbers and FP4 become words, FP4 of twice its values, and meet words, too: inputs that are
-// rounded to 16 bits of the largest of a chunk's, whose sums are exact. Source: one core of a Xeon with
+// rounded to 16 bits of a chunk's largest, whose sums are exact. Source: one core of a Xeon with
 // AMX, its third cache; 1, 2, 4 and 8 rows. MXFP4 of 46 MiB took 12.5, 8.1, 4.8 and 2.6 GB/s by
 // vdpbf16ps, and takes 16.8, 13.4, 7.7 and 4.0 so; 8 bits of 22 MiB 15.8, 11.8, 7.5 and 4.4, and 23.5,
 // 22.6, 14.5 and 7.6 so.
@@ -161,9 +161,6 @@ struct Rounded : Scaled<NUM_SCALES> {
   struct Sums {
     static const int BYTES = 64;
     Bits sum;
-    INLINE Floats unit_of(const uint8_t* more) {
-      return _mm512_set1_ps(*(const float*)(more + OWN_UNIT));
-    }
     METHOD void start(Floats) { sum = Bits{}; }
     METHOD void add(Bits weights, const uint8_t* x, int) {
       sum = _mm512_dpwssd_epi32(sum, weights, _mm512_loadu_si512(x));
@@ -171,12 +168,13 @@ struct Rounded : Scaled<NUM_SCALES> {
     template <bool, class Row>
     METHOD Floats finish(Floats before, const Row&, int64_t, const float* scales,
                          const float* zeros, const uint8_t* more) const {
-      Floats part = _mm512_cvtepi32_ps(sum) * unit_of(more);
+      Floats part = _mm512_cvtepi32_ps(sum);
       if (WITH_ZERO) part = _mm512_fnmadd_ps(lanes_of<NUM_SCALES>(zeros), _mm512_loadu_ps(more), part);
-      return _mm512_fmadd_ps(part, lanes_of<NUM_SCALES>(scales), before);
+      const Floats unit = _mm512_set1_ps(*(const float*)(more + OWN_UNIT));
+      return _mm512_fmadd_ps(part * lanes_of<NUM_SCALES>(scales), unit, before);
     }
     METHOD void keep(uint8_t* more) const {
-      if (WITH_ZERO) _mm512_storeu_ps(more, _mm512_cvtepi32_ps(sum) * unit_of(more));
+      if (WITH_ZERO) _mm512_storeu_ps(more, _mm512_cvtepi32_ps(sum));
     }
   };
 };

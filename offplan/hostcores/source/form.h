@@ -17,12 +17,12 @@ INLINE Vector once(Vector made) {
 // What the largest input of a chunk becomes: two signed bytes of 127 (see `Halves` of AVX2).
 static constexpr float LARGEST_WORD = 127 * 256 + 127;
 
-// Round a chunk's inputs to words, `size` of which their largest is; return what these stand for,
-// which is no number where an input is none, or not finite: so are products then.
+// Round a chunk's inputs to words, of which the largest is LARGEST_WORD. Return what words are to be
+// multiplied by: no number where an input is none or not finite, so that products are none.
 INLINE float round_chunk(const uint16_t* x, int16_t* words) {
   uint16_t most = 0;
   for (int j = 0; j < CHUNK; j++) most = std::max<uint16_t>(most, x[j] & 0x7fff);
-  const float value = from_bf16(most), by = value > 1e-30f ? LARGEST_WORD / value : 0;
+  const float value = from_bf16(most), by = value > 1e-30f ? LARGEST_WORD / value : 0;  // or infinite
   for (int j = 0; j < CHUNK; j++) {
     const float rounded = from_bf16(x[j]) * by + 0x1.8p23f;  // whose last bits are the whole number
     int32_t bits;
@@ -45,7 +45,7 @@ INLINE float round_chunk(const uint16_t* x, int16_t* words) {
 //   one       a vector of weights of 1, where there are SUMS
 struct Form {
   static const int VECTORS = 4;
-  // Bytes of a chunk's inputs summed as they meet its lanes, and of the unit of rounded ones.
+  // Bytes of what a chunk's inputs have besides: sums as they meet its lanes, the unit of rounded ones.
   static const int SUMS = 0;
   static const bool ZERO = false;  // whether groups have zeros, too
   // Whether an input meets all vectors of a step before the next one does, or a vector all inputs.

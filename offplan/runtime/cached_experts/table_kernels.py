@@ -559,8 +559,8 @@ def pick_rows(
     """Return each pair's row, of its slot or of all experts' rows, and their places: [pairs].
 
     ``slots`` are [slots, size], ``rows`` [experts, size]. ``slot_of_pair`` and ``chosen`` are
-    [pairs]: the slot, which may be beyond the last, and the expert. One launch: in torch's
-    operators it is seven, 20 us a call.
+    [pairs]: the slot, which may be beyond the last, and the expert. One launch: torch's
+    operators are seven, which took 20 us a call on an H200.
     """
     out, places = _describe_rows(slots, rows, slot_of_pair, chosen)
     size = slots.shape[1]
