@@ -341,10 +341,12 @@ def describe_assumptions(plan: Plan, question: Question) -> list[str]:
     if plan.goal.engine is not None and plan.workload.batch == 1:
         lines[0] += " Further requests wait; --batch 16 plans for 16 together."
     if question.profile is not None and plan.prediction.basis != "measured":
-        base = parse_name(question.profile).base
+        name = parse_name(question.profile)
+        whose = "a profile's figures, none of them measured on your machine"
+        whose = whose if name.is_shipped else "the profile's figures"
         lines.append(
-            "The times are estimates from a profile's figures, none of them measured on your "
-            f"machine. `offplan machines {base}` prints their sources."
+            f"The times are estimates from {whose}. `offplan machines {name.base}` prints their "
+            "sources."
         )
     lines += [*describe_correction(plan.prediction), *describe_cores(plan, question)]
     lines += describe_untaken(plan)

@@ -1,8 +1,11 @@
 """The answer of ``analyze``: its lines, what it assumes and what it advises."""
 
+from pathlib import Path
+
 import pytest
 from rich.console import Console
 
+from offplan.machine.name import SHIPPED
 from offplan.report.table import Paragraph
 from tests.cli import CLI, ROOT
 
@@ -34,11 +37,16 @@ def test_advice_names_what_is_better_and_nothing_that_is_on(cli: CLI) -> None:
 
 
 @pytest.mark.slow
-def test_what_fits_needs_no_offloading(cli: CLI) -> None:
+def test_what_fits_needs_no_offloading(cli: CLI, tmp_path: Path) -> None:
     out = cli("analyze", QWEN, "--machine", "rtx4090", "--context", 1024).out
     told = " ".join(out.split())
     assert told.startswith("Runs on NVIDIA GeForce RTX 4090: ")
     assert "of GPU memory. Nothing needs offloading." in told
     # nor does more memory help
     assert "browser" not in told
-    assert "`offplan machines rtx4090-pcie4` prints their sources." in told
+    assert "none of them measured on your machine. `offplan machines rtx4090-pcie4` prints" in told
+    # a file may be of the reader's own machine
+    file = tmp_path / "mine.yaml"
+    file.write_bytes((SHIPPED / "rtx4090-pcie4.yaml").read_bytes())
+    own = cli("analyze", QWEN, "--machine", file, "--context", 1024).out
+    assert "The times are estimates from the profile's figures." in " ".join(own.split())
