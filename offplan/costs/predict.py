@@ -285,4 +285,4 @@ def _join(stages: Sequence[Derivation]) -> Derivation:
             total, inputs = same[largest].value, ()
             formula = f"the term of stage {largest}, whose GPUs hold most"
         joined.append(replace(same[0], value=total, formula=formula, inputs=inputs))
-    return Derivation(tuple(joined), stages[largest].measured)
+    return Derivation(tuple(joined), all(stage.measured for stage in stages))

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from offplan.costs.compute import ModelCompute
+from offplan.costs.predict import predict as predict_stages
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.held.held import hold
 from offplan.plan import Backend, Budget, Offload, Workload
@@ -94,3 +95,7 @@ def test_basis_is_measured_only_when_all_of_it_is() -> None:
     assert prediction.decode.step_s == pytest.approx(0.5 * 4)
     partly = predict(model, make_machine(layer_times=times[1:]), WORKLOAD, BUDGET, offload)
     assert partly.basis == "estimated"
+    machine, others = make_machine(layer_times=times), hold(moe_model(1))
+    for stages in ([stage, others], [others, stage]):
+        of_both = predict_stages(stages, machine, WORKLOAD, BUDGET, offload)
+        assert of_both.basis == "estimated"
