@@ -95,7 +95,10 @@ def test_basis_is_measured_only_when_all_of_it_is() -> None:
     assert prediction.decode.step_s == pytest.approx(0.5 * 4)
     partly = predict(model, make_machine(layer_times=times[1:]), WORKLOAD, BUDGET, offload)
     assert partly.basis == "estimated"
-    machine, others = make_machine(layer_times=times), hold(moe_model(1))
-    for stages in ([stage, others], [others, stage]):
-        of_both = predict_stages(stages, machine, WORKLOAD, BUDGET, offload)
-        assert of_both.basis == "estimated"
+    machine = make_machine(layer_times=times)
+    for stages, basis in (
+        ([hold(dense_model(12))], "measured"),
+        ([hold(dense_model(12)), hold(moe_model(2))], "estimated"),
+    ):
+        of_all = predict_stages(stages, machine, WORKLOAD, BUDGET, offload)
+        assert of_all.basis == basis
