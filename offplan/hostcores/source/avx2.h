@@ -66,12 +66,13 @@ struct Floating : Form {
   static const int VECTORS = WORDS ? 2 : 4;
   static const bool ONE_ROW = true, BY_INPUTS = !WORDS;
   template <class Own>
-  INLINE void lay(const uint16_t* x, uint8_t* to, uint8_t*) {
+  INLINE float lay(const uint16_t* x, uint8_t* to) {
     const int num = BYTES / 4;
     for (int v = 0; v < Own::STEPS * Own::VECTORS; v++)
       for (int j = 0; j < num; j++)
         ((float*)to)[v * num + (WORDS ? j % 2 * 8 + j / 2 : j)] =
             from_bf16(x[Own::column(v / Own::VECTORS, v % Own::VECTORS, j)]);
+    return 1;
   }
   // Several sums for few inputs: one would wait for each product.
   template <int INPUTS>
@@ -128,16 +129,12 @@ struct Fp8 : Floating<false> {  // by way of a half, which is a 256th of the val
 
 template <bool WITH_ZERO>
 struct Int8 : Form {
-  // of a chunk: where there are zeros sums of its inputs, and what its words are multiplied by
-  static const int OWN_UNIT = WITH_ZERO ? 32 : 0, SUMS = OWN_UNIT + 4;
   static const int COLUMNS = CHUNK, STEPS = 2, GROUPS = 1;
+  static const int SUMS = WITH_ZERO ? 32 : 0, UNIT = 4;
   static const bool ZERO = WITH_ZERO, ONE_ROW = true;
   INLINE Bits one() { return _mm256_set1_epi16(1); }
   template <class>
-  INLINE void lay(const uint16_t* x, uint8_t* to, uint8_t* more) {
-    const float unit = round_chunk(x, (int16_t*)to);
-    memcpy(more + OWN_UNIT, &unit, 4);
-  }
+  INLINE float lay(const uint16_t* x, uint8_t* to) { return round_chunk(x, (int16_t*)to); }
   struct Row {
     const uint8_t* codes;
     int64_t bytes;
@@ -170,12 +167,10 @@ struct Int8 : Form {
                          const float* zeros, const uint8_t* more) const {
       Floats part = _mm256_cvtepi32_ps(sum);
       if (ZERO) part = _mm256_fnmadd_ps(_mm256_set1_ps(*zeros), load_floats(more), part);
-      const Floats unit = _mm256_broadcast_ss((const float*)(more + OWN_UNIT));
+      const Floats unit = _mm256_broadcast_ss((const float*)(more + SUMS));
       return _mm256_fmadd_ps(part * _mm256_broadcast_ss(scales), unit, before);
     }
-    METHOD void keep(uint8_t* more) const {
-      if (ZERO) _mm256_storeu_ps((float*)more, _mm256_cvtepi32_ps(sum));
-    }
+    METHOD void keep(uint8_t* more) const { _mm256_storeu_ps((float*)more, _mm256_cvtepi32_ps(sum)); }
   };
 };
 
@@ -215,21 +210,20 @@ INLINE Bits join(const Bits v[2]) {
 template <bool IS_FLOAT, int G, bool WITH_ZERO>
 struct Halves : Form {
   static const int COLUMNS = CHUNK, STEPS = 1, GROUPS = IS_FLOAT ? 0 : G;
-  // of a chunk: sums of its inputs, and what its words are multiplied by
-  static const int OWN_UNIT = G == 8 ? 64 : 32, SUMS = OWN_UNIT + 4;
+  static const int SUMS = G == 8 ? 64 : 32, UNIT = 4;
   static const bool ZERO = WITH_ZERO, ONE_ROW = true;
   INLINE Bits one() { return bytes_of(1); }
   // for each vector of weights 32 bytes of h, then of l
   template <class>
-  INLINE void lay(const uint16_t* x, uint8_t* to, uint8_t* more) {
+  INLINE float lay(const uint16_t* x, uint8_t* to) {
     int16_t words[CHUNK];
     const float unit = round_chunk(x, words);
-    memcpy(more + OWN_UNIT, &unit, 4);
     for (int j = 0; j < CHUNK; j++) {
       const int8_t low = (int8_t)words[j];
       uint8_t* place = to + j / 64 * 128 + (j & 1) * 64 + j % 64 / 2;
       place[0] = (uint8_t)((words[j] - low) / 256), place[32] = (uint8_t)low;
     }
+    return unit;
   }
   struct Row {
     const uint8_t *codes, *scales;
@@ -295,7 +289,7 @@ struct Halves : Form {
         const Floats s = scale<TAIL>(r, c, scales, i);
         found = i ? _mm256_fmadd_ps(part, s, found) : part * s;
       }
-      return _mm256_fmadd_ps(found, _mm256_broadcast_ss((const float*)(more + OWN_UNIT)), before);
+      return _mm256_fmadd_ps(found, _mm256_broadcast_ss((const float*)(more + SUMS)), before);
     }
     // What lanes have too much, or, where there are zeros, sums of inputs as float32.
     METHOD void keep(uint8_t* more) const {

@@ -74,14 +74,14 @@ struct Order {
   }
 };
 
-// Forms of weights that become bfloat16; those that become words take the layout alone. ONE_ROW. Source: one
-// Zen 4 core, ratios to a plain read: FP8 0.88 by fours and 1.0 by ones, packed 0.81 and 0.97, bf16 0.97
-// and 0.78, whole numbers of 4 bits, by vdpbf16ps as those of 8, 0.78 and 0.67, others the same.
+// Forms of weights that become bfloat16; those that become words take the layout alone. ONE_ROW.
+// Source: one Zen 4 core, ratios to a plain read by fours and by ones: FP8 0.88 and 1.0, packed 0.81
+// and 0.97, bf16 0.97 and 0.78. By vdpbf16ps whole numbers of 4 bits 0.78 and 0.67, others the same.
 template <int NUM_SCALES>
 struct Scaled : Form {
   static const int COLUMNS = CHUNK, STEPS = 1, GROUPS = NUM_SCALES;
   template <class Own>
-  INLINE void lay(const uint16_t* x, uint8_t* to, uint8_t*) {
+  INLINE float lay(const uint16_t* x, uint8_t* to) {
     static const Order<Own> order;
     for (int i = 0; i < 4; i++) {
       const Bits word = _mm512_load_si512(order.word[i]);
@@ -91,6 +91,7 @@ struct Scaled : Form {
       _mm512_storeu_si512(to + 64 * i,
                           _mm512_mask_blend_epi16(order.is_second[i], choose(x), choose(x + 64)));
     }
+    return 1;
   }
   template <int>
   struct Sums {
@@ -147,15 +148,13 @@ struct Fp8 : Scaled<1> {
 template <int NUM_SCALES, bool WITH_ZERO>
 struct Rounded : Scaled<NUM_SCALES> {
   static const bool ZERO = WITH_ZERO, ONE_ROW = false, IS_TWICE = false;
-  // of a chunk: where there are zeros sums of its inputs, and what its words are multiplied by
-  static const int OWN_UNIT = WITH_ZERO ? 64 : 0, SUMS = OWN_UNIT + 4;
+  static const int SUMS = WITH_ZERO ? 64 : 0, UNIT = 4;
   INLINE Bits one() { return _mm512_set1_epi16(1); }
   template <class Own>
-  INLINE void lay(const uint16_t* x, uint8_t* to, uint8_t* more) {
+  INLINE float lay(const uint16_t* x, uint8_t* to) {
     uint16_t words[CHUNK];
     const float unit = round_chunk(x, (int16_t*)words) * (Own::IS_TWICE ? .5f : 1.f);
-    Scaled<NUM_SCALES>::template lay<Own>(words, to, more);
-    memcpy(more + OWN_UNIT, &unit, 4);
+    return unit * Scaled<NUM_SCALES>::template lay<Own>(words, to);
   }
   template <int>
   struct Sums {
@@ -170,12 +169,10 @@ struct Rounded : Scaled<NUM_SCALES> {
                          const float* zeros, const uint8_t* more) const {
       Floats part = _mm512_cvtepi32_ps(sum);
       if (WITH_ZERO) part = _mm512_fnmadd_ps(lanes_of<NUM_SCALES>(zeros), _mm512_loadu_ps(more), part);
-      const Floats unit = _mm512_set1_ps(*(const float*)(more + OWN_UNIT));
+      const Floats unit = _mm512_set1_ps(*(const float*)(more + SUMS));
       return _mm512_fmadd_ps(part * lanes_of<NUM_SCALES>(scales), unit, before);
     }
-    METHOD void keep(uint8_t* more) const {
-      if (WITH_ZERO) _mm512_storeu_ps(more, _mm512_cvtepi32_ps(sum));
-    }
+    METHOD void keep(uint8_t* more) const { _mm512_storeu_ps(more, _mm512_cvtepi32_ps(sum)); }
   };
 };
 

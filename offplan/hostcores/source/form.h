@@ -40,13 +40,13 @@ INLINE float round_chunk(const uint16_t* x, int16_t* words) {
 //   Row, row  where the parts of a row lie
 //   decode    makes the vectors of a step
 //   column    of the chunk, of word j of vector i of a step
-//   lay       writes the inputs of a chunk as `Sums` takes them, and of its SUMS what it knows of them
+//   lay       writes the inputs of a chunk as `Sums` takes them; returns what rounded ones stand for
 //   Sums      of the products of a chunk: one row by one of so many inputs
 //   one       a vector of weights of 1, where there are SUMS
 struct Form {
   static const int VECTORS = 4;
-  // Bytes of what a chunk's inputs have besides: sums as they meet its lanes, the unit of rounded ones.
-  static const int SUMS = 0;
+  static const int SUMS = 0;  // bytes of a chunk's inputs summed as they meet its lanes
+  static const int UNIT = 0;  // bytes of what a chunk's inputs are multiplied by, if they are rounded
   static const bool ZERO = false;  // whether groups have zeros, too
   // Whether an input meets all vectors of a step before the next one does, or a vector all inputs.
   static const bool BY_INPUTS = true;

@@ -94,7 +94,7 @@ INLINE int64_t laid_bytes(const Matrix& a) {
 }
 template <class Form>
 INLINE int64_t raw_at(const Matrix& a) {
-  return laid_bytes<Form>(a) + chunks_of<Form>(a) * Form::SUMS;
+  return laid_bytes<Form>(a) + chunks_of<Form>(a) * (Form::SUMS + Form::UNIT);
 }
 
 // Multiplies rows, ROWS at a time, and so many inputs at a time.
@@ -103,7 +103,7 @@ static void multiply(const Matrix& a, const uint8_t* const* x, float* const* y, 
                      int64_t out) {
   typedef typename Form::template Sums<INPUTS> Sums;
   constexpr int G = Form::GROUPS, STEPS = Form::STEPS, V = Form::VECTORS;
-  constexpr int SIZE = STEPS * V * Sums::BYTES;
+  constexpr int SIZE = STEPS * V * Sums::BYTES, MORE = Form::SUMS + Form::UNIT;
   const int64_t chunks = chunks_of<Form>(a), whole = a.num_in / Form::COLUMNS;
   const int64_t laid = laid_bytes<Form>(a), between = of.between;
   const Ahead ahead = look_ahead(a.row_bytes(), a.chunks(), a.run_bytes(), ROWS);
@@ -131,7 +131,7 @@ static void multiply(const Matrix& a, const uint8_t* const* x, float* const* y, 
 #pragma GCC unroll 32
         for (int k = 0; k < V * INPUTS; k++) {
           const int m = Form::BY_INPUTS ? k / V : k % INPUTS, j = Form::BY_INPUTS ? k % V : k / INPUTS;
-          const uint8_t *inputs = x[m] + c * SIZE, *more = x[m] + laid + c * Form::SUMS;
+          const uint8_t *inputs = x[m] + c * SIZE, *more = x[m] + laid + c * MORE;
           if (s + j == 0)
 #pragma GCC unroll 4
             for (int i = 0; i < ROWS; i++)
@@ -201,14 +201,15 @@ static void lay_out(const Matrix& a, const uint16_t* x, uint8_t* to) {
   const int64_t chunks = chunks_of<Form>(a), size = laid_bytes<Form>(a) / chunks;
   uint8_t *more = to + laid_bytes<Form>(a), *raw = to + raw_at<Form>(a);
   uint16_t room[Form::COLUMNS] = {};
-  for (int64_t c = 0; c < chunks; c++, to += size) {
-    Form::template lay<Form>(Form::gather(a, x, c, room), to, more + c * Form::SUMS);
+  for (int64_t c = 0; c < chunks; c++, to += size, more += Form::SUMS + Form::UNIT) {
+    const float unit = Form::template lay<Form>(Form::gather(a, x, c, room), to);
+    memcpy(more + Form::SUMS, &unit, Form::UNIT);
     if constexpr (Form::SUMS > 0) {
       Sums sums;  // of inputs, as weights of one make them
       sums.start(Floats{});
       for (int j = 0; j < size / Sums::BYTES; j++)
         sums.add(Form::one(), to + j * Sums::BYTES, j % Form::VECTORS);
-      sums.keep(more + c * Form::SUMS);
+      sums.keep(more);
     }
   }
   if (a.kind == PACKED) memcpy(raw, x, a.num_in * 2);
