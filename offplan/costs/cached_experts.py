@@ -60,8 +60,9 @@ ROWS_SLOWDOWN = 1.1
 
 Experts that no slot holds are read in place, more slowly than others are copied. Codes whose rows
 begin with lines are not. Source: an H200. gpt-oss-20b in 8 GiB, batch 4, waited 25.7 ms for 23.2.
-Its passes of 2 and 4 tokens took 1.04 of what is predicted. Qwen3-30B in FP8, batch 4, took 0.95
-of it. That lines make the difference is assumed, and that other experts are as gpt-oss's.
+Its passes of 2 and 4 tokens took 1.04 of what is predicted with it. Qwen3-30B in FP8, batch 4, took
+0.95 of what is predicted without. That lines make the difference is assumed, and that raw and
+packed experts are as gpt-oss's.
 """
 LAST_TOKENS = 64
 """Tokens of each prompt whose experts are in the slots when it ends, as if they had been steps."""

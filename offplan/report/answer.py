@@ -342,8 +342,9 @@ def describe_assumptions(plan: Plan, question: Question) -> list[str]:
         lines[0] += " Further requests wait; --batch 16 plans for 16 together."
     if question.profile is not None and plan.prediction.basis != "measured":
         name = parse_name(question.profile)
-        whose = "a profile's figures, none of them measured on your machine"
-        whose = whose if name.is_shipped else "the profile's figures"
+        whose = "the profile's figures"
+        if name.is_shipped:
+            whose = "a profile's figures, none of them measured on your machine"
         lines.append(
             f"The times are estimates from {whose}. `offplan machines {name.base}` prints their "
             "sources."

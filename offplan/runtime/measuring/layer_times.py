@@ -57,10 +57,10 @@ def measure_layer_times(
     Prefill is timed for prompts in chunks of each size in ``chunks`` (tokens, none more than the
     prompt, the largest first). Chunks run as in the session, captured or not: small chunks that are
     not captured take as long as their launches. TIMED_CHUNKS of a prompt are timed, the first and
-    the last among them; what lies outside the layers is that of all, of one more than are captured
-    at most. Decode is timed for a captured
-    layer with the whole prompt and half of the output in the cache. If the context ends before, the
-    cache has a few tokens less. A step of the request meets that on average.
+    the last among them. What lies outside the layers is that of all its chunks, of one more than
+    are captured at most. Decode is timed for a captured layer with the whole prompt and half of the
+    output in the cache. If the context ends before, the cache has a few tokens less. A step of the
+    request meets that on average.
     """
     kinds = [layer.key for layer in stage.layers]
     num_layers = max(kinds.index(kind) for kind in kinds) + 1
