@@ -488,10 +488,10 @@ def test_kernels_of_words_compile(target: int) -> None:
     layout = {"FORM": Layout("fp4", 8, "exponent", "", 1, "", 1, 4)}
     packed = kinds | {"weight": "*i32", "exponent": "*i32", "base": "*u8", "patches": "*i32"}
     packed |= {"patch_blocks": "*i32"}
-    for name, block_n in (("multiply", 64), ("multiply_each", 16)):
+    for name, *block in (("multiply", 64, 64), ("multiply_each", 8, 128)):
         splits = name == "multiply"
         own = {"out": "*fp32" if splits else "*bf16"}
-        tile: dict[Any, Any] = {"BLOCK_M": 16, "BLOCK_N": block_n, "BLOCK_K": 64}
+        tile: dict[Any, Any] = {"BLOCK_M": 16, "BLOCK_N": block[0], "BLOCK_K": block[1]}
         alone = {} if splits else {"BLOCK_M": 1}
         kernel: Any = getattr(kernels, name)
         at = kernel.arg_names.index("weight")

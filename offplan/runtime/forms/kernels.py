@@ -40,11 +40,11 @@ def pair_bits(words, part: tl.constexpr, FORM: tl.constexpr):  # type: ignore[no
     Both are made at once, in the halves of a word. 4-bit floats lack a factor of 2 ** 126, whole
     numbers have 128 too many: their bits are the last ones of 128's mantissa.
     """
-    both = words >> (4 * part)
-    if FORM.code == "fp4":
-        both = ((both & 0x00080008) << 12) | ((both & 0x00070007) << 6)
+    if FORM.code == "fp4":  # signs come to be a bfloat16's first bit, and stay
+        both = words << (12 - 4 * part)
+        both = (both & -0x7FFF8000) | ((both & 0x70007000) >> 6)
     else:
-        both = (both & 0x000F000F) | 0x43004300
+        both = ((words >> (4 * part)) & 0x000F000F) | 0x43004300
     return both
 
 
@@ -366,7 +366,7 @@ def _multiply_one(  # type: ignore[no-untyped-def]
     FACTOR: tl.constexpr = 2.0**64 if FORM.code == "fp4" else 1.0
     GROUPS: tl.constexpr = BLOCK_K // FORM.elements if FORM.elements < BLOCK_K else 1
     sums = tl.zeros([BLOCK_N, GROUPS, BLOCK_K // GROUPS], dtype=tl.float32)
-    for start in range(0, row_elements, BLOCK_K):
+    for start in tl.range(0, row_elements, BLOCK_K, num_stages=3):
         k = start + tl.arange(0, BLOCK_K)
         inside = k < row_elements
         is_word = is_row[:, None] & inside[None, :]
