@@ -55,15 +55,6 @@ DIVIDING_S = 18e-6
 Source: 12 layers of Qwen3-30B-A3B in FP8 on an H200, with two routings and two shares each. They
 took 7 to 23 us a layer beyond what ``Missed`` predicts besides.
 """
-ROWS_SLOWDOWN = 1.1
-"""Times that a step of several rows waits for missed experts, by the rates of one row.
-
-Experts that no slot holds are read in place, more slowly than others are copied. Codes whose rows
-begin with lines are not. Source: an H200. gpt-oss-20b in 8 GiB, batch 4, waited 25.7 ms for 23.2.
-Its passes of 2 and 4 tokens took 1.04 of what is predicted with it. Qwen3-30B in FP8, batch 4, took
-0.95 of what is predicted without. That lines make the difference is assumed, and that raw and
-packed experts are as gpt-oss's.
-"""
 LAST_TOKENS = 64
 """Tokens of each prompt whose experts are in the slots when it ends, as if they had been steps."""
 LATER_SHARE = 0.85
@@ -283,8 +274,6 @@ class Missed(NamedTuple):
     """Work of the host's cores if they multiplied all experts that the step chooses."""
     rates: MissRates | None
     """Rates by which cores and link divide them; None if the link brings all."""
-    slowdown: float
-    """Times that the layer waits for them, by these rates."""
 
     @classmethod
     def of(cls, slots: ExpertSlots, entries: Sequence[SlabEntry], at_use: AtUse) -> "Missed":
@@ -299,8 +288,7 @@ class Missed(NamedTuple):
         assert experts is not None
         rates = find_rates(slots, chosen, at_use.machine) if slots.by_cores else None
         found = find_experts(slots, experts, at_use.reuse, at_use.num_tokens, rates)
-        slowdown = ROWS_SLOWDOWN if at_use.num_tokens > 1 and not at_use.reads_lines else 1.0
-        return cls(slots, found, chosen, rates, slowdown)
+        return cls(slots, found, chosen, rates)
 
     @property
     def cores(self) -> CoresUse:
@@ -320,6 +308,9 @@ class Missed(NamedTuple):
         products of found and shared experts hide more than the cores are late by. Such products
         take as long as their bytes at the rate of GPU memory, at least; ``layer_ps`` is the compute
         of the whole layer.
+
+        Several rows wait by the rates of one. Source: four sequences on an H200 waited 0.93 of this
+        with gpt-oss-20b, 0.94 with Qwen3-30B in FP8, and 1.02 with packed DeepSeek-V2-Lite.
         """
         if self.rates is None:
             return 0
@@ -332,7 +323,7 @@ class Missed(NamedTuple):
         cores_s = (by_cores > 0) * self.rates.trip_s + by_cores * self.rates.cores_s
         link_s = (np.arange(len(by_cores)) - by_cores) * self.rates.link_s
         longest_s = np.maximum(np.maximum(cores_s, link_s), meanwhile_ps / 1e12)
-        mean_s = self.slowdown * float(spread(chosen, found.misses) @ longest_s)
+        mean_s = float(spread(chosen, found.misses) @ longest_s)
         return to_ps(mean_s + DIVIDING_S) - meanwhile_ps - link_ps
 
 

@@ -10,7 +10,7 @@ from offplan.backends import Backend
 from offplan.checkpoint.model_types import SHARED_BEHIND
 from offplan.checkpoint.parameter import Role, role_of
 from offplan.costs.cores import CoresUse, find_use
-from offplan.costs.link import UnitUse, has_aligned_rows
+from offplan.costs.link import UnitUse
 from offplan.costs.pass_compute import PassCompute
 from offplan.costs.timeline import to_ps
 from offplan.held.stage import Stage
@@ -63,15 +63,6 @@ class AtUse:
     def reuse(self) -> BatchReuse | None:
         """How a decode step's tokens choose experts; None if they choose all alike."""
         return self.stage.reuse(self.batch, self.tokens)
-
-    @cached_property
-    def reads_lines(self) -> bool:
-        """True if routed experts are codes of which every row begins with a line.
-
-        Raw and packed ones count as if none did.
-        """
-        experts = (p for layer in self.stage.layers for p in layer.parameters if p.is_expert)
-        return all(each.form.is_rounded and has_aligned_rows(each) for each in experts)
 
     def read_bytes(self, served: Served, priced: PassCompute) -> Counter[Backend]:
         """Bytes that a call of one layer reads in a pass, by backend, re-reads included.
