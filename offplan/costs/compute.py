@@ -113,7 +113,8 @@ class ModelCompute:
         times, rest = [*chunks], 0.0
         if last.tokens < first.tokens and not outside.measured:
             scaled = times.pop()
-            parts = [each.tokens for each in self.machine.layer_times if each.is_part]
+            own = {each.key for work in self.works.values() for each in (work, work.stored) if each}
+            parts = [t.tokens for t in self.machine.layer_times if t.is_part and t.layer in own]
             if not parts or min(parts) > 2 * last.tokens:
                 rest = sum(time.seconds for time in scaled.values())
             begin = last.context - last.tokens

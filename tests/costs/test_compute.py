@@ -110,7 +110,8 @@ def test_a_prompt_whose_chunks_were_timed_here_and_there_is_measured(prompt_toke
         assert compute.price(*shapes).measured == is_measured
     compute = ModelCompute(STAGE, make_machine(layer_times=[*known[:3], known[-1]]))
     assert not compute.price(*shapes).measured
-    compute = ModelCompute(STAGE, make_machine(layer_times=known))
+    others = [time.model_copy(update={"layer": "another", "tokens": 1}) for time in known]
+    compute = ModelCompute(STAGE, make_machine(layer_times=[*known, *others]))
     for tokens, is_little in ((33, False), (35, False), (36, True)):  # the last has half of a chunk
         shapes = prefill_shapes(Workload(prompt_tokens=tokens), 8)
         assert compute.price(*shapes).measured == is_little
