@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from offplan.forms.form import Component, Form, Kind
+from offplan.forms.form import Component, Form, Kind, WordOrder
 from offplan.kernel_sizes import IN_PLACE_ROWS, MAX_PAIRS
 from offplan.runtime.forms import reference
 from tests.runtime import coded
@@ -134,6 +134,23 @@ def test_products_of_codes(name: str, rows: int) -> None:
     x = random(rows, coded.NUM_IN).to(DTYPES[0])
     expected = x.double() @ expand(FORMS[name], parts, torch.float32).double().T
     got = multiply_rows(*hold(FORMS[name], parts), x)
+    assert (got - expected).abs().max() < 0.01 * expected.abs().max()
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize(("num_in", "rows"), [(96, 1), (160, 1), (320, 1), (160, 16), (320, 16)])
+def test_rows_may_have_one_scale_whatever_their_length(num_in: int, rows: int) -> None:
+    """A tile's words are no multiple of such a row's."""
+    from offplan.runtime.forms.products import multiply_rows
+
+    form = Form(Kind.W4A16, (1, num_in), WordOrder.COMPRESSED_TENSORS)
+    skip_products(form, rows)
+    scale = random(16, 1).to(DTYPES[0])
+    parts = {Component.WEIGHT: coded.random_words(16, num_in // 8), Component.SCALE: scale}
+    x = random(rows, num_in).to(DTYPES[0])
+    expected = x.double() @ expand(form, parts, torch.float32).double().T
+    got = multiply_rows(*hold(form, parts), x)
     assert (got - expected).abs().max() < 0.01 * expected.abs().max()
 
 

@@ -278,7 +278,7 @@ def multiply(  # type: ignore[no-untyped-def]
             else:
                 sums += tl.dot(w.to(v.dtype), v) * s[:, None]
         else:
-            GROUPS: tl.constexpr = BLOCK_K // FORM.elements if FORM.elements < BLOCK_K else 1
+            GROUPS: tl.constexpr = BLOCK_K // FORM.elements if BLOCK_K % FORM.elements == 0 else 1
             SIZE: tl.constexpr = BLOCK_K // GROUPS
             column = (start // FORM.elements + tl.arange(0, GROUPS))[None, :]
             is_scale = is_row[:, None] & (column < weight.scale_columns)
@@ -364,7 +364,7 @@ def _multiply_one(  # type: ignore[no-untyped-def]
     inputs = x + tl.cast(pair // pairs_per_row, tl.int64) * row_elements
     # half of what 4-bit floats lack: a product of both must be no subnormal number
     FACTOR: tl.constexpr = 2.0**64 if FORM.code == "fp4" else 1.0
-    GROUPS: tl.constexpr = BLOCK_K // FORM.elements if FORM.elements < BLOCK_K else 1
+    GROUPS: tl.constexpr = BLOCK_K // FORM.elements if BLOCK_K % FORM.elements == 0 else 1
     sums = tl.zeros([BLOCK_N, GROUPS, BLOCK_K // GROUPS], dtype=tl.float32)
     for start in tl.range(0, row_elements, BLOCK_K, num_stages=3):
         k = start + tl.arange(0, BLOCK_K)
