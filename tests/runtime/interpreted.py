@@ -62,13 +62,13 @@ def compile_kernel(
     kinds: Mapping[str, Any],
     constants: Mapping[Any, Any],
     options: dict[str, int] | None = None,
-    aligned: Collection[str] = (),
+    aligned: Collection[str | tuple[int, int]] = (),
 ) -> Any:
     """Compile a kernel for a compute capability, and return what Triton made; Triton is there.
 
     ``kinds`` are types of arguments by name, those left out are numbers of 32 bits. ``constants``
-    are values by name, or by the places of an argument and of a field in it. ``aligned`` arguments
-    are multiples of 16.
+    are values by name, or by the places of an argument and of a field in it. ``aligned`` arguments,
+    named likewise, are multiples of 16.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -77,7 +77,8 @@ def compile_kernel(
     named = [name for name in constants if isinstance(name, str)]
     signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
     signature |= dict.fromkeys(named, "constexpr")
-    by_16 = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    places = [(kernel.arg_names.index(at),) if isinstance(at, str) else at for at in aligned]
+    by_16 = {place: [["tt.divisibility", 16]] for place in places}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=by_16)
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
 

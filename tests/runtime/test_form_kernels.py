@@ -1,6 +1,7 @@
 """The kernels of stored forms against plain torch."""
 
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,15 @@ from tests.runtime.coded import (
     tame,
 )
 from tests.runtime.columns import expand, hold
-from tests.runtime.interpreted import INTERPRETED, TARGETS, compile_ptx, need_triton, runs_kernels
+from tests.runtime.interpreted import (
+    INTERPRETED,
+    TARGETS,
+    compile_kernel,
+    compile_ptx,
+    need_triton,
+    runs_kernels,
+    spilled_bytes,
+)
 from tests.tiers import each_value_once, others_in_sweep
 
 LENGTHS = [coded.NUM_IN, coded.NUM_IN - 24]
@@ -522,3 +531,27 @@ def test_kernels_of_words_compile(target: int) -> None:
         whole = {"WHOLE": True, "BLOCK_K": 32, "more": None}
         for experts in (of_experts, of_experts | alone, of_rows | alone):
             compile_ptx(kernel, target, packed | own, tile | whole | experts)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="compiles kernels")
+@pytest.mark.parametrize("target", TARGETS)
+def test_rows_of_eights_of_words_keep_to_registers(target: int, tmp_path: Path) -> None:
+    """gpt-oss's have 360 words. By loads of a word each threads stored 280 bytes and more."""
+    need_triton()
+    from offplan.runtime.forms import kernels
+    from offplan.runtime.forms.operands import Layout, Weight
+
+    at = kernels.multiply.arg_names.index("weight")
+    kinds: dict[str, Any] = {"x": "*bf16", "order": "*i32", "starts": "*i32", "out": "*fp32"}
+    aligned: list[str | tuple[int, int]] = [*kinds, "num_out", "split_elements", (at, 0), (at, 1)]
+    types: Any = ("*i32", "*u8", *["constexpr"] * 3, "i32", "i32")
+    kinds["weight"] = Weight(*types)
+    constants: dict[Any, Any] = {(at, place): None for place in (2, 3, 4)} | {"more": None}
+    constants |= {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "EXPERTS": 32}
+    for eights in (False, True):
+        constants["FORM"] = Layout("fp4", 8, "exponent", "", 1, "", 1, 4, eights)
+        made = compile_kernel(
+            kernels.multiply, target, kinds, constants, {"num_stages": 3}, aligned
+        )
+        assert (spilled_bytes(made, target, tmp_path) < 64) == eights

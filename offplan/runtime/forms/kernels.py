@@ -233,6 +233,8 @@ def multiply(  # type: ignore[no-untyped-def]
     if EXPERTS:  # noqa: SIM102 (a constant, apart from what is computed)
         if expert >= num_experts:
             return
+    if FORM.eights:  # so that loads take 16 bytes each
+        row_elements = row_elements // 8 * 8
     n, num_out, before, all_out, at_codes, at_scales = find_weight(more, num_out, BLOCK_N)
     is_row = n < num_out
     m = begin + tl.arange(0, BLOCK_M)
@@ -352,6 +354,8 @@ def _multiply_one(  # type: ignore[no-untyped-def]
     FORM: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Multiply a program's rows by the input of a pair."""
+    if FORM.eights:  # as above
+        row_elements = row_elements // 8 * 8
     n, num_out, before, _all_out, at_codes, at_scales = find_weight(more, num_out, BLOCK_N)
     is_row = n < num_out
     pair = begin

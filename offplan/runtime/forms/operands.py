@@ -46,6 +46,8 @@ class Layout(NamedTuple):
     rows: int
     elements: int
     """Rows, and elements of each, that share a scale."""
+    eights: bool = False
+    """True if a row's elements are a multiple of 8. Triton sees multiples of 16 alone."""
 
 
 class Operands(NamedTuple):
@@ -119,7 +121,8 @@ def _rows(form: Form, parts: Components) -> Operands:
     if scales.dtype.itemsize == 1:
         scales = scales.view(torch.uint8)
     global_rows = 1 if whole is None else num_out // whole.shape[1]
-    layout = Layout(code, pack, scale, of_whole, global_rows, zero, high, wide // pack)
+    elements, eights = wide // pack, length % 8 == 0
+    layout = Layout(code, pack, scale, of_whole, global_rows, zero, high, elements, eights)
     tensors = codes, scales, parts.get(Component.ZERO), whole, parts.get(Component.CODES)
     arguments = (Weight(*tensors, *scales.shape[1:]),)
     # a tile of bytes lies under one scale, one of words under one or several whole ones
