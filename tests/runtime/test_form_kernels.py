@@ -514,10 +514,10 @@ def test_kernels_of_words_compile(target: int) -> None:
     layout = {"FORM": Layout("fp4", 8, "exponent", "", 1, "", 1, 4)}
     packed = kinds | {"weight": "*i32", "exponent": "*i32", "base": "*u8", "patches": "*i32"}
     packed |= {"patch_blocks": "*i32"}
-    for name, *block in (("multiply", 64, 64), ("multiply_each", 8, 128)):
+    for name, rows, words, packed_rows in (("multiply", 64, 64, 64), ("multiply_each", 8, 128, 16)):
         splits = name == "multiply"
         own = {"out": "*fp32" if splits else "*bf16"}
-        tile: dict[Any, Any] = {"BLOCK_M": 16, "BLOCK_N": block[0], "BLOCK_K": block[1]}
+        tile: dict[Any, Any] = {"BLOCK_M": 16, "BLOCK_N": rows, "BLOCK_K": words}
         alone = {} if splits else {"BLOCK_M": 1}
         kernel: Any = getattr(kernels, name)
         at = kernel.arg_names.index("weight")
@@ -528,7 +528,7 @@ def test_kernels_of_words_compile(target: int) -> None:
         compile_ptx(kernel, target, codes | own, tile | layout | none | of_experts | alone)
         compile_ptx(kernel, target, codes | own | further, tile | layout | none | of_rows | alone)
         kernel = getattr(packed_kernels, name)
-        whole = {"WHOLE": True, "BLOCK_K": 32, "more": None}
+        whole = {"WHOLE": True, "BLOCK_N": packed_rows, "BLOCK_K": 32, "more": None}
         for experts in (of_experts, of_experts | alone, of_rows | alone):
             compile_ptx(kernel, target, packed | own, tile | whole | experts)
 

@@ -181,13 +181,12 @@ def test_kernel_compiles(target: int, tmp_path: Path) -> None:
     kernel: Any = value_kernels.multiply_few
     kinds: dict[str, Any] = dict.fromkeys(("x", "out", "weight", "bias"), "*bf16")
     for rows, more in ((1, ("i32", "i32", "i64", "i64") * 2), (4, None)):
-        constants: dict[Any, Any] = {"ROWS": rows, "BLOCK_N": 8, "BLOCK_K": 512, "STAGES": 3}
+        constants: dict[Any, Any] = {"ROWS": rows, "BLOCK_N": 8, "BLOCK_K": 512}
         constants |= {} if more else {"more": None, "bias": None}
         own = kinds | ({"more": more} if more else {})
         assert "entry" in compile_ptx(kernel, target, own, constants)
     for rows, num_in in product((1, 2, 4), (2880, 5120, 16384)):
         (outputs, columns), warps = value_kernels.choose_tile(rows, num_in)
-        constants = {"ROWS": rows, "BLOCK_N": outputs, "BLOCK_K": columns, "STAGES": 1}
-        constants |= {"more": None}
+        constants = {"ROWS": rows, "BLOCK_N": outputs, "BLOCK_K": columns, "more": None}
         made = compile_kernel(kernel, target, kinds, constants, {"num_warps": warps})
         assert not spilled_bytes(made, target, tmp_path)

@@ -11,11 +11,11 @@ from offplan.runtime.forms.kernels import find_weight
 
 FEW_OUT = 256
 """Outputs below which a program takes one row of a weight, of all of its length if that fits."""
-BLOCK_OUT, BLOCK_IN, STAGES = 8, 512, 3
-"""Rows, and columns of each, that a program multiplies at a time, and tiles on their way.
+BLOCK_OUT, BLOCK_IN = 8, 512
+"""Rows, and columns of each, that a program multiplies at a time. Three tiles are on their way.
 
-Source: an H200. 5,120 x 2,880 by one row takes 10.5 us so and 11.9 by 4 x
-1,024, which took 13.4 unstaged; 201,088 x 2,880 by two rows 280, 316 and 401.
+Source: an H200. 5,120 x 2,880 by one row takes 10.5 us so, and 201,088 x 2,880 by two rows 280.
+Tiles of 4 x 1,024 take 11.9 and 316. One of these at a time took 13.4 and 401.
 """
 MOST_SUMS, SUMS_BY_WARP = 2**14, 2**11
 """Sums of a program that takes one row of a weight, and of each of its warps, at most.
@@ -29,7 +29,7 @@ kernels for compute capabilities 8.0 to 12.0.
 @triton.jit
 def multiply_few(  # type: ignore[no-untyped-def]
     x, out, weight, bias, num_in, num_out, more, ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program for BLOCK_N rows of one of several weights: times ROWS inputs.
 
@@ -40,6 +40,7 @@ def multiply_few(  # type: ignore[no-untyped-def]
     m = tl.arange(0, ROWS)
     values = weight + at_values + n.to(tl.int64)[:, None] * num_in
     sums = tl.zeros([ROWS, BLOCK_N, BLOCK_K], dtype=tl.float32)
+    STAGES: tl.constexpr = 3 if BLOCK_N > 1 else 1  # one row's tile is all of it, or little less
     for start in tl.range(0, num_in, BLOCK_K, num_stages=STAGES):
         k = start + tl.arange(0, BLOCK_K)
         inside = k < num_in
@@ -65,9 +66,7 @@ def multiply_values(
     whichever other weights of its kind (``is_small``).
     """
     first, num_in = weights[0], x.shape[1]
-    tile, warps, stages = (BLOCK_OUT, BLOCK_IN), 4, STAGES
-    if is_small(first):  # whose tile is all of a row, or little less
-        (tile, warps), stages = choose_tile(len(x), num_in), 1
+    tile, warps = choose_tile(len(x), num_in) if is_small(first) else ((BLOCK_OUT, BLOCK_IN), 4)
     sizes = [len(weight) for weight in weights]
     ends = [*accumulate(triton.cdiv(size, tile[0]) for size in sizes)]
     told: list[int] = []
@@ -77,8 +76,7 @@ def multiply_values(
     out = x.new_empty(len(x) * sum(sizes))
     multiply_few[(ends[-1],)](
         x.contiguous(), out, first, biases[0] if biases else None, num_in, sizes[0],
-        tuple(told) or None, ROWS=len(x), BLOCK_N=tile[0], BLOCK_K=tile[1], STAGES=stages,
-        num_warps=warps,
+        tuple(told) or None, ROWS=len(x), BLOCK_N=tile[0], BLOCK_K=tile[1], num_warps=warps,
     )  # fmt: skip
     return out
 
