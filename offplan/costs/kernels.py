@@ -229,8 +229,8 @@ def _dense(machine: MachineProfile, work: LayerWork, shape: PassShape) -> float:
     rows, values = shape.num_tokens, _made_elements(machine, work, shape)
     share = values / work.expanded_elements if values else 0.0
     num_bytes = work.dense_bytes - share * work.coded_bytes + work.element_bytes * values
-    ramp = FEW_RAMP_S if rows in FEW_ROWS and not any(work.dense_codes) else RAMP_S
-    ramp *= 0 if work.overhead_s is not None or machine.is_cpu else work.num_matrices
+    ramp_s = FEW_RAMP_S if rows in FEW_ROWS and not any(work.dense_codes) else RAMP_S
+    ramp = 0.0 if work.overhead_s is not None or machine.is_cpu else work.num_matrices * ramp_s
     reading = ramp + num_bytes / machine.hbm.value
     dense_elements = work.token_elements - work.routed_elements
     of_values = 2 * dense_elements * rows / (machine.matmul.value * MATMUL_EFFICIENCY)
