@@ -184,7 +184,8 @@ def test_a_folder_is_planned_and_the_plan_kept(
 @pytest.mark.slow
 def test_a_gpu_is_measured_once(cli: CLI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
-    asked = ("run", TINY_MOE, "--context", 64, "--gpu-memory", "2GiB", *PROMPT)
+    # within all of it: what other processes hold counts as overhead, such as other workers' tests
+    asked = ("run", TINY_MOE, "--context", 64, *PROMPT)
     for told in ("Runs on ", "planned before: "):
         done = cli(*asked)
         assert (done.code, done.out, told in done.err) == (0, TEXT, True), done.err
