@@ -311,8 +311,12 @@ def test_gathered_experts_are_those_chosen(name: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.gpu
 @runs_kernels
-@pytest.mark.parametrize("name", ["mxfp4", "packed"])
-def test_an_expert_without_a_slot_crosses_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_in"), [("mxfp4", coded.NUM_IN), ("mxfp4", 2880), ("packed", coded.NUM_IN)]
+)
+def test_an_expert_without_a_slot_crosses_once(
+    name: str, num_in: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps of four sequences read it once for each pair before."""
     from offplan.runtime.forms import kernels, packed_kernels
     from offplan.runtime.forms.gather import sort_pairs
@@ -332,8 +336,9 @@ def test_an_expert_without_a_slot_crosses_once(name: str, monkeypatch: pytest.Mo
             return launch
 
     monkeypatch.setattr(coded, "NUM_OUT", few_out(name))
+    monkeypatch.setattr(coded, "NUM_IN", num_in)
     form, parts = hold(FORMS[name], tame(make_parts(name, 9), FORMS[name]))
-    x = random(3, coded.NUM_IN).to(DTYPES[0])
+    x = random(3, num_in).to(DTYPES[0])
     chosen = torch.tensor([3, 8, 3, 3, 5, 8], device=DEVICE)
     order, starts = sort_pairs(chosen, 9)[1:]
     expected = multiply_pairs(form, parts, x, order, starts)

@@ -338,13 +338,13 @@ def multiply_each(  # type: ignore[no-untyped-def]
     if BLOCK_M == 1:
         _multiply_one(
             x, out, order, begin, expert, num_pairs, num_out, row_elements, pairs_per_row, more,
-            weight, FORM, EXPERTS, BLOCK_N, BLOCK_K,
+            weight, FORM, EXPERTS, BLOCK_N, BLOCK_K, 3,
         )  # fmt: skip
-    else:
+    else:  # in host memory: 16 bytes that are copied ahead pass the cache of lines that rows share
         for at in range(begin, tl.minimum(begin + BLOCK_M, stop)):
             _multiply_one(
                 x, out, order, at, expert, num_pairs, num_out, row_elements, pairs_per_row, more,
-                weight, FORM, EXPERTS, BLOCK_N, BLOCK_K,
+                weight, FORM, EXPERTS, BLOCK_N, BLOCK_K, 1,
             )  # fmt: skip
 
 
@@ -352,8 +352,9 @@ def multiply_each(  # type: ignore[no-untyped-def]
 def _multiply_one(  # type: ignore[no-untyped-def]
     x, out, order, begin, expert, num_pairs, num_out, row_elements, pairs_per_row, more, weight,
     FORM: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a program's rows by the input of a pair."""
+    """Multiply a program's rows by the input of a pair; STAGES of loads are under way at a time."""
     if FORM.eights:  # as above
         row_elements = row_elements // 8 * 8
     n, num_out, before, _all_out, at_codes, at_scales = find_weight(more, num_out, BLOCK_N)
@@ -370,7 +371,7 @@ def _multiply_one(  # type: ignore[no-untyped-def]
     FACTOR: tl.constexpr = 2.0**64 if FORM.code == "fp4" else 1.0
     GROUPS: tl.constexpr = BLOCK_K // FORM.elements if BLOCK_K % FORM.elements == 0 else 1
     sums = tl.zeros([BLOCK_N, GROUPS, BLOCK_K // GROUPS], dtype=tl.float32)
-    for start in tl.range(0, row_elements, BLOCK_K, num_stages=3):
+    for start in tl.range(0, row_elements, BLOCK_K, num_stages=STAGES):
         k = start + tl.arange(0, BLOCK_K)
         inside = k < row_elements
         is_word = is_row[:, None] & inside[None, :]

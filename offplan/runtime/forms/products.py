@@ -28,11 +28,20 @@ EACH_OUT, EACH_ELEMENTS, EACH_WARPS = 8, 128, 2
 """Rows, and words of each, that a program multiplies by one input at a time, and its warps.
 
 Source: an H200, beside 16 rows of 64 words by 4 warps. 12,288 x 4,096 of W4A16 takes 16 us for 19,
-and 8 experts of 1,536 x 2,048 13 for 12. Four of gpt-oss-20b's take 27 us for 26, and in place 769
+and 8 experts of 1,536 x 2,048 13 for 12. Four of gpt-oss-20b's take 24 us for 26, and in place 742
 for 800.
 """
 PACKED_OUT, PACKED_ELEMENTS = 16, 64
 """The same of packed weights, by 4 warps."""
+LINE_WORDS = 32
+"""Words of a line of host memory."""
+AMID_ROWS = 64
+"""Inputs up to which a tile in host memory is not loaded ahead, where rows begin amid a line.
+
+What is loaded ahead by 16 bytes passes the cache in which rows share lines. Source: experts of
+gpt-oss-20b on an H200. 16 / 64 / 256 tokens take 5.5 / 6.3 / 7.7 ms so, and 6.2 / 7.0 / 7.1 loaded
+ahead. Loaded by words they take 5.8 / 7.6 / 8.8. By one input four take 742 us for 864.
+"""
 EACH_REGISTERS = 80
 """Registers of a thread that multiplies packed weights by one input, at most.
 
@@ -316,10 +325,11 @@ def _multiply(
     planes = _planes_of(form, parts, x)
     per_row = num_pairs // x.shape[-2]
     # pairs of an expert in host memory are one program's, so that it crosses once
-    there = IN_PLACE_ROWS if way.by_one else block_m
-    here = 1 if way.by_one and not in_place else there
-    sources = [(weight, pairs, here), *((operands_of(form, rest), of, there) for rest, of in more)]
-    for source, of_source, most_rows in sources:
+    there = IN_PLACE_ROWS if way.by_one else block_m, way.stages_there
+    here = 1 if way.by_one else block_m, way.num_stages
+    own = there if in_place else here
+    sources = [(weight, pairs, own), *((operands_of(form, rest), of, there) for rest, of in more)]
+    for source, of_source, (most_rows, num_stages) in sources:
         way.kernel[(num_blocks_out, way.num_blocks, splits)](
             planes, out, *(of_source or (None, None)),
             num_pairs, num_out, length, split, per_row, weight.num_experts, further,
@@ -329,7 +339,7 @@ def _multiply(
             BLOCK_M=most_rows,
             BLOCK_N=way.block_n,
             BLOCK_K=way.block_k,
-            num_stages=way.num_stages,
+            num_stages=num_stages,
             **way.options,
         )  # fmt: skip
     if splits == 1:
@@ -347,6 +357,8 @@ class _Way(NamedTuple):
     block_n: int
     block_k: int
     num_stages: int
+    stages_there: int
+    """The same of a weight in host memory."""
     num_blocks: int
     """Blocks of pairs."""
     splits: int
@@ -368,14 +380,17 @@ def _choose_way(
         if is_packed:
             tile, options = (PACKED_OUT, PACKED_ELEMENTS), {"maxnreg": EACH_REGISTERS}
         each = own_kernels.multiply_each
-        return _Way(each, *tile, num_stages, num_pairs, 1, options, by_one=True)
+        return _Way(each, *tile, num_stages, num_stages, num_pairs, 1, options, by_one=True)
     num_blocks = triton.cdiv(num_pairs, block_m)
     if not of_rows:  # each expert's last block may be part of one
         num_blocks += min(weight.num_experts, num_pairs)
     programs = triton.cdiv(weight.num_out, BLOCK_OUT) * num_blocks
     most = PACKED_PROGRAMS * (1 + (block_m > MANY_ROWS)) if is_packed else SPLIT_PROGRAMS
     splits = max(1, min(4, most // programs, weight.length // (2 * block_k)))
-    return _Way(own_kernels.multiply, BLOCK_OUT, block_k, num_stages, num_blocks, splits, {})
+    is_amid = weight.pack > 1 and not is_packed and weight.length % LINE_WORDS != 0
+    there = 1 if is_amid and block_m <= AMID_ROWS else num_stages
+    multiply = own_kernels.multiply
+    return _Way(multiply, BLOCK_OUT, block_k, num_stages, there, num_blocks, splits, {})
 
 
 def _lay_out(
