@@ -50,11 +50,12 @@ values or as codes.
 Source: an H200, as ``LAUNCH_SLOWDOWN`` for codes. Beside their bytes and ``RAMP_S``, steps of
 Qwen3-8B take 30 us a layer, and of DeepSeek-V2-Lite 50.
 """
-ROUTED_LAUNCHES = 20
+ROUTED_LAUNCHES = 18
 """CODES_LAUNCHES of few tokens, whose experts one kernel chooses.
 
-Source: a layer on an H200. By one token gpt-oss-20b's took 119 us before steps took fewer launches
-and takes 88, of Qwen3-30B in FP8 91 and 68.
+Source: layers on an H200 by one token, and what is given. gpt-oss-20b's take 82 us and 90 are
+given, those of Qwen3-30B in FP8 71 and 71. Ernie-4.5-21B's in W4A16 take 118 and 105: operators of
+torch choose its experts.
 """
 RULE_LAUNCHES = 14
 """Kernels of linear attention that checks drafts, beside those of a step.
@@ -73,13 +74,14 @@ and one of FEW_ROWS rows with values.
 
 Source: 7 matrices of a layer of Qwen3-8B by one row on an H200, whose bytes take 92 us. Their 4
 products took 117, and take 108 by other tiles. A step of 36 layers takes 4.74 ms, 4.83 are given.
-Of gpt-oss-20b 2.36 ms are taken, and 2.49 given.
+Of gpt-oss-20b 2.24 ms are taken, and 2.42 given.
 """
 CODE_INSTRUCTIONS = Codes(half=11.0, whole=5.0)
 """Instructions of the CUDA cores to make a value of a code of four bits, and of eight.
 
-Source: an H200. Experts of gpt-oss-20b by 16 pairs, each by itself, make 2.9e12 values a second,
-and 12,288 x 4,096 of W4A16 by one row 4.2e12. Codes of eight bits: as CODE_EFFICIENCY.
+Source: an H200. Experts of gpt-oss-20b make 2.8e12 values a second by 4 pairs and 3.3e12 by 16,
+each by itself, and 12,288 x 4,096 of W4A16 by one row 3.1e12. Codes of eight bits: as
+CODE_EFFICIENCY.
 """
 CPU_VALUE_BYTES = Codes(half=150.0, whole=100.0)
 """Bytes that a CPU reads while it makes a value of a code of four bits, and of eight.

@@ -49,7 +49,7 @@ UNALIGNED_ROWS = 1.3
 """Time of reading codes in place whose rows begin amid a line, as a multiple of that of others.
 
 Source: decode steps of gpt-oss on an H200, whose rows of MXFP4 have 1,440 bytes, in four plans:
-1.25, 1.30, 1.32 and 1.33. By tiles of 8 rows two more took 1.27 and 1.28.
+1.25, 1.30, 1.32 and 1.33. By tiles of 8 rows three more took 1.27 to 1.29.
 """
 
 UVA_SLOWDOWN = 1.16
