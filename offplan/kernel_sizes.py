@@ -152,6 +152,12 @@ One program has all of them. Source: 128 experts on an H200, of which 8 are chos
 tokens take 3.8 / 4.9 / 7.9 / 115 us so, and 22 / 28 / 29 / 30 by torch.
 """
 
+ROUTES_SIGMOIDS = False
+"""Whether that kernel chooses by sigmoids, as DeepSeek-V3's routers and those like them do.
+
+False until a GPU has measured by how much that is faster.
+"""
+
 
 def are_grouped(num_pairs: int, num_experts: int, kinds: Collection[str]) -> bool:
     """Return True if so many pairs of a token and an expert multiply values, group by group.

@@ -22,10 +22,17 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 DTYPES = [torch.float32] if INTERPRETED else [torch.bfloat16, torch.float16, torch.float32]
 SIZES = [(1, 8, 2), (1, 128, 8), (3, 32, 4), (16, 60, 6), (64, 33, 8)]
 """Tokens, experts, and experts of a token."""
+GROUPED = [(1, 60, 4, 1, 1), (2, 32, 4, 8, 2), (5, 64, 6, 4, 4), (16, 256, 8, 8, 4)]
+"""The same, groups of experts, and how many of these are looked at."""
 
 
-def make_router(name: str, num_experts: int, num_chosen: int, normalises: bool) -> Any:
+def make_router(
+    name: str, num_experts: int, num_chosen: int, normalises: bool, groups: tuple[int, int] = (1, 1)
+) -> Any:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+    from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+    from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
     class Config:
@@ -33,9 +40,19 @@ def make_router(name: str, num_experts: int, num_chosen: int, normalises: bool) 
         num_local_experts = num_experts
         hidden_size = 48
         norm_topk_prob = normalises
+        routed_scaling_factor = 2.5
 
     Config.num_experts = num_experts  # type: ignore[attr-defined]
-    router: Any = {"gpt_oss": GptOssTopKRouter, "qwen3_moe": Qwen3MoeTopKRouter}[name](Config)
+    Config.n_group, Config.topk_group = groups  # type: ignore[attr-defined]
+    classes = {
+        "deepseek_v3": DeepseekV3TopkRouter,
+        "gpt_oss": GptOssTopKRouter,
+        "mixtral": MixtralTopKRouter,
+        "qwen3_5_moe": Qwen3_5MoeTopKRouter,
+        "qwen3_moe": Qwen3MoeTopKRouter,
+    }
+    router: Any = classes[name](Config)
+    router.weight.data = torch.randn_like(router.weight)
     return router
 
 
@@ -43,39 +60,73 @@ def make_router(name: str, num_experts: int, num_chosen: int, normalises: bool) 
 @runs_kernels
 @pytest.mark.parametrize(
     ("sizes", "name", "normalises", "dtype"),
-    each_value_once(product(SIZES, ["gpt_oss", "qwen3_moe"], [True, False], DTYPES)),
+    each_value_once(
+        product(SIZES, ["gpt_oss", "mixtral", "qwen3_5_moe", "qwen3_moe"], [True, False], DTYPES)
+    ),
 )
 def test_choices_are_those_of_transformers(
     sizes: tuple[int, int, int], name: str, normalises: bool, dtype: torch.dtype
 ) -> None:
     """The same experts in the same order, weights but for rounding, and the pairs sorted."""
-    from offplan.runtime.forms.gather import sort_pairs
-    from offplan.runtime.model.router_kernel import choose
-    from offplan.runtime.model.routers import find_choice
-
     torch.manual_seed(1)
     num_tokens, num_experts, num_chosen = sizes
     router = make_router(name, num_experts, num_chosen, normalises)
-    router.weight.data = torch.randn_like(router.weight)
-    router = router.to(DEVICE, dtype).requires_grad_(False)
-    logits, expected, experts = router(torch.randn(num_tokens, 48, device=DEVICE).to(dtype))
-    choice = find_choice(router)
-    assert choice is not None
+    router, rows = prepare(router, num_tokens, dtype)
+    logits, expected, experts = router(rows)
     # of equal scores torch takes any
     assert dtype is not torch.float32 or all(len(row.unique()) == num_experts for row in logits)
-    weights, indices, order, starts = choose(
-        logits, num_chosen, choice.of_all, choice.may_normalise and normalises
-    )
+    weights, indices = check_order(router, rows)
     assert weights.dtype == expected.dtype
-    taken = logits.gather(1, indices)
-    assert torch.equal(taken, logits.gather(1, experts))  # whichever of equal ones
+    assert torch.equal(logits.gather(1, indices), logits.gather(1, experts))  # whichever of equals
     assert torch.equal(indices, expect_experts(logits, num_chosen))
-    torch.testing.assert_close(weights.float(), expected.float(), rtol=2e-6, atol=1e-7) if (
-        dtype is torch.float32
-    ) else torch.testing.assert_close(weights, expected)
-    _, expected_order, expected_starts = sort_pairs(indices.reshape(-1), num_experts)
+    if weights.dtype is torch.float32:
+        torch.testing.assert_close(weights, expected, rtol=2e-6, atol=1e-7)
+    else:
+        torch.testing.assert_close(weights, expected)
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize(
+    ("sizes", "normalises", "dtype"), each_value_once(product(GROUPED, [True, False], DTYPES))
+)
+def test_choices_by_sigmoids_are_those_of_transformers(
+    sizes: tuple[int, ...], normalises: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bias moves the choice and no weight, and experts of other groups are left out."""
+    monkeypatch.setattr("offplan.runtime.model.routers.ROUTES_SIGMOIDS", True)
+    torch.manual_seed(2)
+    num_tokens, num_experts, num_chosen, *groups = sizes
+    router = make_router("deepseek_v3", num_experts, num_chosen, normalises, tuple(groups))  # type: ignore[arg-type]
+    router.e_score_correction_bias.copy_(torch.randn(num_experts) / 4)
+    router, rows = prepare(router, num_tokens, dtype)
+    _, expected, experts = router(rows)
+    weights, indices = check_order(router, rows)
+    experts, places = experts.sort()
+    ours, own = indices.sort()
+    assert torch.equal(ours, experts)
+    torch.testing.assert_close(
+        weights.gather(1, own), expected.gather(1, places), rtol=2e-6, atol=1e-7
+    )
+
+
+def prepare(router: Any, num_tokens: int, dtype: torch.dtype) -> tuple[Any, torch.Tensor]:
+    """Bring a router to the device, with rows for it."""
+    router = router.to(DEVICE, dtype).requires_grad_(False)
+    return router, torch.randn(num_tokens, 48, device=DEVICE).to(dtype)
+
+
+def check_order(router: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights and experts that the kernel finds, whose pairs it sorts, too."""
+    from offplan.runtime.forms.gather import sort_pairs
+    from offplan.runtime.model.routers import find_choice, route
+
+    router.choice = find_choice(router)
+    _, (weights, indices, order, starts) = route(router, rows)
+    _, expected_order, expected_starts = sort_pairs(indices.reshape(-1), router.num_experts)
     assert torch.equal(order, expected_order)
     assert torch.equal(starts, expected_starts)
+    return weights, indices
 
 
 def expect_experts(logits: torch.Tensor, num_chosen: int) -> torch.Tensor:
@@ -85,10 +136,10 @@ def expect_experts(logits: torch.Tensor, num_chosen: int) -> torch.Tensor:
 
 @pytest.mark.gpu
 @runs_kernels
-@pytest.mark.parametrize("of_all", [False, True])
-def test_equal_scores_and_what_is_no_number(of_all: bool) -> None:
+@pytest.mark.parametrize("score", ["chosen", "all", "sigmoid"])
+def test_equal_scores_and_what_is_no_number(score: str) -> None:
     """The lower expert comes first, zeros of both signs are equal, and each is taken once."""
-    from offplan.runtime.model.router_kernel import choose
+    from offplan.runtime.model.router_kernel import Way, choose
 
     nan, inf = float("nan"), float("inf")
     logits = torch.tensor(
@@ -101,21 +152,30 @@ def test_equal_scores_and_what_is_no_number(of_all: bool) -> None:
         ],
         device=DEVICE,
     )
-    weights, indices, order, starts = choose(logits, 3, of_all, True)
+    weights, indices, order, starts = choose(logits, 3, Way(score))
     assert indices.tolist() == [[1, 2, 4], [0, 1, 2], [0, 1, 2], [0, 3, 2], [0, 4, 1]]
     assert weights[:2].isfinite().all()
-    assert weights[2:].isnan().any(-1).all()
+    assert weights[3:].isnan().any(-1).all()
+    assert weights[2].isnan().any() == (score != "sigmoid")  # all of whose are zero
     assert order.sort()[0].tolist() == list(range(15))
     assert starts.tolist() == [0, 4, 8, 12, 13, 15]
 
 
-def test_routers_are_known_by_their_code() -> None:
-    from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+def test_routers_are_known_by_their_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
 
     from offplan.runtime.model.routers import Choice, find_choice
 
-    assert find_choice(make_router("gpt_oss", 4, 2, False)) == Choice(of_all=False)
-    assert find_choice(make_router("qwen3_moe", 4, 2, True)) == Choice(True, may_normalise=True)
+    assert find_choice(make_router("gpt_oss", 4, 2, False)) == Choice("chosen")
+    assert find_choice(make_router("qwen3_moe", 4, 2, True)) == Choice("all", normalises=None)
+    assert find_choice(make_router("qwen3_5_moe", 4, 2, True)) == Choice("all")
+    assert find_choice(make_router("mixtral", 4, 2, True)) == Choice("all", widens=True)
+    assert find_choice(make_router("deepseek_v3", 8, 2, True)) is None  # off until it is measured
+    monkeypatch.setattr("offplan.runtime.model.routers.ROUTES_SIGMOIDS", True)
+    by_sigmoids = Choice("sigmoid", normalises=None)
+    assert find_choice(make_router("deepseek_v3", 8, 2, True)) == by_sigmoids
+    assert find_choice(make_router("deepseek_v3", 60, 2, True)) == by_sigmoids
+    assert find_choice(make_router("deepseek_v3", 60, 2, True, (4, 2))) is None
 
     class Other(type(make_router("gpt_oss", 4, 2, False))):  # type: ignore[misc]
         def forward(self, hidden_states: torch.Tensor) -> Any:
@@ -126,9 +186,9 @@ def test_routers_are_known_by_their_code() -> None:
     nn.Module.__init__(other)
     assert find_choice(other) is None
     assert find_choice(nn.Linear(2, 2)) is None
-    mixtral = MixtralTopKRouter.__new__(MixtralTopKRouter)
-    nn.Module.__init__(mixtral)
-    assert find_choice(mixtral) is None
+    ernie = Ernie4_5_MoeTopKRouter.__new__(Ernie4_5_MoeTopKRouter)
+    nn.Module.__init__(ernie)
+    assert find_choice(ernie) is None
 
 
 def test_few_tokens_are_routed() -> None:
@@ -146,11 +206,15 @@ def test_kernel_compiles(target: int) -> None:
     need_triton()
     from offplan.runtime.model import router_kernel
 
-    kinds = {"logits": "*bf16", "weights": "*bf16", "indices": "*i64"}
-    kinds |= {"order": "*i32", "starts": "*i32"}
+    kinds = {"logits": "*bf16", "bias": "*fp32", "weights": "*fp32", "indices": "*i64"}
+    kinds |= {"order": "*i32", "starts": "*i32", "scale": "fp32"}
     kernel: Any = router_kernel.route
-    for tokens, of_all in ((1, True), (64, False)):
-        sizes = {"CHOSEN": 8, "EXPERTS": 128, "TOKENS": tokens, "PAIRS": 8 * tokens}
-        ways = {"OF_ALL": of_all, "NORMALISES": of_all, "OTHERS": min(64, 8 * tokens)}
-        options = {"num_warps": min(8, max(1, tokens // 2))}
-        assert "entry" in compile_ptx(kernel, target, kinds, sizes | ways, options)
+    for tokens, score, groups in ((1, "all", 1), (16, "chosen", 1), (16, "sigmoid", 8)):
+        sizes = {"CHOSEN": 8, "EXPERTS": 256, "TOKENS": tokens, "PAIRS": 8 * tokens}
+        ways = {"SCORE": score, "NORMALISES": True, "GROUPS": groups, "CHOSEN_GROUPS": 4}
+        options = {"num_warps": min(8, tokens)}
+        constants = sizes | ways | {"OTHERS": min(64, 8 * tokens)}
+        if score != "sigmoid":
+            constants["bias"] = None
+        own = {name: kind for name, kind in kinds.items() if name not in constants}
+        assert "entry" in compile_ptx(kernel, target, own, constants, options)

@@ -156,10 +156,10 @@ def test_an_operator_that_nobody_has_registered_is_called_by_no_node() -> None:
 def test_pairs_are_sorted_once() -> None:
     """By the kernel that chose experts; other pairs are sorted as ever."""
     from offplan.runtime.forms.gather import sort_pairs
-    from offplan.runtime.model.router_kernel import choose
+    from offplan.runtime.model.router_kernel import Way, choose
 
     def step(logits: torch.Tensor) -> Any:
-        weights, indices, *_ = choose(logits, 2, True, True)
+        weights, indices, *_ = choose(logits, 2, Way("all"))
         own = sort_pairs(indices.reshape(-1), 8)[1:]
         return weights, *own, *sort_pairs(indices[:2].reshape(-1), 8)[1:]
 

@@ -13,20 +13,22 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from offplan.kernel_sizes import are_routed
+from offplan.kernel_sizes import ROUTES_SIGMOIDS, are_routed, next_power
 
 
 class Choice(NamedTuple):
     """How a router makes weights of the scores of experts."""
 
-    of_all: bool
-    """True if weights are shares of the softmax over all experts, not over the chosen ones."""
-    may_normalise: bool = False
-    """True if ``norm_topk_prob`` says whether shares are divided by their sum."""
+    score: str
+    """What weights are, as ``router_kernel.route`` says."""
+    normalises: bool | None = True
+    """True if they are divided by their sum, None if ``norm_topk_prob`` says whether."""
+    widens: bool = False
+    """True if they stay in float32."""
 
 
-# Source of both: transformers 5.23, ``GptOssTopKRouter`` and ``Qwen3MoeTopKRouter``. A docstring
-# would be one of their constants.
+# Source of all: transformers 5.23, the routers of GPT-OSS, Qwen3-MoE, Qwen3.5-MoE, Mixtral and
+# DeepSeek-V3. A docstring would be one of their constants.
 def _top_of_scores(self, hidden_states):  # type: ignore[no-untyped-def]
     router_logits = F.linear(hidden_states, self.weight, self.bias)
     router_top_value, router_indices = torch.topk(router_logits, self.top_k, dim=-1)
@@ -48,14 +50,78 @@ def _top_of_shares(self, hidden_states):  # type: ignore[no-untyped-def]
     return router_logits, router_scores, router_indices
 
 
-_KNOWN = {_top_of_scores: Choice(of_all=False), _top_of_shares: Choice(True, may_normalise=True)}
+def _top_of_shares_divided(self, hidden_states):  # type: ignore[no-untyped-def]
+    hidden_states = hidden_states.reshape(-1, self.hidden_dim)
+    router_logits = F.linear(hidden_states, self.weight)
+    router_probs = torch.nn.functional.softmax(router_logits, dtype=torch.float, dim=-1)
+    router_top_value, router_indices = torch.topk(router_probs, self.top_k, dim=-1)
+    router_top_value /= router_top_value.sum(dim=-1, keepdim=True)
+    router_top_value = router_top_value.to(router_logits.dtype)
+    router_scores = router_top_value
+    return router_logits, router_scores, router_indices
+
+
+def _top_of_shares_in_float32(self, hidden_states):  # type: ignore[no-untyped-def]
+    hidden_states = hidden_states.reshape(-1, self.hidden_dim)
+    router_logits = F.linear(hidden_states, self.weight)
+    router_probs = torch.nn.functional.softmax(router_logits.float(), dim=-1)
+    router_top_value, router_indices = torch.topk(router_probs, self.top_k, dim=-1)
+    router_top_value /= router_top_value.sum(dim=-1, keepdim=True)
+    router_scores = router_top_value
+    return router_logits, router_scores, router_indices
+
+
+def _top_of_groups(self, hidden_states):  # type: ignore[no-untyped-def]
+    hidden_states = hidden_states.view(-1, self.hidden_dim)
+    router_logits = F.linear(hidden_states.type(torch.float32), self.weight.type(torch.float32))
+    scores = router_logits.sigmoid()
+    scores_for_choice = scores + self.e_score_correction_bias
+    group_scores = (
+        scores_for_choice.view(-1, self.num_group, self.num_experts // self.num_group)
+        .topk(2, dim=-1)[0]
+        .sum(dim=-1)
+    )
+    group_idx = torch.topk(group_scores, k=self.topk_group, dim=-1, sorted=False)[1]
+    group_mask = torch.zeros_like(group_scores)
+    group_mask.scatter_(1, group_idx, 1)
+    score_mask = (
+        group_mask.unsqueeze(-1)
+        .expand(-1, self.num_group, self.num_experts // self.num_group)
+        .reshape(-1, self.num_experts)
+    )
+    scores_for_choice = scores_for_choice.masked_fill(~score_mask.bool(), float("-inf"))
+    topk_indices = torch.topk(scores_for_choice, k=self.top_k, dim=-1, sorted=False)[1]
+    topk_weights = scores.gather(1, topk_indices)
+    if self.norm_topk_prob:
+        denominator = topk_weights.sum(dim=-1, keepdim=True) + 1e-20
+        topk_weights /= denominator
+    topk_weights = topk_weights * self.routed_scaling_factor
+    return router_logits, topk_weights, topk_indices
+
+
+_KNOWN = {
+    _top_of_scores: Choice("chosen"),
+    _top_of_shares: Choice("all", normalises=None),
+    _top_of_shares_divided: Choice("all"),
+    _top_of_shares_in_float32: Choice("all", widens=True),
+    _top_of_groups: Choice("sigmoid", normalises=None),
+}
 
 
 def find_choice(router: nn.Module) -> Choice | None:
-    """Return how a module chooses experts if its forward has the code of a known router."""
+    """Return how a module chooses experts if its forward has the code of a known router.
+
+    The kernel takes several groups of experts if both numbers are powers of two.
+    """
     code = getattr(type(router).forward, "__code__", None)
     same = (choice for known, choice in _KNOWN.items() if _are_same(known.__code__, code))
-    return next(same, None)
+    choice = next(same, None)
+    if choice is None or choice.score != "sigmoid":
+        return choice
+    own: Any = router
+    sizes = own.num_group, own.num_experts
+    is_taken = own.num_group == 1 or all(size == next_power(size) for size in sizes)
+    return choice if ROUTES_SIGMOIDS and is_taken else None
 
 
 def _are_same(known: CodeType, code: CodeType | None) -> bool:
@@ -84,11 +150,29 @@ class _ByKernel(nn.Module):
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         if not (rows.is_cuda and are_routed(len(rows), own.top_k)):
             return super().forward(hidden_states)
-        from offplan.runtime.model.router_kernel import choose  # needs triton
+        logits, chosen = route(own, rows)
+        return (logits, *chosen[:2])
 
-        logits = F.linear(rows, own.weight, getattr(own, "bias", None))
-        normalises = own.choice.may_normalise and bool(own.norm_topk_prob)
-        return (logits, *choose(logits, own.top_k, own.choice.of_all, normalises)[:2])
+
+def route(router: Any, rows: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Return the scores of rows, [rows, experts], and what the kernel chooses by them.
+
+    ``router`` has its ``choice``.
+    """
+    from offplan.runtime.model.router_kernel import Way, choose  # needs triton
+
+    choice: Choice = router.choice
+    normalises = choice.normalises
+    if normalises is None:
+        normalises = bool(router.norm_topk_prob)
+    if choice.score == "sigmoid":
+        logits = F.linear(rows.float(), router.weight.float())
+        groups, scale = (router.num_group, router.topk_group), float(router.routed_scaling_factor)
+        way, bias = Way("sigmoid", normalises, *groups, scale), router.e_score_correction_bias
+    else:
+        logits = F.linear(rows, router.weight, getattr(router, "bias", None))
+        way, bias = Way(choice.score, normalises, widens=choice.widens), None
+    return logits, choose(logits, router.top_k, way, bias)
 
 
 @cache  # layers of two classes would be compiled twice
