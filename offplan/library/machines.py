@@ -128,14 +128,16 @@ def measure_here(
 
     from offplan.machine.measure import measure_machine
     from offplan.machine.measure_cpu import measure_cpu
-    from offplan.runtime.memory.gpu_memory import bytes_in_use
+    from offplan.runtime.memory.gpu_memory import bytes_in_use, has_context
 
     # asked before this process has a context on the card, which the budget is to include
     used, progress = bytes_in_use(torch.device(device)), on_stage("measuring the machine")
     if device == "cpu":
         profile = measure_cpu(progress)
     else:
-        profile = measure_machine(progress, with_others=with_others)
+        # not in the overhead, too: whoever asked without nvidia-smi has a context now
+        others = 0 if has_context(torch.device(device)) else used
+        profile = measure_machine(progress, with_others=with_others, bytes_of_others=others)
     if held:
         profile = _add_model(profile, held, workload, device, on_stage, afresh=afresh)
     skipped: tuple[str, ...] = ()

@@ -5,6 +5,7 @@ measuring, not before.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -30,16 +31,22 @@ less than is predicted so. Of these, 28 to 74 MiB are margin
 (``benchmarks/results/packed-h200.json``).
 """
 
+LEAST_CONTEXT = 128 * 2**20
+"""Bytes that a context takes with the libraries that measuring loads, at least. Source: estimated,
+a sixth of what they take on an H200.
+"""
+
 
 def measure_machine(
-    on_progress: Progress | None = None, *, with_others: bool = False
+    on_progress: Progress | None = None, *, with_others: bool = False, bytes_of_others: int = 0
 ) -> MachineProfile:
     """Measure the current CUDA device and its link to host memory, in some seconds.
 
     Every timed figure is the median of NUM_SAMPLES, timed by CUDA events after a warm-up; pinning
     by the host's clock. Takes about 1 GiB on the device and half of that on the host, and gives it
     back. ``with_others`` also uses the host's other GPUs: copies to several at once, and from a
-    peer's memory. Raises MemoryLimitError if the device or the host has no room.
+    peer's memory. ``bytes_of_others`` are in use on the device by other processes, which is no
+    overhead of this one. Raises MemoryLimitError if the device or the host has no room.
     """
     steps: list[Callable[[], dict[str, object]]] = [
         measure_place,
@@ -50,7 +57,9 @@ def measure_machine(
         _measure_hbm,
         _measure_matmul,
         _measure_launch,
-        _measure_memory,  # before other GPUs are reached, which takes memory of this one
+        partial(
+            _measure_memory, bytes_of_others
+        ),  # before other GPUs are reached, which takes memory of this one
     ]
     if with_others:
         steps += [measure_concurrent, measure_peer]
@@ -104,9 +113,11 @@ def _measure_launch() -> dict[str, object]:
     return {"layer_overhead": figure(seconds, how, timing.spread, basis="estimated")}
 
 
-def _measure_memory() -> dict[str, object]:
+def _measure_memory(bytes_of_others: int) -> dict[str, object]:
     free, total = torch.cuda.mem_get_info()
-    beside = total - free - torch.cuda.memory_reserved()
+    used = total - free - torch.cuda.memory_reserved()
+    # less than a context: others have let go of some since they were asked
+    beside = used if used - bytes_of_others < LEAST_CONTEXT else used - bytes_of_others
     how = "memory in use beside tensors, and LIBRARY_BYTES"
     return {
         "gpu_memory": figure(total, "cudaMemGetInfo"),

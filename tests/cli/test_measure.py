@@ -49,11 +49,15 @@ class Machine:
     def __init__(self) -> None:
         self.gpu = SimpleNamespace(name="a GPU", total_memory=2**34, multi_processor_count=8)
         self.with_others: list[bool] = []
+        self.bytes_of_others: list[int] = []
         self.num_layer_times = 0
         self.num_packed_times = 0
 
-    def measure(self, on_progress: Any, *, with_others: bool = False) -> MachineProfile:
+    def measure(
+        self, on_progress: Any, *, with_others: bool = False, bytes_of_others: int = 0
+    ) -> MachineProfile:
         self.with_others.append(with_others)
+        self.bytes_of_others.append(bytes_of_others)
         return load_profile("h200-pcie5")
 
     def time_reads(self, products: Any, *_: Any) -> tuple[InPlaceRead, ...]:
@@ -96,6 +100,19 @@ def test_layers_are_timed_once(machine: Machine) -> None:
     assert [time.layer for time in first.profile.layer_times] == ["x", model.layers[0].key, packed]
     assert [time.estimate is not None for time in first.profile.layer_times] == [0, 1, 0]
     assert machine.with_others == [False, False]
+
+
+@pytest.mark.parametrize("has_context", [None, False, True])
+def test_what_others_hold_is_taken_off_once(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, has_context: bool | None
+) -> None:
+    """It is not free, and was overhead of each plan besides: twice a desktop's 1 to 2 GiB."""
+    if has_context is not None:
+        known = "_cuda_hasPrimaryContext"
+        monkeypatch.setattr(torch._C, known, lambda index: has_context, raising=False)
+    found = measure_here()
+    assert found.free_gpu_bytes == found.profile.gpu_memory.value - 2**30
+    assert machine.bytes_of_others == [2**30 if has_context is False else 0]
 
 
 def test_what_cannot_run_is_planned_by_the_machines_figures(

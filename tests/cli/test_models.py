@@ -184,7 +184,7 @@ def test_a_folder_is_planned_and_the_plan_kept(
 @pytest.mark.slow
 def test_a_gpu_is_measured_once(cli: CLI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
-    # within all of it: what other processes hold counts as overhead, such as other workers' tests
+    # within all of it: this process may have a context, and then counts what other workers hold
     asked = ("run", TINY_MOE, "--context", 64, *PROMPT)
     for told in ("Runs on ", "planned before: "):
         done = cli(*asked)

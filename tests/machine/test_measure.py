@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 
 from offplan.errors import MemoryLimitError, OffplanError
 from offplan.library.machines import measure_here
-from offplan.machine import measure_host, measure_link
+from offplan.machine import measure, measure_host, measure_link
 from offplan.machine.measure_time import Timing, summarise
 from offplan.machine.profile import MachineProfile, load_profile
 from offplan.plan import Goal
@@ -199,3 +200,20 @@ def test_a_driver_that_refuses_to_pin_is_told(monkeypatch: pytest.MonkeyPatch) -
 def test_nothing_is_measured_without_a_device() -> None:
     with pytest.raises(OffplanError, match="no CUDA device to measure"):
         measure_here()
+
+
+@pytest.mark.parametrize(
+    ("held", "others", "counted"),
+    [(0, 0, 0), (2, 2, 0), (2, 1, 1), (2, 4, 2)],
+    ids=["nobody else", "others", "more of them", "fewer"],
+)
+def test_what_others_hold_is_no_overhead(
+    held: int, others: int, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All counts if that of others would leave no room for a context."""
+    gib = 2**30
+    own, total = gib // 2, 24 * gib
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (total - own - held * gib, total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    overhead: Any = measure._measure_memory(others * gib)["gpu_overhead"]
+    assert overhead["value"] == own + counted * gib + measure.LIBRARY_BYTES

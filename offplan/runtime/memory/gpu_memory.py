@@ -33,6 +33,13 @@ def bytes_in_use(device: torch.device) -> int:
     return total - free
 
 
+def has_context(device: torch.device) -> bool:
+    """Return True if this process has a context on a card, or if torch does not say."""
+    known = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return known is None or bool(known(index))
+
+
 class PeakMemory:
     """Keeps account of the most bytes in use on the card, by whomever; 0 of them on the CPU.
 
