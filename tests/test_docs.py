@@ -35,6 +35,7 @@ from offplan.costs.kernels import (
     GROUP_S,
     LAUNCH_SLOWDOWN,
     MATMUL_EFFICIENCY,
+    REST_EFFICIENCY,
     RULE_INSTRUCTIONS,
     SORTING_S,
     VALUES_LAUNCHES,
@@ -313,7 +314,8 @@ def test_the_cost_model_names_the_constants() -> None:
         f"{CODE_INSTRUCTIONS.half:g} instructions for each value of 4 bits, "
         f"{CODE_INSTRUCTIONS.whole:g} of 8",
         f"at {CODE_EFFICIENCY.half} and {CODE_EFFICIENCY.whole} of `matmul`",
-        f"causal pairs at {ATTENTION_EFFICIENCY} of `matmul`",
+        f"causal pairs at {ATTENTION_EFFICIENCY} of `matmul`, "
+        f"at {REST_EFFICIENCY} behind whole chunks",
         f"windows look {WINDOW_TOKENS:,} tokens further",
         f"half a tile of {kernels.TILE_ROWS} rows",
         f"{VALUES_LAUNCHES} with routed experts, {CODES_LAUNCHES} with their codes, each",

@@ -49,6 +49,14 @@ class PassShape:
         return self.batch * self.tokens
 
     @property
+    def is_rest(self) -> bool:
+        """True if it is what remains of a prompt behind whole chunks.
+
+        It is not known to be if it fits what is before it a whole number of times.
+        """
+        return self.is_part and self.context % self.tokens != 0
+
+    @property
     def head_rows(self) -> int:
         """Tokens that the head gives logits of: all of a step, the last ones of a prompt."""
         return self.num_tokens if self.phase is Phase.DECODE else self.batch
