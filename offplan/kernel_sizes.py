@@ -25,6 +25,8 @@ They are more than in GPU memory, since crossing again takes longer than any pro
 experts of DeepSeek-V2-Lite, packed, in host memory, 512 tokens on an H200. They take 10.9 ms by 64
 and 11.2 by 128 if experts are chosen alike, 15.8 and 12.1 if some are chosen more often.
 """
+LINE_BYTES = 128
+"""Bytes that kernels ask of host memory at a time, at most."""
 MAX_PAIRS = 1024
 """Pairs of a token and an expert that a kernel sorts: a program holds all of them."""
 TABLE_COUNTERS = 32

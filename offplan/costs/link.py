@@ -11,7 +11,7 @@ from offplan.checkpoint.tables import Table
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import PassShape, gathers_codes, groups_codes
 from offplan.held.unit import Unit
-from offplan.kernel_sizes import IN_PLACE_ROWS
+from offplan.kernel_sizes import IN_PLACE_ROWS, LINE_BYTES
 from offplan.machine.curve import Reread
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Span
@@ -41,9 +41,6 @@ EXPERT_ROWS = 180
 Source: prompts of DeepSeek-V2-Lite with experts in place on an H200: 192 rows an expert read it
 1.1 times, 384 rows 1.95 times.
 """
-
-LINE_BYTES = 128
-"""Bytes that kernels ask of host memory at a time, at most."""
 
 UNALIGNED_ROWS = 1.3
 """Time of reading codes in place whose rows begin amid a line, as a multiple of that of others.

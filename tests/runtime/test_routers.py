@@ -119,10 +119,10 @@ def prepare(router: Any, num_tokens: int, dtype: torch.dtype) -> tuple[Any, torc
 def check_order(router: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights and experts that the kernel finds, whose pairs it sorts, too."""
     from offplan.runtime.forms.gather import sort_pairs
-    from offplan.runtime.model.routers import find_choice, route
+    from offplan.runtime.model.routers import find_scoring, route_rows
 
-    router.choice = find_choice(router)
-    _, (weights, indices, order, starts) = route(router, rows)
+    router.scoring = find_scoring(router)
+    _, (weights, indices, order, starts) = route_rows(router, rows)
     _, expected_order, expected_starts = sort_pairs(indices.reshape(-1), router.num_experts)
     assert torch.equal(order, expected_order)
     assert torch.equal(starts, expected_starts)
@@ -164,18 +164,18 @@ def test_equal_scores_and_what_is_no_number(score: str) -> None:
 def test_routers_are_known_by_their_code(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
 
-    from offplan.runtime.model.routers import Choice, find_choice
+    from offplan.runtime.model.routers import Scoring, find_scoring
 
-    assert find_choice(make_router("gpt_oss", 4, 2, False)) == Choice("chosen")
-    assert find_choice(make_router("qwen3_moe", 4, 2, True)) == Choice("all", normalises=None)
-    assert find_choice(make_router("qwen3_5_moe", 4, 2, True)) == Choice("all")
-    assert find_choice(make_router("mixtral", 4, 2, True)) == Choice("all", widens=True)
-    assert find_choice(make_router("deepseek_v3", 8, 2, True)) is None  # off until it is measured
+    assert find_scoring(make_router("gpt_oss", 4, 2, False)) == Scoring("chosen")
+    assert find_scoring(make_router("qwen3_moe", 4, 2, True)) == Scoring("all", normalises=None)
+    assert find_scoring(make_router("qwen3_5_moe", 4, 2, True)) == Scoring("all")
+    assert find_scoring(make_router("mixtral", 4, 2, True)) == Scoring("all", widens=True)
+    assert find_scoring(make_router("deepseek_v3", 8, 2, True)) is None  # off until it is measured
     monkeypatch.setattr("offplan.runtime.model.routers.ROUTES_SIGMOIDS", True)
-    by_sigmoids = Choice("sigmoid", normalises=None)
-    assert find_choice(make_router("deepseek_v3", 8, 2, True)) == by_sigmoids
-    assert find_choice(make_router("deepseek_v3", 60, 2, True)) == by_sigmoids
-    assert find_choice(make_router("deepseek_v3", 60, 2, True, (4, 2))) is None
+    by_sigmoids = Scoring("sigmoid", normalises=None)
+    assert find_scoring(make_router("deepseek_v3", 8, 2, True)) == by_sigmoids
+    assert find_scoring(make_router("deepseek_v3", 60, 2, True)) == by_sigmoids
+    assert find_scoring(make_router("deepseek_v3", 60, 2, True, (4, 2))) is None
 
     class Other(type(make_router("gpt_oss", 4, 2, False))):  # type: ignore[misc]
         def forward(self, hidden_states: torch.Tensor) -> Any:
@@ -184,11 +184,11 @@ def test_routers_are_known_by_their_code(monkeypatch: pytest.MonkeyPatch) -> Non
 
     other = Other.__new__(Other)
     nn.Module.__init__(other)
-    assert find_choice(other) is None
-    assert find_choice(nn.Linear(2, 2)) is None
+    assert find_scoring(other) is None
+    assert find_scoring(nn.Linear(2, 2)) is None
     ernie = Ernie4_5_MoeTopKRouter.__new__(Ernie4_5_MoeTopKRouter)
     nn.Module.__init__(ernie)
-    assert find_choice(ernie) is None
+    assert find_scoring(ernie) is None
 
 
 def test_few_tokens_are_routed() -> None:

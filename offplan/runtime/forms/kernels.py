@@ -340,7 +340,7 @@ def multiply_each(  # type: ignore[no-untyped-def]
             x, out, order, begin, expert, num_pairs, num_out, row_elements, pairs_per_row, more,
             weight, FORM, EXPERTS, BLOCK_N, BLOCK_K, 3,
         )  # fmt: skip
-    else:  # in host memory: 16 bytes that are copied ahead pass the cache of lines that rows share
+    else:  # in host memory: loads ahead by 16 bytes pass the cache of lines that rows share
         for at in range(begin, tl.minimum(begin + BLOCK_M, stop)):
             _multiply_one(
                 x, out, order, at, expert, num_pairs, num_out, row_elements, pairs_per_row, more,

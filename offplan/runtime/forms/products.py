@@ -9,7 +9,7 @@ import torch
 import triton
 
 from offplan.forms.form import Component, Form, Kind
-from offplan.kernel_sizes import IN_PLACE_ROWS, MIN_ROWS, PAIR_ROWS
+from offplan.kernel_sizes import IN_PLACE_ROWS, LINE_BYTES, MIN_ROWS, PAIR_ROWS
 from offplan.runtime.forms import kernels, packed_kernels
 from offplan.runtime.forms.gather import sort_pairs
 from offplan.runtime.forms.operands import Layout, Operands, is_stacked, operands_of
@@ -33,14 +33,14 @@ for 800.
 """
 PACKED_OUT, PACKED_ELEMENTS = 16, 64
 """The same of packed weights, by 4 warps."""
-LINE_WORDS = 32
-"""Words of a line of host memory."""
 AMID_ROWS = 64
 """Inputs up to which a tile in host memory is not loaded ahead, where rows begin amid a line.
 
 What is loaded ahead by 16 bytes passes the cache in which rows share lines. Source: experts of
 gpt-oss-20b on an H200. 16 / 64 / 256 tokens take 5.5 / 6.3 / 7.7 ms so, and 6.2 / 7.0 / 7.1 loaded
-ahead. Loaded by words they take 5.8 / 7.6 / 8.8. By one input four take 742 us for 864.
+ahead. Loaded by words they take 5.8 / 7.6 / 8.8. ``kernels.multiply_each`` loads nothing ahead in
+host memory: four by one input take 742 us for 864, and eight of W4A16 whose rows begin with a line
+959 for 957.
 """
 EACH_REGISTERS = 80
 """Registers of a thread that multiplies packed weights by one input, at most.
@@ -358,7 +358,7 @@ class _Way(NamedTuple):
     block_k: int
     num_stages: int
     stages_there: int
-    """The same of a weight in host memory."""
+    """The same of a weight in host memory. Words by one input have stages of their own."""
     num_blocks: int
     """Blocks of pairs."""
     splits: int
@@ -387,7 +387,7 @@ def _choose_way(
     programs = triton.cdiv(weight.num_out, BLOCK_OUT) * num_blocks
     most = PACKED_PROGRAMS * (1 + (block_m > MANY_ROWS)) if is_packed else SPLIT_PROGRAMS
     splits = max(1, min(4, most // programs, weight.length // (2 * block_k)))
-    is_amid = weight.pack > 1 and not is_packed and weight.length % LINE_WORDS != 0
+    is_amid = weight.pack > 1 and not is_packed and 4 * weight.length % LINE_BYTES != 0
     there = 1 if is_amid and block_m <= AMID_ROWS else num_stages
     multiply = own_kernels.multiply
     return _Way(multiply, BLOCK_OUT, block_k, num_stages, there, num_blocks, splits, {})

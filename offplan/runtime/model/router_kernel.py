@@ -8,8 +8,6 @@ import triton.language as tl
 
 OTHERS = 64
 """Pairs that each pair is compared with at a time, to find its place among them."""
-
-
 LEAST_SUM = tl.constexpr(1e-20)
 """What routers of sigmoids add to the sum that they divide by, so that it is not zero."""
 

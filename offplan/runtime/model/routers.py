@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from offplan.kernel_sizes import ROUTES_SIGMOIDS, are_routed, next_power
 
 
-class Choice(NamedTuple):
+class Scoring(NamedTuple):
     """How a router makes weights of the scores of experts."""
 
     score: str
@@ -100,28 +100,30 @@ def _top_of_groups(self, hidden_states):  # type: ignore[no-untyped-def]
 
 
 _KNOWN = {
-    _top_of_scores: Choice("chosen"),
-    _top_of_shares: Choice("all", normalises=None),
-    _top_of_shares_divided: Choice("all"),
-    _top_of_shares_in_float32: Choice("all", widens=True),
-    _top_of_groups: Choice("sigmoid", normalises=None),
+    _top_of_scores: Scoring("chosen"),
+    _top_of_shares: Scoring("all", normalises=None),
+    _top_of_shares_divided: Scoring("all"),
+    _top_of_shares_in_float32: Scoring("all", widens=True),
+    _top_of_groups: Scoring("sigmoid", normalises=None),
 }
 
 
-def find_choice(router: nn.Module) -> Choice | None:
+def find_scoring(router: nn.Module) -> Scoring | None:
     """Return how a module chooses experts if its forward has the code of a known router.
 
     The kernel takes several groups of experts if both numbers are powers of two.
     """
     code = getattr(type(router).forward, "__code__", None)
-    same = (choice for known, choice in _KNOWN.items() if _are_same(known.__code__, code))
-    choice = next(same, None)
-    if choice is None or choice.score != "sigmoid":
-        return choice
-    own: Any = router
-    sizes = own.num_group, own.num_experts
-    is_taken = own.num_group == 1 or all(size == next_power(size) for size in sizes)
-    return choice if ROUTES_SIGMOIDS and is_taken else None
+    same = (scoring for known, scoring in _KNOWN.items() if _are_same(known.__code__, code))
+    scoring = next(same, None)
+    if scoring is None or scoring.score != "sigmoid":
+        return scoring
+    return scoring if ROUTES_SIGMOIDS and _takes_groups(router) else None
+
+
+def _takes_groups(router: Any) -> bool:
+    sizes = router.num_group, router.num_experts
+    return router.num_group == 1 or all(size == next_power(size) for size in sizes)
 
 
 def _are_same(known: CodeType, code: CodeType | None) -> bool:
@@ -132,10 +134,10 @@ def _are_same(known: CodeType, code: CodeType | None) -> bool:
 def choose_by_kernel(skeleton: nn.Module) -> None:
     """Have the known routers of a model choose by the kernel where few tokens choose on a GPU."""
     for module in skeleton.modules():
-        choice = find_choice(module)
-        if choice is not None:
+        scoring = find_scoring(module)
+        if scoring is not None:
             own: Any = type(module)
-            vars(module)["choice"] = choice
+            vars(module)["scoring"] = scoring
             module.__class__ = _class_by_kernel(own)
 
 
@@ -150,28 +152,28 @@ class _ByKernel(nn.Module):
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         if not (rows.is_cuda and are_routed(len(rows), own.top_k)):
             return super().forward(hidden_states)
-        logits, chosen = route(own, rows)
+        logits, chosen = route_rows(own, rows)
         return (logits, *chosen[:2])
 
 
-def route(router: Any, rows: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+def route_rows(router: Any, rows: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Return the scores of rows, [rows, experts], and what the kernel chooses by them.
 
-    ``router`` has its ``choice``.
+    ``router`` has its ``scoring``.
     """
     from offplan.runtime.model.router_kernel import Way, choose  # needs triton
 
-    choice: Choice = router.choice
-    normalises = choice.normalises
+    scoring: Scoring = router.scoring
+    normalises = scoring.normalises
     if normalises is None:
         normalises = bool(router.norm_topk_prob)
-    if choice.score == "sigmoid":
+    if scoring.score == "sigmoid":
         logits = F.linear(rows.float(), router.weight.float())
         groups, scale = (router.num_group, router.topk_group), float(router.routed_scaling_factor)
         way, bias = Way("sigmoid", normalises, *groups, scale), router.e_score_correction_bias
     else:
         logits = F.linear(rows, router.weight, getattr(router, "bias", None))
-        way, bias = Way(choice.score, normalises, widens=choice.widens), None
+        way, bias = Way(scoring.score, normalises, widens=scoring.widens), None
     return logits, choose(logits, router.top_k, way, bias)
 
 
