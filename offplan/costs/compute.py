@@ -118,7 +118,8 @@ class ModelCompute:
             if not parts or min(parts) > 2 * last.tokens:
                 rest = sum(time.seconds for time in scaled.values())
             begin = last.context - last.tokens
-            whole = replace(last, tokens=first.tokens, context=begin + first.tokens)
+            context = begin + first.tokens
+            whole = replace(last, tokens=first.tokens, context=context, is_rest=False)
             outside = outside_time(self.machine, self.stage, whole)
             times.append(self._price_layers(whole))
         taken = sum(time.seconds for chunk in chunks for time in chunk.values())

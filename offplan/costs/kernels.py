@@ -85,8 +85,8 @@ Of gpt-oss-20b 2.24 ms are taken, and 2.42 given.
 CODE_INSTRUCTIONS = Codes(half=11.0, whole=5.0)
 """Instructions of the CUDA cores to make a value of a code of four bits, and of eight.
 
-Source: an H200. Experts of gpt-oss-20b make 2.8e12 values a second by 4 pairs and 3.3e12 by 16,
-each by itself, and 12,288 x 4,096 of W4A16 by one row 3.1e12. Codes of eight bits: as
+Source: an H200. Experts of gpt-oss-20b by 4 and 16 pairs, each by itself, make 2.8e12 and 3.3e12
+values a second. 12,288 x 4,096 of W4A16 make 3.1e12 by one row. Codes of eight bits: as
 CODE_EFFICIENCY.
 """
 CPU_VALUE_BYTES = Codes(half=150.0, whole=100.0)
@@ -178,7 +178,7 @@ def estimate_layer(machine: MachineProfile, work: LayerWork, shape: PassShape) -
 def layer_seconds(machine: MachineProfile, work: LayerWork, shape: PassShape) -> LayerSeconds:
     """Estimate the kernels of a layer, launches left out."""
     attending = work.attention_flops(shape, WINDOW_TOKENS)
-    is_rest = shape.is_rest and work.mixer is Mixer.FULL
+    is_rest = shape.is_rest and work.mixer is Mixer.FULL and _runs_own_kernels(machine, work)
     efficiency = REST_EFFICIENCY if is_rest else ATTENTION_EFFICIENCY
     return LayerSeconds(
         making=_making(machine, work, shape),
@@ -296,11 +296,15 @@ def _taking(machine: MachineProfile, work: LayerWork, shape: PassShape) -> float
     A layer of an engine or of transformers' own passes takes its own time, and a CPU's that of its
     products.
     """
-    is_own = work.overhead_s is None and work.operators is None and not machine.is_cpu
-    if shape.phase is Phase.DECODE or not is_own:
+    if shape.phase is Phase.DECODE or not _runs_own_kernels(machine, work):
         return 0.0
     elements = work.kv_cache.state_bytes / STATE_ELEMENT_BYTES
     return RULE_INSTRUCTIONS * elements * shape.num_tokens / machine.vector_rate
+
+
+def _runs_own_kernels(machine: MachineProfile, work: LayerWork) -> bool:
+    """Return True if offplan's own passes run a layer on a GPU."""
+    return work.overhead_s is None and work.operators is None and not machine.is_cpu
 
 
 def tile_rows(rows: int) -> int:

@@ -42,19 +42,13 @@ class PassShape:
     """Tokens that each sequence's attention can reach, the new ones included."""
     is_part: bool = False
     """True if it is one of several chunks of a prompt."""
+    is_rest: bool = False
+    """True if it is what remains of a prompt behind whole chunks."""
 
     @property
     def num_tokens(self) -> int:
         """New tokens over all sequences."""
         return self.batch * self.tokens
-
-    @property
-    def is_rest(self) -> bool:
-        """True if it is what remains of a prompt behind whole chunks.
-
-        It is not known to be if it fits what is before it a whole number of times.
-        """
-        return self.is_part and self.context % self.tokens != 0
 
     @property
     def head_rows(self) -> int:
@@ -81,6 +75,7 @@ def prefill_shapes(workload: Workload, prefill_chunk: int) -> tuple[PassShape, .
             min(prefill_chunk, prompt - start),
             min(start + prefill_chunk, prompt),
             is_part=prefill_chunk < prompt,
+            is_rest=prefill_chunk < prompt and prompt - start < prefill_chunk,
         )
         for start in range(0, prompt, prefill_chunk)
     )

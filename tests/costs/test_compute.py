@@ -1,14 +1,22 @@
 """Compute times: measured first, then scaled by what was measured, then a roofline."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from offplan.checkpoint.tensors import TensorInfo
+from offplan.checkpoint.windows import Mixer
 from offplan.costs.compute import ModelCompute, layer_time, outside_time
-from offplan.costs.kernels import ATTENTION_EFFICIENCY, MATMUL_EFFICIENCY
+from offplan.costs.kernels import (
+    ATTENTION_EFFICIENCY,
+    MATMUL_EFFICIENCY,
+    REST_EFFICIENCY,
+    layer_seconds,
+)
 from offplan.costs.work import PassShape, layer_work, prefill_shapes
 from offplan.held.held import hold
+from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase
 from offplan.plan import Workload
 from tests.costs.builders import HIDDEN, VOCABULARY, dense_model, make_machine, measured, moe_model
@@ -37,6 +45,28 @@ def test_prefill_is_held_by_arithmetic() -> None:
     moving = 2 * 10_000 * WORK.row_elements / 100e9
     attending /= 1e12 * ATTENTION_EFFICIENCY
     assert time.seconds == pytest.approx(products + attending + moving + LAUNCHING_S)
+
+
+@pytest.mark.parametrize(
+    ("differs", "machine"),
+    [
+        ({}, make_machine()),
+        ({"overhead_s": 1e-6}, make_machine()),
+        ({"operators": {Phase.PREFILL: 1.0}}, make_machine()),
+        ({"mixer": Mixer.SLIDING}, make_machine()),
+        ({}, make_machine().model_copy(update={"name": "CPU"})),
+    ],
+    ids=["own", "engine", "stock", "windows", "CPU"],
+)
+def test_the_rest_of_a_prompt_attends_slower_in_own_passes(
+    differs: dict[str, Any], machine: MachineProfile
+) -> None:
+    work = replace(WORK, **differs)
+    whole = replace(PREFILL, is_part=True)
+    times = [layer_seconds(machine, work, replace(whole, is_rest=rest)) for rest in (False, True)]
+    slower = times[1].attention / times[0].attention
+    is_own = not differs and not machine.is_cpu
+    assert slower == pytest.approx(ATTENTION_EFFICIENCY / REST_EFFICIENCY if is_own else 1.0)
 
 
 def test_measured_time_is_taken_as_it_is() -> None:

@@ -86,19 +86,20 @@ def test_a_second_gpu_holds_the_slabs_alone() -> None:
 def test_basis_is_measured_only_when_all_of_it_is() -> None:
     model = dense_model(3)
     offload = Offload(prefill_chunk=512, rules=())
-    shapes = [*prefill_shapes(WORKLOAD, 512), decode_shape(WORKLOAD)]
+    workload = Workload(prompt_tokens=1024, output_tokens=10, context=1100)
+    shapes = [*prefill_shapes(workload, 512), decode_shape(workload)]
     stage = hold(model)
     keys = [*ModelCompute(stage, make_machine()).works, stage.outside_key]
     times = [measured(shape, 0.5, key) for shape in shapes for key in keys]
-    prediction = predict(model, make_machine(layer_times=times), WORKLOAD, BUDGET, offload)
+    prediction = predict(model, make_machine(layer_times=times), workload, BUDGET, offload)
     assert prediction.basis == "measured"
     assert prediction.decode.step_s == pytest.approx(0.5 * 4)
-    partly = predict(model, make_machine(layer_times=times[1:]), WORKLOAD, BUDGET, offload)
+    partly = predict(model, make_machine(layer_times=times[1:]), workload, BUDGET, offload)
     assert partly.basis == "estimated"
     machine = make_machine(layer_times=times)
     for stages, basis in (
         ([hold(dense_model(12))], "measured"),
         ([hold(dense_model(12)), hold(moe_model(2))], "estimated"),
     ):
-        of_all = predict_stages(stages, machine, WORKLOAD, BUDGET, offload)
+        of_all = predict_stages(stages, machine, workload, BUDGET, offload)
         assert of_all.basis == basis

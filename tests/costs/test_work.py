@@ -39,6 +39,14 @@ def test_chunks_cover_the_prompt(prompt: int, chunk: int, expected: list[tuple[i
     assert all(shape.num_tokens == 3 * shape.tokens for shape in shapes)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "rests"), [(8, [False]), (16, [False] * 2), (12, [False, True]), (5, [False])]
+)
+def test_what_remains_behind_whole_chunks_is_a_rest(prompt: int, rests: list[bool]) -> None:
+    shapes = prefill_shapes(Workload(prompt_tokens=prompt), 8)
+    assert [shape.is_rest for shape in shapes] == rests
+
+
 def test_decode_attends_over_the_whole_cache() -> None:
     workload = Workload(batch=2, prompt_tokens=500, output_tokens=101)
     assert decode_shape(workload) == PassShape(Phase.DECODE, 2, 1, 550)
