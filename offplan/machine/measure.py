@@ -57,9 +57,8 @@ def measure_machine(
         _measure_hbm,
         _measure_matmul,
         _measure_launch,
-        partial(
-            _measure_memory, bytes_of_others
-        ),  # before other GPUs are reached, which takes memory of this one
+        # before other GPUs are reached, which takes memory of this one
+        partial(_measure_memory, bytes_of_others),
     ]
     if with_others:
         steps += [measure_concurrent, measure_peer]
