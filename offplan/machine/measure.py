@@ -115,8 +115,8 @@ def _measure_launch() -> dict[str, object]:
 def _measure_memory(bytes_of_others: int) -> dict[str, object]:
     free, total = torch.cuda.mem_get_info()
     used = total - free - torch.cuda.memory_reserved()
-    # less than a context: others have let go of some since they were asked
-    beside = used if used - bytes_of_others < LEAST_CONTEXT else used - bytes_of_others
+    # if less than a context is left, others have let go of some since they were asked
+    beside = used - bytes_of_others if used >= bytes_of_others + LEAST_CONTEXT else used
     how = "memory in use beside tensors, and LIBRARY_BYTES"
     return {
         "gpu_memory": figure(total, "cudaMemGetInfo"),
