@@ -151,13 +151,8 @@ ROUTED_TOKENS, ROUTED_PAIRS = 16, 128
 """Tokens, and pairs of a token and an expert, that the kernel for routers takes at most.
 
 One program has all of them. Source: 128 experts on an H200, of which 8 are chosen. 1 / 4 / 16 / 64
-tokens take 3.8 / 4.9 / 7.9 / 115 us so, and 22 / 28 / 29 / 30 by torch.
-"""
-
-ROUTES_SIGMOIDS = False
-"""Whether that kernel chooses by sigmoids, as DeepSeek-V3's routers and those like them do.
-
-False until a GPU has measured by how much that is faster.
+tokens take 3.8 / 4.9 / 7.9 / 115 us so, and 22 / 28 / 29 / 30 by torch. By sigmoids and a bias, as
+DeepSeek-V3 chooses, a step of 8 layers of GLM-4.5-Air took 2.00 ms, and 2.17 by torch.
 """
 
 

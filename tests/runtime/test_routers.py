@@ -91,10 +91,9 @@ def test_choices_are_those_of_transformers(
     ("sizes", "normalises", "dtype"), each_value_once(product(GROUPED, [True, False], DTYPES))
 )
 def test_choices_by_sigmoids_are_those_of_transformers(
-    sizes: tuple[int, ...], normalises: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, ...], normalises: bool, dtype: torch.dtype
 ) -> None:
     """A bias moves the choice and no weight, and experts of other groups are left out."""
-    monkeypatch.setattr("offplan.runtime.model.routers.ROUTES_SIGMOIDS", True)
     torch.manual_seed(2)
     num_tokens, num_experts, num_chosen, *groups = sizes
     router = make_router("deepseek_v3", num_experts, num_chosen, normalises, tuple(groups))  # type: ignore[arg-type]
@@ -161,7 +160,7 @@ def test_equal_scores_and_what_is_no_number(score: str) -> None:
     assert starts.tolist() == [0, 4, 8, 12, 13, 15]
 
 
-def test_routers_are_known_by_their_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_routers_are_known_by_their_code() -> None:
     from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
 
     from offplan.runtime.model.routers import Scoring, find_scoring
@@ -170,8 +169,6 @@ def test_routers_are_known_by_their_code(monkeypatch: pytest.MonkeyPatch) -> Non
     assert find_scoring(make_router("qwen3_moe", 4, 2, True)) == Scoring("all", normalises=None)
     assert find_scoring(make_router("qwen3_5_moe", 4, 2, True)) == Scoring("all")
     assert find_scoring(make_router("mixtral", 4, 2, True)) == Scoring("all", widens=True)
-    assert find_scoring(make_router("deepseek_v3", 8, 2, True)) is None  # off until it is measured
-    monkeypatch.setattr("offplan.runtime.model.routers.ROUTES_SIGMOIDS", True)
     by_sigmoids = Scoring("sigmoid", normalises=None)
     assert find_scoring(make_router("deepseek_v3", 8, 2, True)) == by_sigmoids
     assert find_scoring(make_router("deepseek_v3", 60, 2, True)) == by_sigmoids

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from offplan.kernel_sizes import ROUTES_SIGMOIDS, are_routed, next_power
+from offplan.kernel_sizes import are_routed, next_power
 
 
 class Scoring(NamedTuple):
@@ -118,7 +118,7 @@ def find_scoring(router: nn.Module) -> Scoring | None:
     scoring = next(same, None)
     if scoring is None or scoring.score != "sigmoid":
         return scoring
-    return scoring if ROUTES_SIGMOIDS and _takes_groups(router) else None
+    return scoring if _takes_groups(router) else None
 
 
 def _takes_groups(router: Any) -> bool:
