@@ -108,7 +108,7 @@ def measure(row: Row, folder: Path, gguf: Path, prompt_tokens: int, batch: int) 
     found = beside["vs"]["llama.cpp"]
     if batch > 1:
         if found.get("told"):
-            options = re.search(r"-ngl \d+( -ncmoe \d+)?", found["told"])
+            options = re.search(r"-ngl \d+( -ncmoe \d+)?( -ub \d+)?", found["told"])
             assert options is not None
             found = time_batch(gguf, options.group().split(), prompt_tokens, batch)
         plan(row, file, prompt_tokens, batch, 128)

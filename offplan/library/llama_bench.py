@@ -39,6 +39,9 @@ _PROGRAM = "llama-bench"
 _OVERHEAD_BYTES = 1536 * 2**20
 """GPU memory beside weights and cache in the first short run, which measures it. Source: chosen, of
 the 0.5 to 1.1 GiB seen of a context and buffers of computing."""
+_PART_TOKENS = 512, 2048
+"""Tokens of a prompt that llama.cpp reads at once: its default (``-ub``), and the most without
+another option (``-b``)."""
 _MOST_RUNS = 3
 """Runs in which the budget may be exceeded before the last one is taken as it is."""
 _TOLERANCE = 0.02
@@ -89,6 +92,8 @@ class LlamaBench:
     """GPU memory that it may take."""
     cache_bytes: tuple[int, ...]
     """Bytes of each layer's keys and values in the plan's context."""
+    part_tokens: int
+    """Tokens of a prompt that it reads at once."""
 
     def measure(self, setup: Bench, on_stage: Stages) -> Measurement:
         """Measure the plan's prompt, and steps behind it.
@@ -115,7 +120,7 @@ class LlamaBench:
         """Find the split that the budget has room for; return it, and the steps that it took."""
         if setup.device.type != "cuda":
             return NOTHING, self._run(setup, NOTHING, setup.num_repeats, setup.num_steps)
-        room = self.budget_bytes - _OVERHEAD_BYTES
+        room = self.budget_bytes - _OVERHEAD_BYTES - self._logits_bytes()
         split = choose_split(self.header, self.cache_bytes, room)
         steps = self._run(setup, split, 1, setup.num_steps)
         # of the plan's context, which these runs do not fill
@@ -129,14 +134,21 @@ class LlamaBench:
                 break
         return split, steps
 
+    def _logits_bytes(self) -> int:
+        """Return the bytes of a part's logits beyond those of the shortest: one of each token."""
+        shapes = {tensor.name: tensor.shape for tensor in self.header.tensors}
+        rows = max(shapes.get("token_embd.weight", (0,)))
+        return (self.part_tokens - _PART_TOKENS[0]) * rows * 4  # float32
+
     def _run(self, setup: Bench, split: Split, num_repeats: int, num_steps: int = 0) -> _Run:
         """Run steps behind the prompt, or without any the prompt alone."""
         length = setup.prompt.shape[-1]
         num_prompt, depth = (0, length) if num_steps else (length, 0)
         threads = () if setup.host_threads is None else ("-t", str(setup.host_threads))
+        parts = () if self.part_tokens == _PART_TOKENS[0] else ("-ub", str(self.part_tokens))
         command = (
             *(self.program, "-m", str(self.file), "-o", "json", "-r", str(num_repeats)),
-            *(*split.options, "-fa", "1", *threads),
+            *(*split.options, *parts, "-fa", "1", *threads),
             *("-p", str(num_prompt), "-n", str(num_steps), "-d", str(depth)),
         )
         text, gpu_bytes = _run_watched(command, setup.device)
@@ -185,7 +197,10 @@ def find_llama_bench(
     _check_model(path, header, model)
     context = plan.workload.context
     cache = tuple(layer.kv_cache.as_computed.nbytes(1, context) for layer in model.layers)
-    return LlamaBench(found, files[0], header, plan.budget.gpu_memory, cache)
+    # long parts read weights of the host less often, and take memory for every token's logits
+    least, most = _PART_TOKENS
+    part = max(least, min(plan.offload.prefill_chunk, most))
+    return LlamaBench(found, files[0], header, plan.budget.gpu_memory, cache, part)
 
 
 def _check_model(path: Path, header: Header, model: Model) -> None:

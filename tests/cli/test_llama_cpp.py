@@ -191,7 +191,7 @@ def test_a_short_run_measures_what_is_taken_beside(
     def run(room: int) -> list[str]:
         argv.write_text("")
         budget = whole.gpu_bytes + room
-        bench = llama.LlamaBench(str(program), model, header, budget, (1000, 1000))
+        bench = llama.LlamaBench(str(program), model, header, budget, (1000, 1000), 2048)
         setup = Bench(
             *(None, None, 19, torch.device("cuda"), None, torch.zeros(1, 16), 3, 2, 0)  # type: ignore[arg-type]
         )
@@ -207,9 +207,9 @@ def test_a_short_run_measures_what_is_taken_beside(
     monkeypatch.setattr(llama, "_run_watched", watch)
     monkeypatch.setattr(llama, "return_memory", lambda _: None)
     first, steps, prompt = run(5000)
-    assert first.endswith("-r 1 -ngl 0 -fa 1 -p 0 -n 3 -d 16")
-    assert steps.endswith("-r 2 -ngl 3 -fa 1 -p 0 -n 3 -d 16")
-    assert prompt.endswith("-r 2 -ngl 3 -fa 1 -p 16 -n 0 -d 0")
+    assert first.endswith("-r 1 -ngl 0 -ub 2048 -fa 1 -p 0 -n 3 -d 16")
+    assert steps.endswith("-r 2 -ngl 3 -ub 2048 -fa 1 -p 0 -n 3 -d 16")
+    assert prompt.endswith("-r 2 -ngl 3 -ub 2048 -fa 1 -p 16 -n 0 -d 0")
     first, steps, prompt = run(4999)
     assert "-ngl 2" in steps
     assert "-ngl 2" in prompt
@@ -219,12 +219,18 @@ def test_a_program_and_a_file_are_found(model: Path, tmp_path: Path) -> None:
     found = open_model(str(model / "config.json"))
     workload = SimpleNamespace(batch=1, context=64)
     plan: Any = SimpleNamespace(
-        workload=workload, model=SimpleNamespace(source="a/b"), budget=Budget(gpu_memory=2**30)
-    )
+        workload=workload, model=SimpleNamespace(source="a/b"), budget=Budget(gpu_memory=2**30),
+        offload=SimpleNamespace(prefill_chunk=1024),
+    )  # fmt: skip
     program, file = make_program(tmp_path), model / "model.gguf"
     bench = llama.find_llama_bench(plan, found, file, program)
     assert (bench.program, bench.file, bench.budget_bytes) == (str(program), file, 2**30)
     assert bench.cache_bytes == tuple(each.kv_cache.nbytes(1, 64) for each in found.layers)
+    assert bench.part_tokens == 1024
+    assert bench._logits_bytes() == 512 * VOCABULARY * 4
+    for chunk, part in ((32, 512), (8192, 2048)):
+        plan.offload.prefill_chunk = chunk
+        assert llama.find_llama_bench(plan, found, file, program).part_tokens == part
     for wrong, message in (
         ((None, program), "name a GGUF file"),
         ((model / "config.json", program), "found another kind of file, expected a GGUF file"),
