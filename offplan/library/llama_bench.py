@@ -145,10 +145,9 @@ class LlamaBench:
         length = setup.prompt.shape[-1]
         num_prompt, depth = (0, length) if num_steps else (length, 0)
         threads = () if setup.host_threads is None else ("-t", str(setup.host_threads))
-        parts = () if self.part_tokens == _PART_TOKENS[0] else ("-ub", str(self.part_tokens))
         command = (
             *(self.program, "-m", str(self.file), "-o", "json", "-r", str(num_repeats)),
-            *(*split.options, *parts, "-fa", "1", *threads),
+            *(*split.options, "-ub", str(self.part_tokens), "-fa", "1", *threads),
             *("-p", str(num_prompt), "-n", str(num_steps), "-d", str(depth)),
         )
         text, gpu_bytes = _run_watched(command, setup.device)

@@ -97,7 +97,7 @@ def test_both_are_measured_and_shown(cli: CLI, plan: Path, tmp_path: Path) -> No
     # steps behind the plan's prompt of 16 tokens
     assert way["decode"]["step_s"] == pytest.approx((9_000_000 + 17) * 1e-9 / 3)
     steps, prompt = map(json.loads, (tmp_path / "argv").read_text().splitlines())
-    told = f"-m {gguf} -o json -r 1 -ngl 0 -fa 1"
+    told = f"-m {gguf} -o json -r 1 -ngl 0 -ub 512 -fa 1"
     assert steps == shlex.split(f"{told} -p 0 -n 3 -d 16")
     assert prompt == shlex.split(f"{told} -p 16 -n 0 -d 0")
     commands = ", ".join(f"`{program} {shlex.join(each)}`" for each in (prompt, steps))
