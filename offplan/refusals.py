@@ -20,7 +20,7 @@ from offplan.held.unit import Unit
 from offplan.kernel_sizes import KERNEL_TYPES, is_power
 from offplan.placement import Placement
 from offplan.plan import Offload
-from offplan.routed_experts import is_in_out
+from offplan.routed_experts import has_inputs_as_rows
 
 
 def require_runnable(
@@ -125,8 +125,10 @@ def why_not_multiplied(
         for parameter in unit.parameters:
             if _is_wide(parameter):
                 continue
-            why = backend.why_no_kernel(parameter.form, stage.dtype, parameter.shape[-1])
-            if is_in_out(stage, unit):
+            is_turned = has_inputs_as_rows(stage, unit)
+            num_in = parameter.shape[-2 if is_turned else -1]
+            why = backend.why_no_kernel(parameter.form, stage.dtype, num_in)
+            if is_turned and stage.architecture.routing.held_in_out:
                 why = "has no kernel for experts whose rows are inputs"
             if why is not None:
                 return f"{why} ({parameter.name}): write decode: uva or prefetch"

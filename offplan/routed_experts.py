@@ -5,6 +5,7 @@ from functools import partial
 
 from offplan.capabilities.rule import LayerExperts
 from offplan.checkpoint.assemble import SECOND_PROJECTIONS, count_experts
+from offplan.checkpoint.layers import is_in_out
 from offplan.checkpoint.model import Layer
 from offplan.errors import PlanError
 from offplan.forms.form import Component, Kind
@@ -63,12 +64,11 @@ def count_inner(stage: Stage, units: Sequence[Unit]) -> int:
     second = (u for u in weights if SECOND_PROJECTIONS.intersection(u.name.split(".")))
     if (down := next(second, None)) is None:
         return 0
-    inner = down.shape[-2 if is_in_out(stage, down) else -1]
+    inner = down.shape[-2 if has_inputs_as_rows(stage, down) else -1]
     return inner if inner > CHUNK_COLUMNS else 0
 
 
-def is_in_out(stage: Stage, unit: Unit) -> bool:
+def has_inputs_as_rows(stage: Stage, unit: Unit) -> bool:
     """Return True if a unit holds a matrix of all experts as [experts, in, out]."""
     of = unit.parameters[0]
-    is_matrix = of.is_fused and len(of.shape) == 3
-    return is_matrix and of.form.is_raw and stage.architecture.routing.in_out
+    return len(of.shape) == 3 and of.form.is_raw and is_in_out(of, stage.architecture)

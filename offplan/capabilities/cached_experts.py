@@ -15,7 +15,6 @@ from pydantic import Field, ValidationInfo, model_validator
 from offplan.capabilities.goal import Asked, GoalBase
 from offplan.capabilities.rule import REPLANNED, Count, LayerExperts, RuleBase, WeightCache
 from offplan.checkpoint.model import Experts, Layer, Model
-from offplan.checkpoint.model_types import EXPERTS_IN_OUT
 from offplan.errors import PlanError
 from offplan.forms.form import RAW
 from offplan.forms.host_kernels import CHUNK_COLUMNS
@@ -470,7 +469,7 @@ def find_unread(model: Model, dtype: str, layers: Sequence[Layer]) -> str | None
     by_value = [e for e in experts if e.form is RAW and not e.name.endswith("bias")]
     if not by_value:
         return None
-    if model.model_type in EXPERTS_IN_OUT:
+    if model.architecture.routing.held_in_out:
         return "held by transposed values"
     if any(each.name.endswith("bias") for each in experts):
         return "with biases, held by their values"

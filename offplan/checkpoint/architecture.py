@@ -114,6 +114,8 @@ class Routing:
     """True if there are experts beyond ``num_experts`` that compute nothing (LongCat)."""
     in_out: bool
     """True if fused experts are stored as [experts, in, out], not [experts, out, in]."""
+    held_in_out: bool
+    """True if they are held so, too, once they are loaded."""
 
 
 @dataclass(frozen=True)
@@ -308,6 +310,7 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
             or _read_nested(text, "ffn_config", *_NUM_PER_TOKEN.split()),
             has_idle=read_count(text, "zero_expert_num") is not None,
             in_out=model_type in model_types.EXPERTS_IN_OUT,
+            held_in_out=model_type in model_types.EXPERTS_IN_OUT - model_types.TURNED_EXPERTS,
         ),
         fused_experts=_read_version(config) >= 5,
         matrices_in_out=model_type in model_types.CONV1D_TYPES,

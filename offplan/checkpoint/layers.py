@@ -290,4 +290,15 @@ def output_width(parameter: Parameter, architecture: Architecture) -> int:
     if len(shape) == 2:
         num_experts = architecture.routing.num_experts or 1
         return shape[0] // num_experts if last in _STACKED_INPUTS else shape[1]
-    return shape[-1 if architecture.routing.in_out else -2]
+    return shape[-1 if is_in_out(parameter, architecture) else -2]
+
+
+def is_in_out(parameter: Parameter, architecture: Architecture) -> bool:
+    """Return True if a parameter has the matrices of all experts as [experts, in, out].
+
+    What loading turns round may be stored either way. Source: transformers 5.23, whose
+    ``Transpose`` leaves what has the shape that it wants, and which saves the experts so.
+    """
+    routing, is_second = architecture.routing, "down_proj" in parameter.name.split(".")
+    is_as_held = parameter.shape[-2 if is_second else -1] == architecture.hidden_size
+    return parameter.is_fused and routing.in_out and (routing.held_in_out or not is_as_held)

@@ -16,6 +16,8 @@ CONV1D_TYPES = frozenset(_FACTS["conv1d"])
 """Model types whose layers store their matrices as [in, out]."""
 EXPERTS_IN_OUT = frozenset(_FACTS["experts_in_out"])
 """Model types whose fused experts are stored as [experts, in, out], not [experts, out, in]."""
+TURNED_EXPERTS = frozenset(_FACTS["turned_experts"])
+"""Model types of these whose experts are held as [experts, out, in]: loading turns them round."""
 TABLE_EXPERTS = frozenset(_FACTS["table_experts"])
 """Model types whose experts are rows of embeddings, which no router sends tokens to."""
 SHARED_BEHIND = frozenset(_FACTS["shared_behind"])

@@ -17,6 +17,7 @@ from offplan.capabilities.ranks import Ranks
 from offplan.capabilities.way import OWN, Way
 from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.group import group_outside
+from offplan.checkpoint.layers import is_in_out
 from offplan.checkpoint.model import (
     OUTPUT_HEADS,
     Experts,
@@ -230,7 +231,7 @@ class Divider:
         at = axis if num_dims > 1 and not is_bias else -1
         if num_dims > 2 and axis == OUT:
             at = -num_dims  # a convolution's outputs come first
-        turned = parameter.is_fused and self.model.architecture.routing.in_out
+        turned = is_in_out(parameter, self.model.architecture)
         if turned and parameter.form.is_raw and at == axis and num_dims > 1:
             at = IN + OUT - axis
         share = self._divide_size(parameter, at, parts, layer)

@@ -37,7 +37,7 @@ def test_attention(config, expected):
 
 def test_experts_of_gpt_oss():
     config = {"model_type": "gpt_oss", "num_local_experts": 32, "experts_per_token": 4}
-    assert read_architecture(config).routing == Routing(32, 4, False, True)
+    assert read_architecture(config).routing == Routing(32, 4, False, True, True)
 
 
 def test_what_stays_in_float32():

@@ -2,12 +2,15 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors import safe_open
 
+from offplan.checkpoint.architecture import read_architecture
+from offplan.checkpoint.layers import is_in_out, output_width
 from offplan.checkpoint.model import KVCache
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.tensors import DTYPE_BITS
@@ -293,6 +296,14 @@ def test_fused_experts_lie_as_they_are_published(tmp_path):
         "gate_up_proj": (2, 64, 96),
         "down_proj": (2, 48, 64),
     }
+    architecture = read_architecture(QWEN3_VL_MOE)
+    for parameter in fused.values():
+        (tensor,) = parameter.tensors
+        number, num_in, num_out = tensor.shape
+        saved = replace(parameter, tensors=(tensor._replace(shape=(number, num_out, num_in)),))
+        assert is_in_out(parameter, architecture)
+        assert not is_in_out(saved, architecture)  # as transformers 5 saves them
+        assert output_width(saved, architecture) == output_width(parameter, architecture) == num_out
     quantised = FORMATS["modelopt nvfp4"].config
     alone = open_qwen3_vl_moe(tmp_path, quantization_config=quantised)
     assert {name: p.shape for name, p in alone.items()} == {

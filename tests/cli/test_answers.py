@@ -228,18 +228,22 @@ def test_drafts_of_which_nothing_is_known_name_what_they_must_give(cli: CLI) -> 
 def test_the_answer_says_which_experts_the_cores_have_no_kernel_for(
     cli: CLI, tmp_path: Path
 ) -> None:
-    """Qwen3-VL stores an expert's inputs as rows."""
-    text = {
-        **{"model_type": "qwen3_vl_moe_text", "hidden_size": 256, "intermediate_size": 512},
-        **{"moe_intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4},
-        **{"num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 2},
-        **{"head_dim": 64, "vocab_size": 512, "dtype": "bfloat16"},
+    """gpt-oss holds an expert's inputs as rows. Qwen3-VL does so no more once it is loaded."""
+    sizes = {
+        **{"hidden_size": 256, "intermediate_size": 512, "dtype": "bfloat16", "vocab_size": 512},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"num_experts_per_tok": 2, "head_dim": 64},
     }
-    config = {"model_type": "qwen3_vl_moe", "text_config": text, "dtype": "bfloat16"}
+    config = {"model_type": "gpt_oss", "num_local_experts": 512, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
     asked = (tmp_path / "config.json", "--machine", "rtx3060", "--context", 1024)
     told = " ".join(cli("analyze", *asked, "--gpu-memory", "1300MiB").out.split())
     assert "cores multiply nothing: offplan has no kernel for experts whose rows are inputs" in told
+    text = {"model_type": "qwen3_vl_moe_text", "num_experts": 512, "moe_intermediate_size": 512}
+    config = {"model_type": "qwen3_vl_moe", "text_config": text | sizes, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    told = " ".join(cli("analyze", *asked, "--gpu-memory", "1300MiB").out.split())
+    assert "cores multiply nothing" not in told
 
 
 @pytest.mark.slow

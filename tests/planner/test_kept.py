@@ -389,6 +389,11 @@ def test_a_number_is_kept_as_asked() -> None:
     assert all(rule.cached_experts == 3 for rule in taken)
 
 
+def turned_model() -> Model:
+    model = moe_model()
+    return replace(model, config={**model.config, "model_type": "gpt_oss"})
+
+
 @pytest.mark.parametrize(
     ("model", "goal", "workload", "store", "why"),
     [
@@ -397,7 +402,7 @@ def test_a_number_is_kept_as_asked() -> None:
         (moe_model(), "auto", Workload(batch=600), "host", "a batch of 512"),
         (moe_model(), "auto", WORKLOAD, "peer", "the store is peer: take `store=host`"),
         (replace(moe_model(), dtype="float32"), 3, WORKLOAD, "host", "experts computed in float32"),
-        (replace(moe_model(), model_type="gpt_oss"), 3, WORKLOAD, "host", "by transposed values"),
+        (turned_model(), 3, WORKLOAD, "host", "by transposed values"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(
