@@ -80,11 +80,16 @@ def take_sample(model: Model, recoding: Recoding | None) -> Sample:
 
 
 def _sampled(stage: Stage) -> Iterator[TensorInfo]:
-    """Yield the stored matrices that are looked at, one of several experts' where one holds all."""
+    """Yield the stored matrices that are looked at, one of several experts' where one holds all.
+
+    Those that loading turns round have no rows to look at.
+    """
     for parameter in stage.parameters:
         tensors = parameter.made_of
         for tensor in tensors[:: max(1, len(tensors) // NUM_EXPERTS)][:NUM_EXPERTS]:
             *stack, num_out, num_in = tensor.shape
+            if parameter.shape[-2:] != (num_out, num_in):
+                continue
             middle = tensor.offset + prod(stack) // 2 * num_out * num_in * 2
             yield tensor._replace(shape=(num_out, num_in), offset=middle)
 

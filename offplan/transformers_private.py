@@ -20,6 +20,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.convert_slow_tokenizer import bytes_to_unicode as bytes_to_unicode
 from transformers.core_model_loading import Concatenate as Concatenate
 from transformers.core_model_loading import MergeModulelist as MergeModulelist
+from transformers.core_model_loading import Transpose as Transpose
 from transformers.core_model_loading import WeightConverter as WeightConverter
 from transformers.core_model_loading import (
     WeightRenaming,

@@ -299,6 +299,16 @@ def is_in_out(parameter: Parameter, architecture: Architecture) -> bool:
     What loading turns round may be stored either way. Source: transformers 5.23, whose
     ``Transpose`` leaves what has the shape that it wants, and which saves the experts so.
     """
-    routing, is_second = architecture.routing, "down_proj" in parameter.name.split(".")
-    is_as_held = parameter.shape[-2 if is_second else -1] == architecture.hidden_size
-    return parameter.is_fused and routing.in_out and (routing.held_in_out or not is_as_held)
+    routing = architecture.routing
+    if routing.held_in_out or not (routing.in_out and parameter.is_fused):
+        return routing.held_in_out and parameter.is_fused
+    is_second = "down_proj" in parameter.name.split(".")
+    return parameter.shape[-2 if is_second else -1] != architecture.hidden_size
+
+
+def held_shape(parameter: Parameter, architecture: Architecture) -> tuple[int, ...]:
+    """Return the shape that values have once they are loaded: loading may turn matrices round."""
+    if architecture.routing.held_in_out or not is_in_out(parameter, architecture):
+        return parameter.shape
+    *stack, rows, columns = parameter.shape
+    return (*stack, columns, rows)

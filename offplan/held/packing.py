@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from offplan.capabilities.packing import OUTPUT_HEAD, Packing, Unpacked, is_matrix
 from offplan.checkpoint.architecture import Architecture
+from offplan.checkpoint.layers import held_shape
 from offplan.checkpoint.model import Layer, Model
 from offplan.checkpoint.parameter import Parameter, Role, role_of
 from offplan.checkpoint.tensors import TensorInfo
@@ -96,7 +97,10 @@ def _pack_stage(stage: Stage, packing: Packing, runner: Runner) -> Stage:
     packs = _taken(stage, packing, runner)
 
     def hold(layer: Layer) -> Layer:
-        held = tuple(_pack(p) if id(p) in packs else p for p in layer.parameters)
+        held = tuple(
+            _pack(p, held_shape(p, stage.architecture)) if id(p) in packs else p
+            for p in layer.parameters
+        )
         return replace(layer, parameters=held)
 
     layers = tuple(map(hold, stage.layers))
@@ -120,7 +124,7 @@ def _pack_stage(stage: Stage, packing: Packing, runner: Runner) -> Stage:
                 f"packing takes the output head, and the head of {source} cannot be packed: "
                 f"{why_not}; leave out `output_head`"
             )
-        outside = tuple(_pack(p) if _is_head(p, model) else p for p in outside)
+        outside = tuple(_pack(p, p.shape) if _is_head(p, model) else p for p in outside)
     packed = replace(stage, layers=layers, outside=outside, recoding=packing)
     return packed.with_layout(runner.lay_out(packed))
 
@@ -194,14 +198,14 @@ def _is_head(parameter: Parameter, model: Model) -> bool:
 
 
 def _fits(parameter: Parameter, architecture: Architecture) -> bool:
-    """Return True if a parameter is a matrix of bfloat16, multiplied as it is stored, [out, in].
+    """Return True if a parameter is a matrix of bfloat16, multiplied as it is held, [out, in].
 
     Latent attention's ``kv_b_proj`` is not only multiplied, but expanded in every step: it stays.
     """
-    if not _is_raw_matrix(parameter) or not can_pack(parameter.shape):
+    if not _is_raw_matrix(parameter) or not can_pack(held_shape(parameter, architecture)):
         return False
     if parameter.is_expert:
-        return not (parameter.is_fused and architecture.routing.in_out)
+        return not (parameter.is_fused and architecture.routing.held_in_out)
     is_product = parameter.name.endswith(".weight") and role_of(parameter) is not Role.OTHER
     return is_product and not parameter.name.endswith("kv_b_proj.weight")
 
@@ -211,19 +215,19 @@ def _is_raw_matrix(parameter: Parameter) -> bool:
     return is_raw and is_matrix(parameter) and all(t.dtype == "BF16" for t in parameter.tensors)
 
 
-def _pack(parameter: Parameter) -> Parameter:
-    """Return a weight held by the parts that its values are packed into."""
+def _pack(parameter: Parameter, shape: tuple[int, ...]) -> Parameter:
+    """Return a weight held by the parts that its values, of such a shape, are packed into."""
     names = [tensor.name for tensor in parameter.tensors]
     parts = {}
-    for part, (dtype, shape) in parts_of(parameter.shape).items():
+    for part, (dtype, size) in parts_of(shape).items():
         end = f":{part.value}"
-        parts[part] = tuple(TensorInfo(name + end, dtype, shape) for name in names)
+        parts[part] = tuple(TensorInfo(name + end, dtype, size) for name in names)
     weight = parts.pop(Component.WEIGHT)
     return replace(
         parameter,
         tensors=weight,
         form=PACKED,
         beside=tuple(parts.items()),
-        logical_shape=parameter.shape,
+        logical_shape=shape,
         made_of=parameter.tensors,
     )

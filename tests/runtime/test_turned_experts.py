@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from offplan.capabilities.packing import Packing
 from tests.hostcores.cores import require_cores
 from tests.runtime.cached import keeping
 from tests.runtime.divided import dividing, save, sharing, wide
@@ -17,12 +18,16 @@ from tests.runtime.plans import group, in_parts, offload
 
 require_cores()
 
+PACKING = Packing(group_size=1, num_in_group=1)
 WAYS = {
     "resident": offload(),
     "kept": offload(keeping(2)),
     "by cores": offload(group(1, 1, "experts", decode="host")),
     "split": offload(dividing(3, later=1.5), prefill_chunk=3),
     "in parts": offload(in_parts(2)),
+    "packed": offload().model_copy(update={"packing": PACKING}),
+    "packed, kept": offload(keeping(2)).model_copy(update={"packing": PACKING}),
+    "packed, divided": offload(dividing(3)).model_copy(update={"packing": PACKING}),
 }
 
 

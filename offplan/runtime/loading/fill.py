@@ -33,6 +33,7 @@ from offplan.runtime.refusal import refuse
 from offplan.transformers_private import (
     Concatenate,
     MergeModulelist,
+    Transpose,
     WeightConverter,
     convert,
     rename,
@@ -268,7 +269,7 @@ def arrange(
     ``shapes`` are the shapes that are assumed of the sources. Returns the views and the parameter's
     shape, None if views will not do.
     """
-    if converter is None:
+    if converter is None or _is_turned_as_read(converter, sources):
         return tuple(map(Piece, sources)), shapes[-1]
     by_pattern: dict[str, list[Source]] = {}
     for source in sources:
@@ -292,6 +293,12 @@ def arrange(
         whole[axis] *= len(by_pattern)
     num_stacked = max(map(len, by_pattern.values()))
     return pieces, (*([num_stacked] if is_stacked else []), *whole)
+
+
+def _is_turned_as_read(converter: WeightConverter, sources: Iterable[Source]) -> bool:
+    """Return True if a converter only turns round matrices that are recoded as they are read."""
+    operations = [type(operation) for operation in converter.operations]
+    return operations == [Transpose] and all(source.made_of is not None for source in sources)
 
 
 def _makes_views(converter: WeightConverter, is_one_each: bool) -> bool:

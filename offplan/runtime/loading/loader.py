@@ -105,6 +105,11 @@ def _fill_from_files(
     ):
 
         def read_rows(matrix: Matrix, start: int, rows: torch.Tensor) -> None:
+            if matrix.is_turned:
+                whole = torch.empty(matrix.tensor.shape[::-1], dtype=rows.dtype)
+                shards.read(matrix.tensor, 0, bytes_of(whole))
+                rows.copy_(whole.mT[start : start + len(rows)])
+                return
             before = start * rows.shape[1] * rows.itemsize
             shards.read(matrix.tensor, before, bytes_of(rows))
 

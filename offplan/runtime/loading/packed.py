@@ -60,6 +60,8 @@ class Matrix:
     first_patch: int
     """Its first patch, likewise."""
     places: Mapping[Component, torch.Tensor]
+    is_turned: bool = False
+    """True if the checkpoint stores it as [in, out]."""
 
     def runs(self) -> Iterator[tuple[int, int]]:
         """Yield first and last row, exclusive, of what is packed at once: whole blocks of rows."""
@@ -266,7 +268,8 @@ def _split(
     )
     if len(stored.shape) == 2:
         places = {part: place.unsqueeze(0) for part, place in places.items()}
-    matrix = stored._replace(shape=stored.shape[-2:])
+    shape = pieces[Component.WEIGHT].source.parameter.shape[-2:]
+    matrix, is_turned = stored._replace(shape=shape), shape != stored.shape[-2:]
     for number in range(len(places[Component.WEIGHT])):
         of_matrix = {part: place[number] for part, place in places.items()}
         yield Matrix(
@@ -276,6 +279,7 @@ def _split(
             first_row,
             first_patch,
             of_matrix,
+            is_turned,
         )
 
 
