@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from offplan.capabilities.cached_experts import LATER_STEPS
 from offplan.errors import MemoryLimitError
 from offplan.plan import load_plan
 from offplan.runtime.measuring import versus
@@ -94,6 +95,23 @@ def test_a_plan_for_an_engine_is_predicted_as_it_runs_here(cli: CLI, tmp_path: P
     assert cli("report", plan, "--bench", found, "-o", page, "--force").code == 0
     assert "predicted (vllm)" in page.read_text("utf-8")
     assert "ratios of times say nothing" in page.read_text("utf-8")
+
+
+@pytest.mark.slow
+def test_steps_that_decide_are_not_timed(
+    cli: CLI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether experts are brought for later: plans promise what comes behind that."""
+    real, counted = Session.decode, []
+    monkeypatch.setattr(Session, "decode", lambda *args: counted.append(args) or real(*args))
+    found = []
+    for later in ("null", "1.0"):
+        keeps = f"prefill: uva, decode: host, cached_experts: 2, later_experts: {later}"
+        every = "cpu_offload_params: [experts], group_size: 1, num_in_group: 1"
+        counted.clear()
+        assert bench(cli, write_plan(tmp_path, f"[{{{every}, {keeps}}}]"))["experts"]["counted"]
+        found.append(len(counted))
+    assert found[1] - found[0] == LATER_STEPS
 
 
 @pytest.mark.slow

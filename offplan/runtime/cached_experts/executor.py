@@ -10,7 +10,12 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from offplan.capabilities.cached_experts import ExpertsFound, ExpertSlots, MissRates
+from offplan.capabilities.cached_experts import (
+    LATER_STEPS,
+    ExpertsFound,
+    ExpertSlots,
+    MissRates,
+)
 from offplan.checkpoint.model import Model
 from offplan.errors import PlanError
 from offplan.forms.form import Component
@@ -156,6 +161,7 @@ class CachedExperts(CapabilityExecutor):
             if prepared.device.type == "cuda":
                 _check_kernels(model, experts, layer)
         self.device_bytes = sum(of.nbytes for of in self._of.values())
+        self.settling_steps = LATER_STEPS if any(of.later for of in self._of.values()) else 0
         self._memory: dict[int, torch.Tensor] = {}
         """Bytes of slots and table, by layer index."""
         self._num_chosen = model.experts.num_experts_per_token if model.experts else 0

@@ -44,6 +44,8 @@ class CapabilityExecutor:
     """Makers of servers for backends that are read at use."""
     device_bytes: int = 0
     """Bytes that ``allocate`` takes on the device."""
+    settling_steps: int = 0
+    """Steps that decide what it does in those behind them."""
     prompt_layers: Collection[int] = ()
     """Indices of the layers that ``run_layer`` takes prompts through."""
 

@@ -4,6 +4,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +122,8 @@ def bench_session(session: Session, bench: Bench, on_progress: Progress) -> Meas
     """Measure requests in a session whose link is a TimedLink.
 
     That records in one more request, so that its events are in no timed step. Compilation, capture
-    and the steps before the ring is steady are left out. The ring is left in no known state:
-    nothing but ``close`` may follow.
+    and the steps before the ring is steady are left out, and those by which capabilities decide
+    what they do. The ring is left in no known state: nothing but ``close`` may follow.
 
     The context must have room for them. ``on_progress`` hears (requests timed, requests in all).
     Raises MemoryLimitError.
@@ -147,7 +148,12 @@ def bench_session(session: Session, bench: Bench, on_progress: Progress) -> Meas
     def decode(tokens: torch.Tensor) -> torch.Tensor:
         return choose(session.decode(tokens))
 
+    settling = max((each.settling_steps for each in session.loaded.executors.values()), default=0)
     with session.stream():
+        for _ in range(ceil(settling / num_steps)):
+            tokens = prefill()
+            for _ in range(num_steps):
+                tokens = decode(tokens)
         prefill_s, step_s = time_requests(bench, prefill, decode, bench.num_repeats, on_progress)
     notes = session.describe()  # of the timed steps: a later prompt may have rates measured again
     drafted = None if session.draft is None else time_drafts(session, bench)
