@@ -10,12 +10,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from offplan.capabilities.cached_experts import (
-    LATER_STEPS,
-    ExpertsFound,
-    ExpertSlots,
-    MissRates,
-)
+from offplan.capabilities.cached_experts import LATER_STEPS, ExpertsFound, ExpertSlots, MissRates
 from offplan.checkpoint.model import Model
 from offplan.errors import PlanError
 from offplan.forms.form import Component
