@@ -297,11 +297,14 @@ def is_in_out(parameter: Parameter, architecture: Architecture) -> bool:
     """Return True if a parameter has the matrices of all experts as [experts, in, out].
 
     What loading turns round may be stored either way. Source: transformers 5.23, whose
-    ``Transpose`` leaves what has the shape that it wants, and which saves the experts so.
+    ``Transpose`` leaves what has the shape that it wants, square matrices among them. It saves the
+    experts as it holds them.
     """
     routing = architecture.routing
-    if routing.held_in_out or not (routing.in_out and parameter.is_fused):
-        return routing.held_in_out and parameter.is_fused
+    if not (routing.in_out and parameter.is_fused):
+        return False
+    if routing.held_in_out:
+        return True
     is_second = "down_proj" in parameter.name.split(".")
     return parameter.shape[-2 if is_second else -1] != architecture.hidden_size
 

@@ -130,19 +130,6 @@ def test_values_are_multiplied(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(INTERPRETED, reason="asks what the GPU is")
-def test_torchs_product_serves_where_it_is_the_faster_one() -> None:
-    from offplan.runtime.forms.grouped import is_for_library
-
-    major = torch.cuda.get_device_capability()[0]
-    x, values = random(64, 64), random(4, 64, 128)
-    assert is_for_library(values[..., :64].contiguous(), x) == (major == 10)
-    assert is_for_library(values[..., :64], x) == (major in (9, 10))
-    assert not is_for_library(values[..., :64].half(), x.half())
-    assert not is_for_library(values[..., 1:65], x)
-
-
-@pytest.mark.gpu
 @runs_kernels
 def test_products_do_not_depend_on_the_rows_of_a_tile() -> None:
     """Nor on which programs take it: plans may send an expert's rows in several pieces.

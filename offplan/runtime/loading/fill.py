@@ -296,9 +296,10 @@ def arrange(
 
 
 def _is_turned_as_read(converter: WeightConverter, sources: Iterable[Source]) -> bool:
-    """Return True if a converter only turns round matrices that are recoded as they are read."""
-    operations = [type(operation) for operation in converter.operations]
-    return operations == [Transpose] and all(source.made_of is not None for source in sources)
+    """Return True if a converter turns round what lies otherwise, and that is recoded as read."""
+    operation, *others = converter.operations
+    turns = isinstance(operation, Transpose) and operation.check_dims and not others
+    return turns and all(source.made_of is not None for source in sources)
 
 
 def _makes_views(converter: WeightConverter, is_one_each: bool) -> bool:

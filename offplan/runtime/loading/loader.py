@@ -103,12 +103,17 @@ def _fill_from_files(
         closing(Shards(folder, tensors)) as shards,
         open_recoding(matrices, _recoding_device(destinations), NUM_THREADS) as recode,
     ):
+        turned: dict[Matrix, torch.Tensor] = {}
 
         def read_rows(matrix: Matrix, start: int, rows: torch.Tensor) -> None:
-            if matrix.is_turned:
-                whole = torch.empty(matrix.tensor.shape[::-1], dtype=rows.dtype)
-                shards.read(matrix.tensor, 0, bytes_of(whole))
-                rows.copy_(whole.mT[start : start + len(rows)])
+            if matrix.is_turned:  # its rows lie all over it: it is read once, for all its runs
+                if start == 0:
+                    turned[matrix] = torch.empty(matrix.tensor.shape[::-1], dtype=rows.dtype)
+                    shards.read(matrix.tensor, 0, bytes_of(turned[matrix]))
+                stop = start + len(rows)
+                rows.copy_(turned[matrix].mT[start:stop])
+                if stop == matrix.tensor.shape[0]:
+                    del turned[matrix]
                 return
             before = start * rows.shape[1] * rows.itemsize
             shards.read(matrix.tensor, before, bytes_of(rows))

@@ -50,7 +50,8 @@ class Matrix:
     """A matrix that is stored by its values, [out, in], and where its parts are to lie."""
 
     tensor: TensorInfo
-    """Tensor that the checkpoint stores of it, of one expert if one tensor holds all."""
+    """Tensor that the checkpoint stores of it, of one expert if one tensor holds all. Its shape is
+    [out, in], also where it is turned."""
     weight: str
     """Name of the model's weight that it is, or is a part of."""
     first: int
