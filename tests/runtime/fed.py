@@ -13,11 +13,13 @@ FED = torch.tensor([[5, 8], [35, 9], [11, 2], [45, 38]])
 """Tokens of four steps, whatever is made: what differs is then the products alone."""
 
 
-def run_fed(folder: Path, decision: Offload) -> torch.Tensor:
+def run_fed(folder: Path, decision: Offload, device: str = "cpu") -> torch.Tensor:
     """Logits of each step, [steps, batch, vocabulary], of the same tokens."""
-    with open_session(folder, decision) as session, session.stream():
+    with open_session(folder, decision, device) as session, session.stream():
         session.prefill(BATCH)
-        return torch.stack([session.decode(tokens[:, None]).clone() for tokens in FED]).float()
+        fed = FED.to(session.device)
+        made = [session.decode(tokens[:, None]).clone() for tokens in fed]
+        return torch.stack(made).float().cpu()
 
 
 def run_in_float32(folder: Path) -> torch.Tensor:

@@ -10,13 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from offplan.capabilities.packing import Packing
-from offplan.plan import Offload
 from offplan.runtime.forms import packing
 from tests.hostcores.cores import require_cores
 from tests.runtime.cached import keeping
 from tests.runtime.divided import dividing, save, sharing, wide
-from tests.runtime.plans import group, in_parts, offload, open_session
-from tests.runtime.test_by_cores_gpu import step_fed
+from tests.runtime.fed import run_fed
+from tests.runtime.plans import group, in_parts, offload
 
 require_cores()
 
@@ -71,11 +70,6 @@ def save_as_vl(plain: Path, into: Path, *, turns: bool) -> Path:
     return into
 
 
-def run(folder: Path, decision: Offload, device: str) -> torch.Tensor:
-    with open_session(folder, decision, device) as session:
-        return step_fed(session)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("turns", [True, False])
@@ -87,5 +81,5 @@ def test_logits_are_those_of_experts_stored_one_by_one(
     folder = save_as_vl(plain, tmp_path / "vl", turns=turns)
     for name, decision in WAYS.items():
         with sharing(0.4):
-            made, expected = (run(each, decision, device) for each in (folder, plain))
+            made, expected = (run_fed(each, decision, device) for each in (folder, plain))
         assert torch.equal(made, expected), name
