@@ -125,10 +125,10 @@ def why_not_multiplied(
         for parameter in unit.parameters:
             if _is_wide(parameter):
                 continue
-            is_turned = has_inputs_as_rows(stage, unit)
-            num_in = parameter.shape[-2 if is_turned else -1]
+            is_in_out = has_inputs_as_rows(stage, unit)
+            num_in = parameter.shape[-2 if is_in_out else -1]
             why = backend.why_no_kernel(parameter.form, stage.dtype, num_in)
-            if is_turned and stage.architecture.routing.held_in_out:
+            if is_in_out and stage.architecture.routing.held_in_out:
                 why = "has no kernel for experts whose rows are inputs"
             if why is not None:
                 return f"{why} ({parameter.name}): write decode: uva or prefetch"

@@ -87,7 +87,7 @@ def pack_stage(stage: Stage, packing: Packing | None, runner: Runner) -> Stage:
 
 
 def _pack_stage(stage: Stage, packing: Packing, runner: Runner) -> Stage:
-    model, source = stage.model, stage.model.source
+    model, source, architecture = stage.model, stage.model.source, stage.architecture
     unpacked = Unpacked(packing.leave_unpacked)
     for why in unpacked.list_absent(model):
         raise PlanError(f"packing: {why}")
@@ -97,10 +97,7 @@ def _pack_stage(stage: Stage, packing: Packing, runner: Runner) -> Stage:
     packs = _taken(stage, packing, runner)
 
     def hold(layer: Layer) -> Layer:
-        held = tuple(
-            _pack(p, held_shape(p, stage.architecture)) if id(p) in packs else p
-            for p in layer.parameters
-        )
+        held = tuple(_pack(p, architecture) if id(p) in packs else p for p in layer.parameters)
         return replace(layer, parameters=held)
 
     layers = tuple(map(hold, stage.layers))
@@ -124,7 +121,7 @@ def _pack_stage(stage: Stage, packing: Packing, runner: Runner) -> Stage:
                 f"packing takes the output head, and the head of {source} cannot be packed: "
                 f"{why_not}; leave out `output_head`"
             )
-        outside = tuple(_pack(p, p.shape) if _is_head(p, model) else p for p in outside)
+        outside = tuple(_pack(p, architecture) if _is_head(p, model) else p for p in outside)
     packed = replace(stage, layers=layers, outside=outside, recoding=packing)
     return packed.with_layout(runner.lay_out(packed))
 
@@ -215,10 +212,10 @@ def _is_raw_matrix(parameter: Parameter) -> bool:
     return is_raw and is_matrix(parameter) and all(t.dtype == "BF16" for t in parameter.tensors)
 
 
-def _pack(parameter: Parameter, shape: tuple[int, ...]) -> Parameter:
-    """Return a weight held by the parts that its values, of such a shape, are packed into."""
+def _pack(parameter: Parameter, architecture: Architecture) -> Parameter:
+    """Return a weight held by the parts that its values are packed into."""
     names = [tensor.name for tensor in parameter.tensors]
-    parts = {}
+    parts, shape = {}, held_shape(parameter, architecture)
     for part, (dtype, size) in parts_of(shape).items():
         end = f":{part.value}"
         parts[part] = tuple(TensorInfo(name + end, dtype, size) for name in names)

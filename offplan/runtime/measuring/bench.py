@@ -150,10 +150,8 @@ def bench_session(session: Session, bench: Bench, on_progress: Progress) -> Meas
 
     settling = max((each.settling_steps for each in session.loaded.executors.values()), default=0)
     with session.stream():
-        for _ in range(ceil(settling / num_steps)):
-            tokens = prefill()
-            for _ in range(num_steps):
-                tokens = decode(tokens)
+        requests = ceil(settling / (NUM_WARMUP_STEPS + num_steps))
+        time_requests(bench, prefill, decode, requests, lambda *_: None)
         prefill_s, step_s = time_requests(bench, prefill, decode, bench.num_repeats, on_progress)
     notes = session.describe()  # of the timed steps: a later prompt may have rates measured again
     drafted = None if session.draft is None else time_drafts(session, bench)
