@@ -62,7 +62,10 @@ def _cut(memory: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 def _product(
     weight: torch.Tensor, shape: tuple[int, ...], tokens: int, pairs_per_token: int
 ) -> Callable[[], torch.Tensor]:
-    """Return the product as the runtime makes it; every expert has as many pairs."""
+    """Return torch's product; every expert has as many pairs.
+
+    The runtime's own product of few rows takes as long over the link.
+    """
     size, dtype = weight.shape[-1], weight.dtype
     if weight.dim() == 2:
         hidden = torch.zeros(tokens, size, dtype=dtype, device="cuda")

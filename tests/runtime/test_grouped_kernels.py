@@ -129,6 +129,49 @@ def test_values_are_multiplied(
     assert_near(no_bias, expect(values, x, starts, torch.zeros_like(bias)))
 
 
+@pytest.mark.parametrize(
+    ("major", "num_rows", "is_part", "is_for_library"),
+    [
+        *((9, 512, False, False), (9, 513, False, True), (9, 8, True, True)),
+        *((10, 8, False, True), (8, 8, False, False), (12, 513, False, False)),
+    ],
+)
+def test_torchs_product_serves_where_it_is_the_faster_one(
+    major: int,
+    num_rows: int,
+    is_part: bool,
+    is_for_library: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On 9.x of more than 128 rows with each of 4 experts, or of those that no descriptor reads."""
+    from offplan.runtime.forms import grouped
+
+    monkeypatch.setattr(grouped, "compute_capability", lambda index: (major, 0))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    x, values = torch.zeros(num_rows, 64).bfloat16(), torch.zeros(4, 64, 128).bfloat16()
+    values = values[..., :64] if is_part else values[..., :64].contiguous()
+    assert grouped.is_for_library(values, x) == is_for_library
+    assert not grouped.is_for_library(values.half(), x.half())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="torch has no such product there")
+@pytest.mark.parametrize(
+    ("num_out", "num_in"), [(2048, 768), (2048, 1408), (96, 14336), (2880, 72)]
+)
+def test_products_are_torchs_to_the_bit(num_out: int, num_in: int) -> None:
+    """Kept experts and those in host memory may have ours and torch's in one pass."""
+    from offplan.runtime.forms import grouped
+
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("torch has no kernels of its own for this device")
+    starts = starts_of([0, 5, 200, 64, 1])
+    x, values = random(270, num_in).bfloat16(), random(5, num_out, num_in).bfloat16()
+    made = x.new_empty(270, num_out)
+    grouped.launch(values, x, starts, None, made)
+    assert made.equal(torch.nn.functional.grouped_mm(x, values.mT, offs=starts[1:]))
+
+
 @pytest.mark.gpu
 @runs_kernels
 def test_products_do_not_depend_on_the_rows_of_a_tile() -> None:
