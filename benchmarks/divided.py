@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from offplan.capabilities.cached_experts import (
+    LATER_FADES,
     LATER_PARTS,
     LATER_STEPS,
     MOST_LATER,
@@ -42,6 +43,8 @@ class DividedSlots:
         self._steps: list[tuple[int, int]] = []
         """Experts used since it was decided whether any are brought, and of these those that were
         among the ``num_kept`` used last: of each step."""
+        self._counted = [0, 0]
+        """What is left of these numbers of the steps before."""
 
     @property
     def by_cores(self) -> float:
@@ -81,7 +84,9 @@ class DividedSlots:
         may = min(num_left, self._credit // LATER_PARTS) if self._brings else 0
         self._steps.append((len(used), len(used.intersection(self.order[: self._num_kept]))))
         if len(self._steps) == LATER_STEPS:
-            self._brings = self._slots.brings_later(*map(sum, zip(*self._steps, strict=True)))
+            counts = [sum(of) for of in zip(*self._steps, self._counted, strict=True)]
+            self._brings = self._slots.brings_later(*counts)
+            self._counted = [count - count // LATER_FADES for count in counts]
             self._steps.clear()
         return may
 

@@ -58,18 +58,21 @@ def test_parts_end_nearer_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kept", "recent", "brings"),
+    ("kept", "used", "recent", "brings"),
     [
-        # 16 of 128 by chance: of 64 used 8, and an eighth of the 16 more
-        *((16, 8, False), (16, 9, False), (16, 10, True)),
-        # 112 of 128: 56 of 64, and an eighth of the misses fewer
-        *((112, 56, False), (112, 57, False), (112, 58, True)),
+        # 16 of 128 by chance: of 8192 used 1024, and an eighth of the 16 more
+        *((16, 8192, 1024, False), (16, 8192, 1152, False), (16, 8192, 1153, True)),
+        # 112 of 128: 7168 of 8192, and an eighth of the misses fewer
+        *((112, 8192, 7168, False), (112, 8192, 7296, False), (112, 8192, 7297, True)),
+        # 2 of 128: 4 of 256, and chance makes it 10 once in 300 times
+        *((2, 256, 5, False), (2, 256, 9, False), (2, 256, 10, True)),
+        *((128, 256, 256, False), (0, 256, 0, False)),
     ],
 )
 def test_what_is_not_used_again_is_not_brought_for_later(
-    kept: int, recent: int, brings: bool
+    kept: int, used: int, recent: int, brings: bool
 ) -> None:
-    assert ExpertSlots(kept, 128, (), True).brings_later(64, recent) == brings
+    assert ExpertSlots(kept, 128, (), True).brings_later(used, recent) == brings
 
 
 @pytest.mark.slow

@@ -46,6 +46,14 @@ MOST_LATER = 8
 """Experts of a layer that the link brings for later in one step, at most."""
 LATER_STEPS = 64
 """Steps after each of which a layer decides anew whether the link brings experts for later."""
+LATER_FADES = 8
+"""Of what a layer has counted by then it forgets one of so many parts: chance evens out."""
+LATER_DEVIATIONS = 3
+"""Standard deviations by which the experts chosen again have to be more than by chance.
+
+Source: gpt-oss-120b in 24 GiB on an H200, with uniform routing and two slots a layer. An eighth
+alone had 8.7 experts a step brought for later, and a token took 16.9 ms where 13.9 were predicted.
+"""
 
 
 class Division(NamedTuple):
@@ -177,10 +185,13 @@ def brings_later(num_kept: int, num_experts: int, used: float, recent: float) ->
     """Return True if experts are to be brought for later, ``recent`` of ``used`` having been kept.
 
     By chance ``num_kept`` of ``num_experts`` would: that share has to be beaten by an eighth, of
-    hits or of misses. What is not chosen again is not worth the link. Whole numbers stay exact.
+    hits or of misses, and by LATER_DEVIATIONS of what chance alone makes. What is not chosen again
+    is not worth the link. Whole numbers stay exact.
     """
+    others = num_experts - num_kept
     beyond = recent * num_experts - num_kept * used
-    return 8 * beyond > used * min(num_kept, num_experts - num_kept)
+    is_beyond_chance = beyond**2 > LATER_DEVIATIONS**2 * used * num_kept * others
+    return 8 * beyond > used * min(num_kept, others) and is_beyond_chance
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 
 from offplan.backends import Backend
 from offplan.capabilities.cached_experts import (
+    LATER_FADES,
     LATER_PARTS,
+    LATER_STEPS,
     MOST_LATER,
     ExpertsFound,
     ExpertSlots,
@@ -85,7 +87,8 @@ def find_experts(
     divided, later = divide_all(slots, rates, ceil(chosen)), 0.0
     missed = chosen * (1 - rate)
     if reuse is not None and kept and missed:
-        later = slots.later if slots.brings_later(chosen, chosen * rate) else 0.0
+        used = LATER_FADES * LATER_STEPS * chosen
+        later = slots.later if slots.brings_later(used, used * rate) else 0.0
         ratio = _simulate(reuse, divided).at(kept, later / LATER_PARTS / missed)
         missed = min(chosen, missed * ratio)
     by_cores, not_brought = divided.mean(chosen, missed)

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import traces
 from offplan.capabilities.cached_experts import (
+    LATER_FADES,
     LATER_PARTS,
     LATER_STEPS,
     MOST_LATER,
@@ -81,7 +82,9 @@ class LaterSlots:
         self.of_steps.update(steps=1, used=len(used), recent=recent)
         if self.of_steps["steps"] == LATER_STEPS:
             self.brings = slots.brings_later(self.of_steps["used"], self.of_steps["recent"])
-            self.of_steps.clear()
+            for name in ("used", "recent"):
+                self.of_steps[name] -= self.of_steps[name] // LATER_FADES
+            self.of_steps["steps"] = 0
 
 
 @cache

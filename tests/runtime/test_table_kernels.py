@@ -10,6 +10,7 @@ from torch.nn.functional import silu
 from torch.utils._pytree import tree_leaves
 
 from offplan.capabilities.cached_experts import (
+    LATER_FADES,
     LATER_STEPS,
     MOST_LATER,
     ExpertSlots,
@@ -134,6 +135,8 @@ def test_the_table_is_that_of_plain_torch(
         for table in (ours, expected):
             table.number(QUOTA).fill_(quota)
             table.number(expert_table.NUM_STEPS).fill_(LATER_STEPS - 3)  # it decides amid the steps
+            table.number(expert_table.NUM_USED).fill_(64 * num_chosen)
+            table.number(expert_table.NUM_RECENT).fill_(32 * num_chosen)
         tokens = torch.randn(batch, 64, device=DEVICE).to(DTYPE)
         weights = torch.rand(batch, num_chosen, device=DEVICE)
         later = lists[1].to(DEVICE)
@@ -524,9 +527,11 @@ def test_what_decides_is_the_rule_of_the_slots() -> None:
         for (used,), of_these in zip(steps, recent, strict=True):
             assert not table.number(IS_IDLE)
             expert_table._count_later(table, 1, used, of_these)
-        brings = of.brings_later(sum(used for (used,) in steps), sum(recent))
+        counted = [sum(used for (used,) in steps), sum(recent)]
+        left = [number - number // LATER_FADES for number in counted]
+        assert table.memory[expert_table.NUM_STEPS : IS_IDLE].tolist() == [0, *left]
+        brings = of.brings_later(*counted)
         assert bool(table.number(IS_IDLE)) == (not brings)
-        assert table.memory[expert_table.NUM_STEPS : IS_IDLE].tolist() == [0, 0, 0]
         decided.add(brings)
     assert decided == {True, False}
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from offplan.capabilities.cached_experts import (
+    LATER_FADES,
     LATER_PARTS,
     LATER_STEPS,
     MOST_LATER,
@@ -31,8 +32,9 @@ NUM_MISSED, SPLIT_EXPERT, NUM_CHUNKS = 16, 17, 18
 chunks of inner columns, 0 for none."""
 QUOTA, CREDIT, NUM_STEPS, NUM_USED, NUM_RECENT, IS_IDLE = range(19, 25)
 """Numbers of 4 bytes by which experts are brought for later: LATER_PARTS of an expert that a step
-may bring, and that are left. Then come steps since the layer decided, the experts that these used,
-and how many of them were among those used last. The last number is 1 while it brings none."""
+may bring, and that are left. Then come steps since the layer decided, the experts that it has
+counted as used, and how many of them were among those used last. The last number is 1 while it
+brings none."""
 SEQUENCE, DONE, HAS_FAILED = range(25, 28)
 """Numbers of 4 bytes: of the last list of experts brought for later, and of the last one of which
 all copies are done. Whoever copies writes DONE. HAS_FAILED is 1 once a wait for it was given up."""
@@ -214,7 +216,7 @@ def _count_later(table: Table, most: int, num_used: int, num_recent: int) -> int
     steps, used, recent = steps + 1, used + num_used, recent + num_recent
     if steps == LATER_STEPS:
         is_idle = int(not brings_later(table.num_slots, table.num_experts, used, recent))
-        steps = used = recent = 0
+        steps, used, recent = 0, used - used // LATER_FADES, recent - recent // LATER_FADES
     numbers = torch.tensor([credit, steps, used, recent, is_idle], dtype=torch.int32)
     table.memory[CREDIT : IS_IDLE + 1] = numbers
     return num_later

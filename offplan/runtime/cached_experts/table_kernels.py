@@ -10,7 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
-from offplan.capabilities.cached_experts import LATER_PARTS, LATER_STEPS, MOST_LATER
+from offplan.capabilities.cached_experts import (
+    LATER_DEVIATIONS,
+    LATER_FADES,
+    LATER_PARTS,
+    LATER_STEPS,
+    MOST_LATER,
+)
 from offplan.forms.host_kernels import CHUNK_COLUMNS
 from offplan.kernel_sizes import TABLE_COUNTERS
 from offplan.runtime.cached_experts import expert_table
@@ -61,6 +67,8 @@ _LIST_PAIRS = tl.constexpr(expert_table.LIST_PAIRS)
 _LATER_PARTS = tl.constexpr(LATER_PARTS)
 _MOST_CREDIT = tl.constexpr(LATER_PARTS * MOST_LATER)
 _LATER_STEPS = tl.constexpr(LATER_STEPS)
+_LATER_FADES = tl.constexpr(LATER_FADES)
+_LATER_VARIANCES = tl.constexpr(LATER_DEVIATIONS**2)
 _NOBODY = tl.constexpr(expert_table.NOBODY)
 _CHUNK_COLUMNS = tl.constexpr(CHUNK_COLUMNS)
 _COLUMNS = tl.constexpr(3 + len(Runs._fields))
@@ -116,15 +124,17 @@ def _count_later(table, most, num_used, num_recent, num_slots, num_experts):  # 
     brings = (is_idle == 0) & (tl.load(table + _HAS_FAILED) == 0)
     num_later = tl.where(brings, tl.minimum(most, credit // _LATER_PARTS), 0)
     others = num_experts - num_slots
-    beyond = recent.to(tl.int64) * num_experts - used.to(tl.int64) * num_slots
+    used_by_slots = used.to(tl.int64) * num_slots
+    beyond = recent.to(tl.int64) * num_experts - used_by_slots
     is_lost = 8 * beyond <= used.to(tl.int64) * tl.minimum(num_slots, others)
+    is_lost |= beyond * beyond <= used_by_slots * others * _LATER_VARIANCES
     decides = steps == _LATER_STEPS
     # what threads write, others have read by then
     tl.debug_barrier()
     tl.store(table + _CREDIT, credit - num_later * _LATER_PARTS)
     tl.store(table + _NUM_STEPS, tl.where(decides, 0, steps))
-    tl.store(table + _NUM_USED, tl.where(decides, 0, used))
-    tl.store(table + _NUM_RECENT, tl.where(decides, 0, recent))
+    tl.store(table + _NUM_USED, tl.where(decides, used - used // _LATER_FADES, used))
+    tl.store(table + _NUM_RECENT, tl.where(decides, recent - recent // _LATER_FADES, recent))
     tl.store(table + _IS_IDLE, tl.where(decides, tl.where(is_lost, 1, 0), is_idle))
     return num_later
 
