@@ -29,6 +29,7 @@ GROUPED = [(1, 60, 4, 1, 1), (2, 32, 4, 8, 2), (5, 64, 6, 4, 4), (16, 256, 8, 8,
 def make_router(
     name: str, num_experts: int, num_chosen: int, normalises: bool, groups: tuple[int, int] = (1, 1)
 ) -> Any:
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
     from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
@@ -41,10 +42,12 @@ def make_router(
         hidden_size = 48
         norm_topk_prob = normalises
         routed_scaling_factor = 2.5
+        topk_method = "greedy"
 
     Config.num_experts = num_experts  # type: ignore[attr-defined]
     Config.n_group, Config.topk_group = groups  # type: ignore[attr-defined]
     classes = {
+        "deepseek_v2": DeepseekV2TopkRouter,
         "deepseek_v3": DeepseekV3TopkRouter,
         "gpt_oss": GptOssTopKRouter,
         "mixtral": MixtralTopKRouter,
@@ -61,7 +64,12 @@ def make_router(
 @pytest.mark.parametrize(
     ("sizes", "name", "normalises", "dtype"),
     each_value_once(
-        product(SIZES, ["gpt_oss", "mixtral", "qwen3_5_moe", "qwen3_moe"], [True, False], DTYPES)
+        product(
+            SIZES,
+            ["deepseek_v2", "gpt_oss", "mixtral", "qwen3_5_moe", "qwen3_moe"],
+            [True, False],
+            DTYPES,
+        )
     ),
 )
 def test_choices_are_those_of_transformers(
@@ -73,6 +81,8 @@ def test_choices_are_those_of_transformers(
     router = make_router(name, num_experts, num_chosen, normalises)
     router, rows = prepare(router, num_tokens, dtype)
     logits, expected, experts = router(rows)
+    order = logits.gather(1, experts).sort(descending=True, stable=True)[1]  # DeepSeek-V2 does not
+    expected, experts = expected.gather(1, order), experts.gather(1, order)
     # of equal scores torch takes any
     assert dtype is not torch.float32 or all(len(row.unique()) == num_experts for row in logits)
     weights, indices = check_order(router, rows)
@@ -169,7 +179,11 @@ def test_routers_are_known_by_their_code() -> None:
     assert find_scoring(make_router("qwen3_moe", 4, 2, True)) == Scoring("all", normalises=None)
     assert find_scoring(make_router("qwen3_5_moe", 4, 2, True)) == Scoring("all")
     assert find_scoring(make_router("mixtral", 4, 2, True)) == Scoring("all", widens=True)
-    by_sigmoids = Scoring("sigmoid", normalises=None)
+    in_groups = make_router("deepseek_v2", 8, 2, True)
+    assert find_scoring(in_groups) == Scoring("all", normalises=False, is_scaled=True)
+    in_groups.topk_method = "group_limited_greedy"
+    assert find_scoring(in_groups) is None
+    by_sigmoids = Scoring("sigmoid", normalises=None, is_scaled=True)
     assert find_scoring(make_router("deepseek_v3", 8, 2, True)) == by_sigmoids
     assert find_scoring(make_router("deepseek_v3", 60, 2, True)) == by_sigmoids
     assert find_scoring(make_router("deepseek_v3", 60, 2, True, (4, 2))) is None

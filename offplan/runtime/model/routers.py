@@ -25,10 +25,12 @@ class Scoring(NamedTuple):
     """True if they are divided by their sum, None if ``norm_topk_prob`` says whether."""
     widens: bool = False
     """True if they stay in float32."""
+    is_scaled: bool = False
+    """True if scores are computed in float32, and ``routed_scaling_factor`` multiplies weights."""
 
 
-# Source of all: transformers 5.23, the routers of GPT-OSS, Qwen3-MoE, Qwen3.5-MoE, Mixtral and
-# DeepSeek-V3. A docstring would be one of their constants.
+# Source of all: transformers 5.23, the routers of GPT-OSS, Qwen3-MoE, Qwen3.5-MoE, Mixtral,
+# DeepSeek-V2 and V3. A docstring would be one of their constants.
 def _top_of_scores(self, hidden_states):  # type: ignore[no-untyped-def]
     router_logits = F.linear(hidden_states, self.weight, self.bias)
     router_top_value, router_indices = torch.topk(router_logits, self.top_k, dim=-1)
@@ -71,6 +73,30 @@ def _top_of_shares_in_float32(self, hidden_states):  # type: ignore[no-untyped-d
     return router_logits, router_scores, router_indices
 
 
+def _top_of_shares_of_groups(self, hidden_states):  # type: ignore[no-untyped-def]
+    hidden_states = hidden_states.view(-1, self.hidden_dim)
+    router_logits = F.linear(hidden_states.type(torch.float32), self.weight.type(torch.float32))
+    scores = router_logits.softmax(dim=-1, dtype=torch.float32)
+    if self.topk_method == "greedy":
+        topk_weights, topk_indices = torch.topk(scores, k=self.top_k, dim=-1, sorted=False)
+    elif self.topk_method == "group_limited_greedy":
+        group_scores = (
+            scores.view(-1, self.num_group, self.num_experts // self.num_group).max(dim=-1).values
+        )
+        group_idx = torch.topk(group_scores, k=self.topk_group, dim=-1, sorted=False)[1]
+        group_mask = torch.zeros_like(group_scores)
+        group_mask.scatter_(1, group_idx, 1)
+        score_mask = (
+            group_mask.unsqueeze(-1)
+            .expand(-1, self.num_group, self.num_experts // self.num_group)
+            .reshape(-1, self.num_experts)
+        )
+        scores = scores.masked_fill(~score_mask.bool(), 0.0)
+        topk_weights, topk_indices = torch.topk(scores, k=self.top_k, dim=-1, sorted=False)
+    topk_weights = topk_weights * self.routed_scaling_factor
+    return router_logits, topk_weights, topk_indices
+
+
 def _top_of_groups(self, hidden_states):  # type: ignore[no-untyped-def]
     hidden_states = hidden_states.view(-1, self.hidden_dim)
     router_logits = F.linear(hidden_states.type(torch.float32), self.weight.type(torch.float32))
@@ -104,24 +130,28 @@ _KNOWN = {
     _top_of_shares: Scoring("all", normalises=None),
     _top_of_shares_divided: Scoring("all"),
     _top_of_shares_in_float32: Scoring("all", widens=True),
-    _top_of_groups: Scoring("sigmoid", normalises=None),
+    _top_of_shares_of_groups: Scoring("all", normalises=False, is_scaled=True),
+    _top_of_groups: Scoring("sigmoid", normalises=None, is_scaled=True),
 }
 
 
 def find_scoring(router: nn.Module) -> Scoring | None:
     """Return how a module chooses experts if its forward has the code of a known router.
 
-    The kernel takes several groups of experts if both numbers are powers of two.
+    The kernel takes several groups of experts if both numbers are powers of two, and their two
+    best experts tell which are looked at.
     """
     code = getattr(type(router).forward, "__code__", None)
     same = (scoring for known, scoring in _KNOWN.items() if _are_same(known.__code__, code))
     scoring = next(same, None)
-    if scoring is None or scoring.score != "sigmoid":
+    if scoring is None or not scoring.is_scaled:
         return scoring
     return scoring if _takes_groups(router) else None
 
 
 def _takes_groups(router: Any) -> bool:
+    if (method := getattr(router, "topk_method", None)) is not None:  # DeepSeek-V2's
+        return bool(method == "greedy")
     sizes = router.num_group, router.num_experts
     return router.num_group == 1 or all(size == next_power(size) for size in sizes)
 
@@ -167,13 +197,15 @@ def route_rows(router: Any, rows: torch.Tensor) -> tuple[torch.Tensor, tuple[tor
     normalises = scoring.normalises
     if normalises is None:
         normalises = bool(router.norm_topk_prob)
+    way = Way(scoring.score, normalises, widens=scoring.widens)
     if scoring.score == "sigmoid":
+        way = way._replace(groups=router.num_group, chosen_groups=router.topk_group)
+    if scoring.is_scaled:
         logits = F.linear(rows.float(), router.weight.float())
-        groups, scale = (router.num_group, router.topk_group), float(router.routed_scaling_factor)
-        way, bias = Way("sigmoid", normalises, *groups, scale), router.e_score_correction_bias
+        way = way._replace(scale=float(router.routed_scaling_factor))
     else:
         logits = F.linear(rows, router.weight, getattr(router, "bias", None))
-        way, bias = Way(scoring.score, normalises, widens=scoring.widens), None
+    bias = getattr(router, "e_score_correction_bias", None)
     return logits, choose(logits, router.top_k, way, bias)
 
 
