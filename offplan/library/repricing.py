@@ -86,7 +86,8 @@ class ComparedCounts:
     """The counts of a capability's executor in a decode step, predicted and counted."""
 
     predicted: Any
-    """Prediction by the plan's routing profile, or by uniform routing if that is not there."""
+    """Prediction by the plan's routing profile, or by uniform routing if that is not there. What
+    follows from a machine's rates is None if the plan's profile is gone, or was kept in no file."""
     counted: Any
     """The mean of the steps that ran."""
 
@@ -99,10 +100,15 @@ def compare_counts(
     if not names:
         return {}
     stage, *_ = hold_planned(plan, model)
-    machine = find_planned_machine(plan) or load_profile(STAND_IN)
+    machine = find_planned_machine(plan)
     sizes = stage.mix(plan.offload.draft, plan.workload).shares
-    asked = place(stage, plan.offload), stage, plan.workload.batch, machine, sizes
-    return {name: ComparedCounts(COUNTS[name].predict(*asked), counted[name]) for name in names}
+    asked = place(stage, plan.offload), stage, plan.workload.batch
+
+    def predict_counts(name: str) -> Any:
+        found = COUNTS[name].predict(*asked, machine or load_profile(STAND_IN), sizes)
+        return found if found is None or machine is not None else found.on_any_machine()
+
+    return {name: ComparedCounts(predict_counts(name), counted[name]) for name in names}
 
 
 def price_decision(plan: Plan, model: Model) -> Plan:

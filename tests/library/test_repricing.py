@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from offplan.capabilities.cached_experts import ExpertsFound, MissRates
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
+from offplan.costs import cached_experts
 from offplan.errors import CheckpointError, PlanError
 from offplan.library.held_memory import check_held, count_held
 from offplan.library.planned import open_planned_model
-from offplan.library.repricing import list_changes, price_again, price_as_run
+from offplan.library.repricing import compare_counts, list_changes, price_again, price_as_run
 from offplan.library.sessions import open_session
 from offplan.plan import Goal, Plan, dump_plan, load_plan
 from tests.cli import CLI, ROOT, TINY_MOE
@@ -56,6 +58,27 @@ def test_a_plan_of_a_hub_id_passes_with_a_copy(name: str) -> None:
         measured = plan.machine.model_copy(update={"profile": None})
         plan = plan.model_copy(update={"machine": measured})
         assert price_again(plan, open_planned_model(plan, config)) is plan
+
+
+@pytest.mark.parametrize(
+    "cached", ["decode: uva, cached_experts: 3", "decode: host, cached_experts: 3"]
+)
+def test_counts_of_a_machine_that_is_gone_are_no_other_machines(
+    model: Model, tmp_path: Path, cached: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is hit and missed follows from the plan; what the cores multiply, from their rates."""
+    monkeypatch.setattr(cached_experts, "find_rates", lambda *_: MissRates(0.0, 1e-6, 1e-6))
+    rule = ("[experts.down_proj]", "[experts]"), ("decode: prefetch}", cached + "}")
+    counted = {"cached_experts": ExpertsFound(1.0, 2.0, 1.0)}
+    here, gone = (
+        compare_counts(edited(tmp_path, ROOMY, *rule, *edits), model, counted)["cached_experts"]
+        for edits in ([], [MEASURED])
+    )
+    assert (here.predicted.by_cores > 0) == ("host" in cached)
+    assert gone.counted == counted["cached_experts"]
+    for of in ("hits", "misses"):
+        assert getattr(gone.predicted, of) == getattr(here.predicted, of)
+    assert (gone.predicted.by_cores is None) == ("host" in cached)
 
 
 def test_what_runs_here_is_predicted_as_it_runs_here(model: Model, tmp_path: Path) -> None:
