@@ -29,6 +29,7 @@ from offplan.capabilities.cached_experts import (
     MOST_LATER,
     ExpertsFound,
     ExpertSlots,
+    FoundAnywhere,
     MissRates,
 )
 from offplan.checkpoint.model import Experts
@@ -198,6 +199,33 @@ def predict_found(
         for layer, slots in caches.items():
             total += share * np.array(astuple(Missed.of(slots, entries[layer], at_use).found))
     return ExpertsFound(*total.tolist())
+
+
+def predict_anywhere(
+    placement: Placement,
+    stage: Stage,
+    batch: int,
+    sizes: Sequence[tuple[int, float]] = ((1, 1.0),),
+) -> ExpertsFound | FoundAnywhere | None:
+    """Predict what ``predict_found`` does of no machine; None as well if all depends on its rates.
+
+    By uniform routing the rates alone say what the cores multiply, and what comes for later. With
+    reuse they say besides which experts lie in slots.
+    """
+    caches = placement.caches_of(ExpertSlots).values()
+    if (experts := stage.experts) is None or not caches:
+        return None
+    is_divided = any(slots.by_cores for slots in caches)
+    total = np.zeros(len(fields(ExpertsFound)))
+    for tokens, share in sizes:
+        reuse = stage.reuse(batch, tokens)
+        if is_divided and reuse is not None:
+            return None
+        for slots in caches:
+            found = find_experts(slots, experts, reuse, batch * tokens)
+            total += share * np.array(astuple(found))
+    found = ExpertsFound(*total.tolist())
+    return FoundAnywhere(found.hits, found.misses) if is_divided else found
 
 
 def list_misses(

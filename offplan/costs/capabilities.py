@@ -45,9 +45,13 @@ class Counts(NamedTuple):
     predict: Callable[..., Any]
     """Given placement, stage, batch and machine: predicts the same record for a step; None if there
     is none."""
+    predict_anywhere: Callable[..., Any]
+    """The same without the machine: None of what follows from its rates."""
 
 
 COUNTS: Mapping[str, Counts] = {
-    "cached_experts": Counts("experts", cached_experts.predict_found),
+    "cached_experts": Counts(
+        "experts", cached_experts.predict_found, cached_experts.predict_anywhere
+    ),
 }
 """The counts of each capability that has some, by the name of its executor."""

@@ -100,13 +100,14 @@ def compare_counts(
     if not names:
         return {}
     stage, *_ = hold_planned(plan, model)
-    machine = find_planned_machine(plan)
+    machine = _find_same_machine(plan)
     sizes = stage.mix(plan.offload.draft, plan.workload).shares
     asked = place(stage, plan.offload), stage, plan.workload.batch
 
     def predict_counts(name: str) -> Any:
-        found = COUNTS[name].predict(*asked, machine or load_profile(STAND_IN), sizes)
-        return found if found is None or machine is not None else found.on_any_machine()
+        if machine is None:
+            return COUNTS[name].predict_anywhere(*asked, sizes)
+        return COUNTS[name].predict(*asked, machine, sizes)
 
     return {name: ComparedCounts(predict_counts(name), counted[name]) for name in names}
 
@@ -160,6 +161,10 @@ def find_planned_machine(plan: Plan) -> MachineProfile | None:
         return None
     if plan.acceptance is not None and find_planned_acceptance(plan) is None:
         return None
+    return _find_same_machine(plan)
+
+
+def _find_same_machine(plan: Plan) -> MachineProfile | None:
     try:
         machine = open_planned_machine(plan)
     except ProfileError:

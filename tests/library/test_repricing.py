@@ -3,19 +3,24 @@
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from offplan.capabilities.cached_experts import ExpertsFound, MissRates
+from offplan.capabilities.cached_experts import ExpertsFound, ExpertSlots, FoundAnywhere
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.costs import cached_experts
+from offplan.costs.cached_experts import predict_anywhere
 from offplan.errors import CheckpointError, PlanError
+from offplan.held.stage import Stage
 from offplan.library.held_memory import check_held, count_held
 from offplan.library.planned import open_planned_model
 from offplan.library.repricing import compare_counts, list_changes, price_again, price_as_run
 from offplan.library.sessions import open_session
+from offplan.placement import Placement
 from offplan.plan import Goal, Plan, dump_plan, load_plan
+from offplan.routing.profile import BatchReuse
 from tests.cli import CLI, ROOT, TINY_MOE
 
 PLAN = (ROOT / "plans" / "tiny-moe.yaml").read_text("utf-8")
@@ -60,25 +65,31 @@ def test_a_plan_of_a_hub_id_passes_with_a_copy(name: str) -> None:
         assert price_again(plan, open_planned_model(plan, config)) is plan
 
 
-@pytest.mark.parametrize(
-    "cached", ["decode: uva, cached_experts: 3", "decode: host, cached_experts: 3"]
-)
+@pytest.mark.parametrize("is_divided", [False, True])
 def test_counts_of_a_machine_that_is_gone_are_no_other_machines(
-    model: Model, tmp_path: Path, cached: str, monkeypatch: pytest.MonkeyPatch
+    model: Model, tmp_path: Path, is_divided: bool
 ) -> None:
     """What is hit and missed follows from the plan; what the cores multiply, from their rates."""
-    monkeypatch.setattr(cached_experts, "find_rates", lambda *_: MissRates(0.0, 1e-6, 1e-6))
-    rule = ("[experts.down_proj]", "[experts]"), ("decode: prefetch}", cached + "}")
+    cached = f"decode: {'host' if is_divided else 'uva'}, cached_experts: 3}}"
+    rule = ("[experts.down_proj]", "[experts]"), ("decode: prefetch}", cached)
     counted = {"cached_experts": ExpertsFound(1.0, 2.0, 1.0)}
     here, gone = (
         compare_counts(edited(tmp_path, ROOMY, *rule, *edits), model, counted)["cached_experts"]
         for edits in ([], [MEASURED])
     )
-    assert (here.predicted.by_cores > 0) == ("host" in cached)
+    assert isinstance(here.predicted, ExpertsFound)
     assert gone.counted == counted["cached_experts"]
-    for of in ("hits", "misses"):
-        assert getattr(gone.predicted, of) == getattr(here.predicted, of)
-    assert (gone.predicted.by_cores is None) == ("host" in cached)
+    hits, misses = here.predicted.hits, here.predicted.misses
+    assert gone.predicted == (FoundAnywhere(hits, misses) if is_divided else here.predicted)
+
+
+def test_what_cores_and_reuse_decide_is_not_predicted_of_no_machine() -> None:
+    """Which experts lie in slots then follows from the rates as well."""
+    reuse = BatchReuse.model_construct()
+    stage = cast("Stage", SimpleNamespace(experts=object(), reuse=lambda *_: reuse))
+    slots = ExpertSlots(3, 8, (), by_cores=True)
+    placement = cast("Placement", SimpleNamespace(caches_of=lambda _: {0: slots}))
+    assert predict_anywhere(placement, stage, 1) is None
 
 
 def test_what_runs_here_is_predicted_as_it_runs_here(model: Model, tmp_path: Path) -> None:
