@@ -133,6 +133,18 @@ def test_what_is_not_chosen_again_is_not_brought() -> None:
             assert brought == (LATER_STEPS, 0, 0, 1)[number // LATER_STEPS]
 
 
+def test_what_was_chosen_again_counts_for_some_time() -> None:
+    """The same for as long as it takes to decide, and then by turns: bit by bit it is forgotten."""
+    slots = divided(2, ALL, later=1)
+    brought = []
+    for number in range(6 * LATER_STEPS):
+        slots.step([5 if number < LATER_STEPS else number % 8])
+        if number % LATER_STEPS == LATER_STEPS - 1:
+            brought.append(slots.counts["later"])
+    assert brought[2] > brought[1] > brought[0]
+    assert brought[-1] == brought[-2]
+
+
 def test_a_part_of_one_is_the_cores() -> None:
     """Of four chunks of each: 1.5 of 3 missed are 6 chunks, and half of one is 2."""
     slots = divided(3, HALF, 512)

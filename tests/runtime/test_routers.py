@@ -181,8 +181,9 @@ def test_routers_are_known_by_their_code() -> None:
     assert find_scoring(make_router("mixtral", 4, 2, True)) == Scoring("all", widens=True)
     in_groups = make_router("deepseek_v2", 8, 2, True)
     assert find_scoring(in_groups) == Scoring("all", normalises=False, is_scaled=True)
-    in_groups.topk_method = "group_limited_greedy"
-    assert find_scoring(in_groups) is None
+    for method in ("group_limited_greedy", None):
+        in_groups.topk_method = method
+        assert find_scoring(in_groups) is None
     by_sigmoids = Scoring("sigmoid", normalises=None, is_scaled=True)
     assert find_scoring(make_router("deepseek_v3", 8, 2, True)) == by_sigmoids
     assert find_scoring(make_router("deepseek_v3", 60, 2, True)) == by_sigmoids

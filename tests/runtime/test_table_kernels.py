@@ -136,7 +136,12 @@ def test_the_table_is_that_of_plain_torch(
             table.number(QUOTA).fill_(quota)
             table.number(expert_table.NUM_STEPS).fill_(LATER_STEPS - 3)  # it decides amid the steps
             table.number(expert_table.NUM_USED).fill_(64 * num_chosen)
-            table.number(expert_table.NUM_RECENT).fill_(32 * num_chosen)
+            by_chance = 64 * num_chosen * num_kept // num_experts
+            # by chance, an eighth more and a little, or so many that chance does not make them
+            more = (0, by_chance // 8 + 2, 64 * num_chosen - by_chance)[
+                (num_slots + quota // 20) % 3
+            ]
+            table.number(expert_table.NUM_RECENT).fill_(by_chance + more)
         tokens = torch.randn(batch, 64, device=DEVICE).to(DTYPE)
         weights = torch.rand(batch, num_chosen, device=DEVICE)
         later = lists[1].to(DEVICE)

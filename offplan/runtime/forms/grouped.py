@@ -47,9 +47,10 @@ by pointers. All gave the same bits.
 FEW_ROWS = 128
 """Rows of an expert on average up to which our product of values is faster than torch's on 9.x.
 
-Source: an H200, in GPU memory. 128 rows with each of 128 experts, 2,816 x 4,096, took 0.93 ms, and
-1.24 by torch; with 512 rows they took 2.51, and 2.42. Four shapes gave the same bits. In host
-memory few rows take as long by either, and many up to twice as long by ours.
+Source: first matrices of experts on an H200, in GPU memory. 128 rows with each of 128 experts,
+2,816 x 4,096, took 0.93 ms, and 1.24 by torch; with 512 rows they took 2.51, and 2.42. Four shapes
+gave the same bits. In host memory few rows take as long by either, and many up to twice as long by
+ours.
 """
 LEAST_ROWS = 64
 """Rows of a tile at least: with fewer the matrix units of compute capability 9.0 lie idle."""

@@ -150,8 +150,8 @@ def find_scoring(router: nn.Module) -> Scoring | None:
 
 
 def _takes_groups(router: Any) -> bool:
-    if (method := getattr(router, "topk_method", None)) is not None:  # DeepSeek-V2's
-        return bool(method == "greedy")
+    if hasattr(router, "topk_method"):  # DeepSeek-V2's
+        return bool(router.topk_method == "greedy")
     sizes = router.num_group, router.num_experts
     return router.num_group == 1 or all(size == next_power(size) for size in sizes)
 
