@@ -8,7 +8,7 @@ from offplan.costs.pass_compute import PassCompute
 from offplan.costs.timeline import PS_PER_S
 from offplan.errors import InfeasibleError
 from offplan.plan import Budget, Plan
-from offplan.planner.aims import NEVER, Soonest
+from offplan.planner.aims import NEVER, Soonest, value_of
 from offplan.planner.infeasible import explain_infeasible
 from offplan.planner.options import SETTLED
 from offplan.planner.packed import find_best
@@ -66,9 +66,10 @@ def find_plan(searcher: Searcher, question: Question, below_s: float = NEVER) ->
     fastest = chosen = search.best
     if question.workload.num_steps:  # else the first token is all
         soonest = Soonest(aim, ALIKE * fastest.value)
-        chosen = find_best(searcher, question.budget, soonest, rival=fastest).best or fastest
+        rival = fastest._replace(value=value_of(fastest.times_ps, soonest))
+        chosen = find_best(searcher, question.budget, soonest, rival=rival).best or fastest
         if _trades(chosen) and not _trades(fastest):
-            other = find_best(searcher.untraded, question.budget, soonest, rival=fastest).best
+            other = find_best(searcher.untraded, question.budget, soonest, rival=rival).best
             if other is not None and chosen.times_ps[0] > (1 - SOONER) * other.times_ps[0]:
                 chosen = other
     offload = chosen.offload
@@ -118,10 +119,11 @@ MOST_BATCH = 4096
 def plan_throughput(question: Question) -> PlanResult | None:
     """Find a batch whose plan gives most tokens a second within the targets.
 
-    Every power of two that fits is tried. Memory spent on KV cache instead of weights may pay again
-    after it did not. If layer times were measured, a larger batch may be the one that keeps a
-    target. Then steps of a half of the best power, of a quarter and so on to one are tried, up and
-    down from the best. Returns None if no batch has a plan.
+    Every power of two that fits is tried, and three sizes between two powers. Memory spent on KV
+    cache instead of weights may pay again after it did not, and so may more texts after kernels for
+    many took over. If layer times were measured, a larger batch may be the one that keeps a target.
+    Then steps of a half of the best size, of a quarter and so on to one are tried, up and down from
+    the best. Returns None if no batch has a plan.
     """
     best: PlanResult | None = None
     tried: set[int] = set()
@@ -145,8 +147,11 @@ def plan_throughput(question: Question) -> PlanResult | None:
         except InfeasibleError:
             return
 
-    for power in reversed(range(MOST_BATCH.bit_length())):  # the largest rules out most others
-        attempt(2**power)
+    powers = [2**power for power in range(MOST_BATCH.bit_length())]
+    sizes = {power * quarters // 4 for power in powers for quarters in (4, 5, 6, 7)}
+    for size in sorted(sizes, reverse=True):  # the largest rules out most others
+        if size <= MOST_BATCH:
+            attempt(size)
     if best is None:
         return None
     step = best.plan.workload.batch

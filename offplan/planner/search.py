@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offplan.plan import Budget, Offload
-from offplan.planner.aims import NEVER, Aim, Fastest, Floats
+from offplan.planner.aims import NEVER, Aim, Fastest, Floats, value_of
 from offplan.planner.candidates import NO_RULE, Candidates, Ints, choose, count_on
 from offplan.planner.estimates import Rules, estimate, list_rules, most_rounded_ps
 from offplan.planner.in_place import InPlaceRules
@@ -351,7 +351,7 @@ class _Run:
         self, order: tuple[int, ...], times_ps: tuple[float, float], write: Callable[[], Offload]
     ) -> None:
         """Keep a plan that may be chosen; the best so far is one that the runner runs."""
-        value = float(self.aim.values(*np.array(times_ps).reshape(2, 1))[0])
+        value = value_of(times_ps, self.aim)
         if value == NEVER or value > self.most * (1 + self.aim.tolerance):
             return
         if value < self.most:

@@ -5,9 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offplan.checkpoint.model import Model
+from offplan.checkpoint.open import open_model
 from offplan.errors import InfeasibleError
+from offplan.library.asking import ask as ask_of
+from offplan.library.machines import load_machine
 from offplan.plan import Goal, Workload
 from offplan.planner.make import make_plan
+from tests.cli import ROOT
 from tests.costs.builders import DENSE, MOE, make_machine, make_model
 from tests.planner.cases import BATCHED, ask, models, rates, shares, workloads
 from tests.tiers import first_quick
@@ -50,6 +54,20 @@ def test_more_memory_a_faster_link_or_gpu_is_never_slower(
         ask(model, quicker, share, workload, goal),
     ):
         assert make_plan(question).best_s <= before.best_s * (1 + 1e-9)
+
+
+@pytest.mark.slow
+def test_where_prompts_are_most_of_a_request_more_memory_makes_no_slower_steps() -> None:
+    """A percent of such a request is a fifth of its steps."""
+    model = open_model(str(ROOT / "benchmarks" / "models" / "gpt-oss-120b" / "config.json"))
+    workload = Workload(batch=1, prompt_tokens=32768, output_tokens=16, context=40960)
+    machine = load_machine("rtx4090,ram=64GiB")
+    less, more = (
+        make_plan(ask_of(model, machine, workload, gpu_memory=size)).plan.prediction
+        for size in (11 * 2**30, int(11.5 * 2**30))
+    )
+    products = [each.prefill.step_s * each.decode.step_s for each in (less, more)]
+    assert products[1] <= 1.01 * products[0]
 
 
 @pytest.mark.slow
