@@ -97,6 +97,7 @@ class RunOptions:
             "--chat and --stop-strings need a prompt": (
                 (self.chat or self.stop_strings) and not is_prompted
             ),
+            "--stop-strings '' ends no text: leave it out": "" in (self.stop_strings or ()),
             "--json is printed to stdout, and so are the lines: name a file with --output": (
                 self.json and self.prints_lines
             ),

@@ -477,7 +477,7 @@ class CompletionRequest(Request):
     @model_validator(mode="after")
     def _makes_something(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
-            raise FieldError("max_tokens", "0 is for echo: true")
+            raise FieldError("max_tokens", "0 makes no text without echo: ask for 1 or more")
         return self
 
     @property

@@ -308,6 +308,7 @@ def test_lines_that_are_no_prompts(run: Run, tmp_path: Path, line: str, message:
         (("-o", "x"), "--output is for the lines"),
         (("--chat",), "need a prompt"),
         (("--stop-strings", "x"), "need a prompt"),
+        (("--prompt", "x", "--stop-strings", ""), "ends no text"),
         (("--prompts", "x", "--json"), "name a file with --output"),
         (("--prompt-file", "no such file"), "cannot read prompt no such file"),
         (("--prompts", "/dev/null"), "has no prompts"),

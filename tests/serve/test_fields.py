@@ -388,7 +388,7 @@ def test_echoes_join_others(tiny: Tiny, served: Served) -> None:
         assert choice.logprobs.token_logprobs[1:] == pytest.approx(
             alone.logprobs.token_logprobs[1:], abs=1e-4
         )
-    with pytest.raises(Exception, match="0 is for echo"):
+    with pytest.raises(Exception, match="0 makes no text without echo"):
         client.completions.create(model=NAME, prompt="a", max_tokens=0)
 
 
