@@ -1,6 +1,7 @@
 """Whether a model can be run is known from its headers and config, before anything is fetched."""
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from offplan.plan import Goal
 from offplan.runtime.loading.prepared import fit, shorten
 from offplan.runtime.refusal import refuse_config
 from tests.checkpoint.quantised import FORMATS, write_quantised
-from tests.cli import CLI, TINY_MOE
+from tests.cli import CLI, ROOT, TINY_MOE
 from tests.engines.configs import STORED_CODES
 from tests.held import open_stage
 from tests.runtime.families import PROMPT, make_config
@@ -94,6 +95,18 @@ def test_a_refusal_to_count_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(CheckpointError):
         find_passes(model, count)
     assert len(asked) == 4
+
+
+@pytest.mark.slow
+def test_what_a_gpu_runs_is_told_where_no_kernel_can_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans for a GPU are made on laptops, too, whose torch comes without triton."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['triton'] = None\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    stage = hold(open_model(str(ROOT / "tests" / "models" / "deepseek-v2-lite" / "config.json")))
+    rule = group(2, 1, "experts", decode="uva").model_copy(update={"cached_experts": 4})
+    assert runnable._ask_process(stage, offload(rule), True) is None
 
 
 def test_headers_that_no_parameter_takes(both_ways: Path) -> None:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, DeepseekV2Config
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from offplan.kernel_sizes import EXPERT_MULTIPLE
+from offplan.runtime.forms.experts import are_plain
 from tests.runtime.conftest import LATENTS, SIZES
 from tests.runtime.interpreted import HAS_GPU, INTERPRETED, need_triton, runs_kernels
 from tests.runtime.plans import group, offload, open_session
@@ -59,7 +60,7 @@ def test_experts_equal_gathered_products(
     torch.manual_seed(0)
     num_experts, hidden = 8, 64
     experts = make_experts(num_experts, hidden, width=48)
-    assert ours.serves(experts)
+    assert are_plain(experts)
     tokens = random(num_tokens, hidden)
     chosen = torch.rand(num_tokens, num_experts, device=DEVICE).topk(num_chosen, -1).indices
     weights = torch.rand(num_tokens, num_chosen, device=DEVICE)
@@ -74,10 +75,7 @@ def test_experts_equal_gathered_products(
     [(24, {}), (8, {}), (48, {"has_bias": True}), (48, {"is_transposed": True})],
 )
 def test_other_experts_are_left_to_transformers(width: int, others: dict[str, bool]) -> None:
-    need_triton()
-    from offplan.runtime.model.experts import serves
-
-    assert not serves(make_experts(2, 64, width, device="cpu", **others))
+    assert not are_plain(make_experts(2, 64, width, device="cpu", **others))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="asks no kernel")

@@ -54,7 +54,7 @@ from offplan.runtime.cached_experts.rates import (
     scale,
 )
 from offplan.runtime.cached_experts.rates import find as find_rates
-from offplan.runtime.forms.experts import SHARE, are_rounded, holds_codes
+from offplan.runtime.forms.experts import SHARE, are_plain, are_rounded, holds_codes
 from offplan.runtime.forms.stored import component_name
 from offplan.runtime.loading.capability import CapabilityExecutor, Prepared
 from offplan.runtime.memory.store import WeightStore, allocate
@@ -126,9 +126,7 @@ def _check_kernels(model: Model, experts: Any, layer: int) -> None:
         )
     if holds_codes(experts):
         return
-    from offplan.runtime.model.experts import serves  # needs triton
-
-    if not serves(experts):
+    if not are_plain(experts):
         raise refuse(
             f"{model.source} has experts with biases, transposed ones, or sizes that 16 "
             "does not divide, held by their values: kernels cannot keep some of them "

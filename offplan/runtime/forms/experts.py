@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from offplan.forms.form import Component
-from offplan.kernel_sizes import are_gathered
+from offplan.kernel_sizes import EXPERT_MULTIPLE, are_gathered
 from offplan.runtime.forms.stored import (
     KERNEL_DTYPES,
     StoredWeight,
@@ -36,6 +36,18 @@ SHARE = "share"
 of the experts, multiply a share of them; it returns False if a plan gives the cores none."""
 FEW_TOKENS = 16
 """Tokens up to which transformers multiplies each by its own experts, which waits for nothing."""
+
+
+def are_plain(experts: Any) -> bool:
+    """Return True if kernels know these experts, held by their values, without importing any.
+
+    They multiply plain products, of sizes that blocks divide.
+    """
+    is_other = experts.is_transposed or experts.has_bias
+    is_other |= getattr(experts, "has_post_expert_norm", False)
+    first = getattr(experts, name_first(experts))
+    sizes = (*first.shape[1:], *experts.down_proj.shape[1:])
+    return not is_other and all(size % EXPERT_MULTIPLE == 0 for size in sizes)
 
 
 def holds_codes(experts: nn.Module) -> bool:

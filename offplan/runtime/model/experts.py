@@ -15,7 +15,7 @@ from offplan.kernel_sizes import EXPERT_MULTIPLE, MAX_PAIRS
 from offplan.runtime.forms.experts import send
 from offplan.runtime.forms.gather import Pairs, sort_pairs
 from offplan.runtime.gpu_limits import gpu_limits
-from offplan.transformers_private import ExpertsInterface, name_first
+from offplan.transformers_private import ExpertsInterface
 
 EXPERTS_NAME = "offplan"
 ROWS = 16
@@ -70,16 +70,6 @@ def _multiply(  # type: ignore[no-untyped-def]
         tl.store(where, sums.to(out.dtype.element_ty), mask=(m < stop)[None, :])
 
 
-def serves(experts: Any) -> bool:
-    """Return True if the kernels know these experts: plain products of sizes that blocks divide."""
-    plain = not (
-        experts.is_transposed or experts.has_bias or getattr(experts, "has_post_expert_norm", False)
-    )
-    first = getattr(experts, name_first(experts))
-    sizes = (*first.shape[1:], *experts.down_proj.shape[1:])
-    return plain and all(map(block_size, sizes))
-
-
 def forward_experts(
     experts: Any,
     hidden_states: torch.Tensor,
@@ -89,7 +79,7 @@ def forward_experts(
     """Send tokens through their experts, for transformers' experts interface.
 
     ``hidden_states`` is [tokens, hidden], ``top_k_index`` and ``top_k_weights`` [tokens, k].
-    Returns [tokens, hidden]. ``serves`` says for which experts this is. Synchronises nothing.
+    Returns [tokens, hidden]. ``are_plain`` says for which experts this is. Synchronises nothing.
     """
     num_tokens, num_chosen = top_k_index.shape
     if num_tokens * num_chosen > MAX_PAIRS:

@@ -15,6 +15,7 @@ from offplan.runtime.forms.experts import (
     MULTIPLIED_BY,
     PLAIN_WAY,
     STORED_EXPERTS_NAME,
+    are_plain,
     holds_codes,
 )
 from offplan.runtime.forms.gates import find_gates
@@ -120,9 +121,9 @@ def find_own_experts(
     if coded and not experts:
         return STORED_EXPERTS_NAME, sys.maxsize
     if with_kernels and experts and model.dtype in KERNEL_TYPES:
-        from offplan.runtime.model.experts import EXPERTS_NAME, ROWS, serves
+        from offplan.runtime.model.experts import EXPERTS_NAME, ROWS
 
-        if all(map(serves, experts)):
+        if all(map(are_plain, experts)):
             return EXPERTS_NAME, min(MAX_PAIRS, ROWS * min(each.num_experts for each in experts))
     return "", 0
 
