@@ -52,8 +52,8 @@ class Fastest:
 
 
 @dataclass(frozen=True)
-class Soonest:
-    """The earliest first token and next ones, among plans that take hardly more time in all.
+class Balanced:
+    """The least product of first token and step, among plans that take hardly more time in all.
 
     A percent of the one is worth a percent of the other: where prompts are most of a request, what
     is hardly more in all may be a fifth of each step.
@@ -69,7 +69,7 @@ class Soonest:
         is_fast = self.fastest.values(prompt_ps, step_ps) <= self.most
         return np.where(is_fast, prompt_ps * step_ps, NEVER)
 
-    def loosened(self, more_ps: int) -> "Soonest":
+    def loosened(self, more_ps: int) -> "Balanced":
         """Return the same with ``Fastest.loosened``."""
         return replace(self, fastest=self.fastest.loosened(more_ps))
 
@@ -95,7 +95,7 @@ class Nearest:
 WITHIN = 1 + sys.float_info.epsilon
 """The least float above the value that ``Nearest`` gives plans that keep both limits."""
 
-Aim = Fastest | Soonest | Nearest
+Aim = Fastest | Balanced | Nearest
 
 
 def value_of(times_ps: tuple[float, float], aim: Aim) -> float:

@@ -8,7 +8,7 @@ from offplan.costs.pass_compute import PassCompute
 from offplan.costs.timeline import PS_PER_S
 from offplan.errors import InfeasibleError
 from offplan.plan import Budget, Plan
-from offplan.planner.aims import NEVER, Soonest, value_of
+from offplan.planner.aims import NEVER, Balanced, value_of
 from offplan.planner.infeasible import explain_infeasible
 from offplan.planner.options import SETTLED
 from offplan.planner.packed import find_best
@@ -65,11 +65,11 @@ def find_plan(searcher: Searcher, question: Question, below_s: float = NEVER) ->
         return None
     fastest = chosen = search.best
     if question.workload.num_steps:  # else the first token is all
-        soonest = Soonest(aim, ALIKE * fastest.value)
-        rival = fastest._replace(value=value_of(fastest.times_ps, soonest))
-        chosen = find_best(searcher, question.budget, soonest, rival=rival).best or fastest
+        balanced = Balanced(aim, ALIKE * fastest.value)
+        rival = fastest._replace(value=value_of(fastest.times_ps, balanced))
+        chosen = find_best(searcher, question.budget, balanced, rival=rival).best or fastest
         if _trades(chosen) and not _trades(fastest):
-            other = find_best(searcher.untraded, question.budget, soonest, rival=rival).best
+            other = find_best(searcher.untraded, question.budget, balanced, rival=rival).best
             if other is not None and chosen.times_ps[0] > (1 - SOONER) * other.times_ps[0]:
                 chosen = other
     offload = chosen.offload

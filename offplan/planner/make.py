@@ -19,11 +19,11 @@ def make_plan(question: Question) -> PlanResult:
     """Find the plan that a question asks for.
 
     With the objective ``latency`` the plan takes, to 1 %, the least time for prompt and output
-    tokens. Of such plans it is the one of the earliest first token, then of the fewest rules. With
-    ``throughput`` the batch of most tokens a second is chosen first. The same question gives the
-    same plan, byte for byte. Raises InfeasibleError with the shortfall if no plan fits. If none
-    keeps the targets, the error names the nearest plan and the GPU memory that would do. It also
-    names the longest context that has a plan, if a shorter one has.
+    tokens. Of such plans it is the one whose first token times step is least, then of the fewest
+    rules. With ``throughput`` the batch of most tokens a second is chosen first. The same question
+    gives the same plan, byte for byte. Raises InfeasibleError with the shortfall if no plan fits.
+    If none keeps the targets, the error names the nearest plan and the GPU memory that would do. It
+    also names the longest context that has a plan, if a shorter one has.
     """
     try:
         return try_plan(question)

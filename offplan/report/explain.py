@@ -145,7 +145,7 @@ def _explain_offload(result: PlanResult) -> Iterator[str]:
     if (longer := prediction.objective_s / result.best_s - 1) >= 0.0005:
         yield (
             f"the fastest plan found takes {100 * longer:.1f} % less; of the plans within 1 % "
-            "this one has the earliest first token, or the fewest rules of those that have"
+            "this one has the least product of first token and step, or hardly more and fewer rules"
         )
     elif result.max_rules > 1:
         yield "no faster plan of up to two rules was found"
