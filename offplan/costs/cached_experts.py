@@ -88,7 +88,7 @@ def find_experts(
     divided, later = divide_all(slots, rates, ceil(chosen)), 0.0
     missed = chosen * (1 - rate)
     if reuse is not None and kept and missed:
-        used = LATER_FADES * LATER_STEPS * chosen
+        used = LATER_FADES * LATER_STEPS * chosen  # what a layer's faded count comes to
         later = slots.later if slots.brings_later(used, used * rate) else 0.0
         ratio = _simulate(reuse, divided).at(kept, later / LATER_PARTS / missed)
         missed = min(chosen, missed * ratio)
@@ -183,49 +183,33 @@ def predict_found(
     placement: Placement,
     stage: Stage,
     batch: int,
-    machine: MachineProfile,
+    machine: MachineProfile | None,
     sizes: Sequence[tuple[int, float]] = ((1, 1.0),),
-) -> ExpertsFound | None:
+) -> ExpertsFound | FoundAnywhere | None:
     """Predict the hits and misses of a decode step, over all layers; None if none keep experts.
 
     Of passes of several ``sizes`` it is the mean: tokens of each, and the share that has so many.
+    Of no machine it is what follows from no rates, where cores and link divide misses by them: by
+    uniform routing hits and misses alone, and None with reuse.
     """
-    caches, entries = placement.caches_of(ExpertSlots), read_at_use(placement, Phase.DECODE)
-    if stage.experts is None or not caches:
-        return None
-    total = np.zeros(len(fields(ExpertsFound)))
-    for tokens, share in sizes:
-        at_use = AtUse(stage, machine, batch, tokens)
-        for layer, slots in caches.items():
-            total += share * np.array(astuple(Missed.of(slots, entries[layer], at_use).found))
-    return ExpertsFound(*total.tolist())
-
-
-def predict_anywhere(
-    placement: Placement,
-    stage: Stage,
-    batch: int,
-    sizes: Sequence[tuple[int, float]] = ((1, 1.0),),
-) -> ExpertsFound | FoundAnywhere | None:
-    """Predict what ``predict_found`` does of no machine; None as well if all depends on its rates.
-
-    By uniform routing the rates alone say what the cores multiply, and what comes for later. With
-    reuse they say besides which experts lie in slots.
-    """
-    caches = placement.caches_of(ExpertSlots).values()
+    caches = placement.caches_of(ExpertSlots)
     if (experts := stage.experts) is None or not caches:
         return None
-    is_divided = any(slots.by_cores for slots in caches)
-    total = np.zeros(len(fields(ExpertsFound)))
-    for tokens, share in sizes:
-        reuse = stage.reuse(batch, tokens)
-        if is_divided and reuse is not None:
-            return None
-        for slots in caches:
-            found = find_experts(slots, experts, reuse, batch * tokens)
+    lacks_rates = machine is None and any(slots.by_cores for slots in caches.values())
+    reuses = [stage.reuse(batch, tokens) for tokens, _ in sizes]
+    if lacks_rates and any(reuse is not None for reuse in reuses):
+        return None
+    entries, total = read_at_use(placement, Phase.DECODE), np.zeros(len(fields(ExpertsFound)))
+    for (tokens, share), reuse in zip(sizes, reuses, strict=True):
+        at_use = None if machine is None else AtUse(stage, machine, batch, tokens)
+        for layer, slots in caches.items():
+            if at_use is None:
+                found = find_experts(slots, experts, reuse, batch * tokens)
+            else:
+                found = Missed.of(slots, entries[layer], at_use).found
             total += share * np.array(astuple(found))
-    found = ExpertsFound(*total.tolist())
-    return FoundAnywhere(found.hits, found.misses) if is_divided else found
+    mean = ExpertsFound(*total.tolist())
+    return FoundAnywhere(mean.hits, mean.misses) if lacks_rates else mean
 
 
 def list_misses(

@@ -44,14 +44,10 @@ class Counts(NamedTuple):
     """Its key in what ``run --json`` and ``bench --json`` print."""
     predict: Callable[..., Any]
     """Given placement, stage, batch and machine: predicts the same record for a step; None if there
-    is none."""
-    predict_anywhere: Callable[..., Any]
-    """The same without the machine: None of what follows from its rates."""
+    is none. Without a machine what follows from its rates is None."""
 
 
 COUNTS: Mapping[str, Counts] = {
-    "cached_experts": Counts(
-        "experts", cached_experts.predict_found, cached_experts.predict_anywhere
-    ),
+    "cached_experts": Counts("experts", cached_experts.predict_found),
 }
 """The counts of each capability that has some, by the name of its executor."""

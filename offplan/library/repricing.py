@@ -102,14 +102,8 @@ def compare_counts(
     stage, *_ = hold_planned(plan, model)
     machine = _find_same_machine(plan)
     sizes = stage.mix(plan.offload.draft, plan.workload).shares
-    asked = place(stage, plan.offload), stage, plan.workload.batch
-
-    def predict_counts(name: str) -> Any:
-        if machine is None:
-            return COUNTS[name].predict_anywhere(*asked, sizes)
-        return COUNTS[name].predict(*asked, machine, sizes)
-
-    return {name: ComparedCounts(predict_counts(name), counted[name]) for name in names}
+    asked = place(stage, plan.offload), stage, plan.workload.batch, machine, sizes
+    return {name: ComparedCounts(COUNTS[name].predict(*asked), counted[name]) for name in names}
 
 
 def price_decision(plan: Plan, model: Model) -> Plan:

@@ -11,7 +11,7 @@ import pytest
 from offplan.capabilities.cached_experts import ExpertsFound, ExpertSlots, FoundAnywhere
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.costs.cached_experts import predict_anywhere
+from offplan.costs.cached_experts import predict_found
 from offplan.errors import CheckpointError, PlanError
 from offplan.held.stage import Stage
 from offplan.library.held_memory import check_held, count_held
@@ -89,7 +89,7 @@ def test_what_cores_and_reuse_decide_is_not_predicted_of_no_machine() -> None:
     stage = cast("Stage", SimpleNamespace(experts=object(), reuse=lambda *_: reuse))
     slots = ExpertSlots(3, 8, (), by_cores=True)
     placement = cast("Placement", SimpleNamespace(caches_of=lambda _: {0: slots}))
-    assert predict_anywhere(placement, stage, 1) is None
+    assert predict_found(placement, stage, 1, None) is None
 
 
 def test_what_runs_here_is_predicted_as_it_runs_here(model: Model, tmp_path: Path) -> None:
