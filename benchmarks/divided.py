@@ -40,11 +40,11 @@ class DividedSlots:
         self._slots, self._num_kept = slots, slots.num_kept
         self._credit = 0
         self._brings = True
-        self._steps: list[tuple[int, int]] = []
-        """Experts used since it was decided whether any are brought, and of these those that were
-        among the ``num_kept`` used last: of each step."""
+        self._num_steps = 0
+        """Steps since it was decided whether any are brought."""
         self._counted = [0, 0]
-        """What is left of these numbers of the steps before."""
+        """Experts used, and of these those that were among the ``num_kept`` used last: of these
+        steps, and what is left of the ones before."""
 
     @property
     def by_cores(self) -> float:
@@ -82,12 +82,13 @@ class DividedSlots:
         """Count the experts that a step may bring, of those that there are."""
         self._credit = min(self._credit + self._slots.later, LATER_PARTS * MOST_LATER)
         may = min(num_left, self._credit // LATER_PARTS) if self._brings else 0
-        self._steps.append((len(used), len(used.intersection(self.order[: self._num_kept]))))
-        if len(self._steps) == LATER_STEPS:
-            counts = [sum(of) for of in zip(*self._steps, self._counted, strict=True)]
-            self._brings = self._slots.brings_later(*counts)
-            self._counted = [count - count // LATER_FADES for count in counts]
-            self._steps.clear()
+        self._num_steps += 1
+        self._counted[0] += len(used)
+        self._counted[1] += len(used.intersection(self.order[: self._num_kept]))
+        if self._num_steps == LATER_STEPS:
+            self._brings = self._slots.brings_later(*self._counted)
+            self._counted = [count - count // LATER_FADES for count in self._counted]
+            self._num_steps = 0
         return may
 
     def settle(self, tokens: Iterable[Iterable[int]]) -> None:
