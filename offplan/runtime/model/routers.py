@@ -144,16 +144,14 @@ def find_scoring(router: nn.Module) -> Scoring | None:
     code = getattr(type(router).forward, "__code__", None)
     same = (scoring for known, scoring in _KNOWN.items() if _are_same(known.__code__, code))
     scoring = next(same, None)
-    if scoring is None or not scoring.is_scaled:
-        return scoring
-    return scoring if _takes_groups(router) else None
+    return scoring if scoring is None or _is_taken(router) else None
 
 
-def _takes_groups(router: Any) -> bool:
+def _is_taken(router: Any) -> bool:
     if hasattr(router, "topk_method"):  # DeepSeek-V2's
         return bool(router.topk_method == "greedy")
-    sizes = router.num_group, router.num_experts
-    return router.num_group == 1 or all(size == next_power(size) for size in sizes)
+    num_groups = getattr(router, "num_group", 1)
+    return num_groups == 1 or all(n == next_power(n) for n in (num_groups, router.num_experts))
 
 
 def _are_same(known: CodeType, code: CodeType | None) -> bool:
