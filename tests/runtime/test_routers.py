@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 
 from offplan.kernel_sizes import are_routed
@@ -31,7 +33,12 @@ def make_router(
 ) -> Any:
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+    from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+    from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeTopKRouter
+    from transformers.models.hunyuan_v1_moe.modeling_hunyuan_v1_moe import HunYuanMoEV1Gate
+    from transformers.models.hy_v3.modeling_hy_v3 import HYV3TopKRouter
+    from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
     from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
     from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -41,7 +48,9 @@ def make_router(
         num_local_experts = num_experts
         hidden_size = 48
         norm_topk_prob = normalises
-        routed_scaling_factor = 2.5
+        routed_scaling_factor = router_scaling_factor = 2.5
+        moe_norm_min = 1e-12
+        moe_topk = num_chosen
         topk_method = "greedy"
 
     Config.num_experts = num_experts  # type: ignore[attr-defined]
@@ -49,13 +58,19 @@ def make_router(
     classes = {
         "deepseek_v2": DeepseekV2TopkRouter,
         "deepseek_v3": DeepseekV3TopkRouter,
+        "ernie": Ernie4_5_MoeTopKRouter,
         "gpt_oss": GptOssTopKRouter,
+        "granite": GraniteMoeTopKRouter,
+        "hunyuan": HunYuanMoEV1Gate,
+        "hy_v3": HYV3TopKRouter,
+        "minimax_m2": MiniMaxM2TopKRouter,
         "mixtral": MixtralTopKRouter,
         "qwen3_5_moe": Qwen3_5MoeTopKRouter,
         "qwen3_moe": Qwen3MoeTopKRouter,
     }
     router: Any = classes[name](Config)
-    router.weight.data = torch.randn_like(router.weight)
+    for weight in router.parameters():
+        weight.data = torch.randn_like(weight)
     return router
 
 
@@ -66,7 +81,7 @@ def make_router(
     each_value_once(
         product(
             SIZES,
-            ["deepseek_v2", "gpt_oss", "mixtral", "qwen3_5_moe", "qwen3_moe"],
+            ["deepseek_v2", "gpt_oss", "granite", "hunyuan", "mixtral", "qwen3_5_moe", "qwen3_moe"],
             [True, False],
             DTYPES,
         )
@@ -119,19 +134,55 @@ def test_choices_by_sigmoids_are_those_of_transformers(
     )
 
 
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize(
+    ("sizes", "name", "dtype"),
+    each_value_once(product(SIZES, ["ernie", "hy_v3", "minimax_m2"], DTYPES)),
+)
+def test_choices_by_a_bias_are_those_of_transformers(
+    sizes: tuple[int, int, int], name: str, dtype: torch.dtype
+) -> None:
+    """Whether the router or its block has the bias; weights are of the router's type."""
+    torch.manual_seed(3)
+    num_tokens, num_experts, num_chosen = sizes
+    router, rows = prepare(make_router(name, num_experts, num_chosen, True), num_tokens, dtype)
+    biases = [] if name == "ernie" else [torch.randn(num_experts, device=DEVICE) / 4]
+    if name == "ernie":
+        router.moe_statics.e_score_correction_bias.div_(16)
+    _, expected, experts = router(rows, *biases)
+    weights, indices = check_order(router, rows, *biases)
+    assert weights.dtype == expected.dtype
+    experts, places = experts.sort()
+    ours, own = indices.sort()
+    assert torch.equal(ours, experts)
+    torch.testing.assert_close(weights.gather(1, own), expected.gather(1, places))
+
+
+def need_code(router: Any) -> None:
+    """Skip where transformers is older than the code by which its router is known."""
+    from offplan.runtime.model.routers import find_scoring
+
+    if Version(transformers.__version__) < Version("5.21") and find_scoring(router) is None:
+        pytest.skip(f"transformers {transformers.__version__} has another {type(router).__name__}")
+
+
 def prepare(router: Any, num_tokens: int, dtype: torch.dtype) -> tuple[Any, torch.Tensor]:
     """Bring a router to the device, with rows for it."""
+    need_code(router)
     router = router.to(DEVICE, dtype).requires_grad_(False)
     return router, torch.randn(num_tokens, 48, device=DEVICE).to(dtype)
 
 
-def check_order(router: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def check_order(
+    router: Any, rows: torch.Tensor, *bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights and experts that the kernel finds, whose pairs it sorts, too."""
     from offplan.runtime.forms.gather import sort_pairs
     from offplan.runtime.model.routers import find_scoring, route_rows
 
     router.scoring = find_scoring(router)
-    _, (weights, indices, order, starts) = route_rows(router, rows)
+    _, (weights, indices, order, starts) = route_rows(router, rows, *bias)
     _, expected_order, expected_starts = sort_pairs(indices.reshape(-1), router.num_experts)
     assert torch.equal(order, expected_order)
     assert torch.equal(starts, expected_starts)
@@ -145,7 +196,7 @@ def expect_experts(logits: torch.Tensor, num_chosen: int) -> torch.Tensor:
 
 @pytest.mark.gpu
 @runs_kernels
-@pytest.mark.parametrize("score", ["chosen", "all", "sigmoid"])
+@pytest.mark.parametrize("score", ["chosen", "all", "sigmoid", "share"])
 def test_equal_scores_and_what_is_no_number(score: str) -> None:
     """The lower expert comes first, zeros of both signs are equal, and each is taken once."""
     from offplan.runtime.model.router_kernel import Way, choose
@@ -162,16 +213,18 @@ def test_equal_scores_and_what_is_no_number(score: str) -> None:
         device=DEVICE,
     )
     weights, indices, order, starts = choose(logits, 3, Way(score))
-    assert indices.tolist() == [[1, 2, 4], [0, 1, 2], [0, 1, 2], [0, 3, 2], [0, 4, 1]]
+    of_nan = [[0, 1, 2]] * 2 if score == "share" else [[0, 3, 2], [0, 4, 1]]  # which all shares are
+    assert indices.tolist() == [[1, 2, 4], [0, 1, 2], [0, 1, 2], *of_nan]
     assert weights[:2].isfinite().all()
     assert weights[3:].isnan().any(-1).all()
     assert weights[2].isnan().any() == (score != "sigmoid")  # all of whose are zero
     assert order.sort()[0].tolist() == list(range(15))
-    assert starts.tolist() == [0, 4, 8, 12, 13, 15]
+    expected = indices.flatten().bincount(minlength=5).cumsum(0)
+    assert starts.tolist() == [0, *expected.tolist()]
 
 
 def test_routers_are_known_by_their_code() -> None:
-    from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
+    from transformers.models.jamba.modeling_jamba import JambaTopKRouter
 
     from offplan.runtime.model.routers import Scoring, find_scoring
 
@@ -180,11 +233,13 @@ def test_routers_are_known_by_their_code() -> None:
     assert find_scoring(make_router("qwen3_5_moe", 4, 2, True)) == Scoring("all")
     assert find_scoring(make_router("mixtral", 4, 2, True)) == Scoring("all", widens=True)
     in_groups = make_router("deepseek_v2", 8, 2, True)
-    assert find_scoring(in_groups) == Scoring("all", normalises=False, is_scaled=True)
+    scale = "routed_scaling_factor"
+    of_groups = Scoring("all", normalises=False, reads_float32=True, scale=scale)
+    assert find_scoring(in_groups) == of_groups
     for method in ("group_limited_greedy", None):
         in_groups.topk_method = method
         assert find_scoring(in_groups) is None
-    by_sigmoids = Scoring("sigmoid", normalises=None, is_scaled=True)
+    by_sigmoids = Scoring("sigmoid", normalises=None, reads_float32=True, scale=scale)
     assert find_scoring(make_router("deepseek_v3", 8, 2, True)) == by_sigmoids
     assert find_scoring(make_router("deepseek_v3", 60, 2, True)) == by_sigmoids
     assert find_scoring(make_router("deepseek_v3", 60, 2, True, (4, 2))) is None
@@ -198,8 +253,18 @@ def test_routers_are_known_by_their_code() -> None:
     nn.Module.__init__(other)
     assert find_scoring(other) is None
     assert find_scoring(nn.Linear(2, 2)) is None
-    ernie = Ernie4_5_MoeTopKRouter.__new__(Ernie4_5_MoeTopKRouter)
-    nn.Module.__init__(ernie)
+    jamba = JambaTopKRouter.__new__(JambaTopKRouter)
+    nn.Module.__init__(jamba)
+    assert find_scoring(jamba) is None
+
+
+def test_another_least_sum_is_not_known() -> None:
+    from offplan.runtime.model.routers import Scoring, find_scoring
+
+    ernie = make_router("ernie", 4, 2, True)
+    need_code(ernie)
+    assert find_scoring(ernie) == Scoring("share", narrows=True, reads_float32=True)
+    ernie.norm_min = 1e-3
     assert find_scoring(ernie) is None
 
 
@@ -224,13 +289,14 @@ def test_kernel_compiles(target: int) -> None:
     for tokens, experts, score, groups in (
         (1, 128, "all", 1),
         (64, 128, "chosen", 1),
+        (4, 64, "share", 1),
         (16, 256, "sigmoid", 8),
     ):
         sizes = {"CHOSEN": 8, "EXPERTS": experts, "TOKENS": tokens, "PAIRS": 8 * tokens}
         ways = {"SCORE": score, "NORMALISES": True, "GROUPS": groups, "CHOSEN_GROUPS": 4}
         options = {"num_warps": min(8, max(1, tokens // 2))}
         constants = sizes | ways | {"OTHERS": min(64, 8 * tokens)}
-        if score != "sigmoid":
+        if score in ("all", "chosen"):
             constants["bias"] = None
         own = {name: kind for name, kind in kinds.items() if name not in constants}
         assert "entry" in compile_ptx(kernel, target, own, constants, options)

@@ -6,10 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
+from offplan.kernel_sizes import LEAST_SHARES
+
 OTHERS = 64
 """Pairs that each pair is compared with at a time, to find its place among them."""
 LEAST_SUM = tl.constexpr(1e-20)
 """What routers of sigmoids add to the sum that they divide by, so that it is not zero."""
+_LEAST_SHARES = tl.constexpr(LEAST_SHARES)
 
 
 @triton.jit
@@ -22,9 +25,9 @@ def route(  # type: ignore[no-untyped-def]
     """One program for all tokens. Of equal scores the lower expert's is taken first.
 
     ``SCORE`` says what weights are: shares of the softmax of "all" experts or of the "chosen" ones,
-    or their "sigmoid", to which the choice alone adds ``bias``. ``NORMALISES`` divides them by
-    their sum, and ``scale`` multiplies them. Of several ``GROUPS`` of experts those are looked at
-    whose two best add up to most. A score that is NaN counts as the largest.
+    or a "share" of all or their "sigmoid", to which the choice alone adds ``bias``. ``NORMALISES``
+    divides them by their sum, and ``scale`` multiplies them. Of several ``GROUPS`` of experts those
+    are looked at whose two best add up to most. A score that is NaN counts as the largest.
     """
     token = tl.arange(0, TOKENS)
     e = tl.arange(0, EXPERTS)
@@ -35,6 +38,9 @@ def route(  # type: ignore[no-untyped-def]
     scores = tl.where(is_token[:, None], scores, 0.0)
     if SCORE == "sigmoid":
         scores = tl.sigmoid(scores)
+    if SCORE == "share":
+        scores = tl.exp(scores - _of_rows(tl.max(scores, 1), scores))
+        scores = tl.div_rn(scores, _of_rows(tl.sum(scores, 1), scores))
     ranked = scores
     if bias is not None:
         ranked += tl.load(bias + e, mask=is_expert, other=0.0).to(tl.float32)[None, :]
@@ -54,7 +60,7 @@ def route(  # type: ignore[no-untyped-def]
         keys = tl.where(is_own, -(1 << 63), keys)
         chosen = tl.where((place == n)[None, :], expert[:, None], chosen)
         found = tl.where((place == n)[None, :], score[:, None], found)
-    if SCORE == "sigmoid":
+    if SCORE == "sigmoid" or SCORE == "share":
         shares = tl.where((place < CHOSEN)[None, :], found, 0.0)
     else:
         shares = tl.exp(found - largest[:, None])
@@ -64,6 +70,8 @@ def route(  # type: ignore[no-untyped-def]
         total = tl.sum(shares, 1)
         if SCORE == "sigmoid":
             total += LEAST_SUM
+        if SCORE == "share":
+            total = tl.maximum(total, _LEAST_SHARES)
         shares = tl.div_rn(shares, _of_rows(total, shares))
     shares *= scale
     is_pair = is_token[:, None] & (place < CHOSEN)[None, :]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from offplan.kernel_sizes import are_routed, next_power
+from offplan.kernel_sizes import LEAST_SHARES, are_routed, next_power
 
 
 class Scoring(NamedTuple):
@@ -25,12 +25,17 @@ class Scoring(NamedTuple):
     """True if they are divided by their sum, None if ``norm_topk_prob`` says whether."""
     widens: bool = False
     """True if they stay in float32."""
-    is_scaled: bool = False
-    """True if scores are computed in float32, and ``routed_scaling_factor`` multiplies weights."""
+    narrows: bool = False
+    """True if they are of the type of the rows, whatever that of scores."""
+    reads_float32: bool = False
+    """True if scores are computed in float32."""
+    scale: str | None = None
+    """The attribute of a router that multiplies weights."""
 
 
-# Source of all: transformers 5.23, the routers of GPT-OSS, Qwen3-MoE, Qwen3.5-MoE, Mixtral,
-# DeepSeek-V2 and V3. A docstring would be one of their constants.
+# Source of all: transformers 5.23, the routers of GPT-OSS, Granite, Qwen3-MoE, Qwen3.5-MoE,
+# Mixtral, HunYuan-MoE, Ernie 4.5, DeepSeek-V2 and V3, MiniMax-M2 and Hy3. A docstring would be one
+# of their constants.
 def _top_of_scores(self, hidden_states):  # type: ignore[no-untyped-def]
     router_logits = F.linear(hidden_states, self.weight, self.bias)
     router_top_value, router_indices = torch.topk(router_logits, self.top_k, dim=-1)
@@ -38,6 +43,13 @@ def _top_of_scores(self, hidden_states):  # type: ignore[no-untyped-def]
         router_top_value, dim=1, dtype=router_top_value.dtype
     )
     return router_logits, router_scores, router_indices
+
+
+def _top_of_wide_scores(self, hidden_states):  # type: ignore[no-untyped-def]
+    router_logits = F.linear(hidden_states, self.weight).float()
+    top_k_logits, top_k_index = router_logits.topk(self.top_k, dim=-1)
+    top_k_weights = torch.softmax(top_k_logits, dim=-1).type_as(hidden_states)
+    return router_logits, top_k_weights, top_k_index
 
 
 def _top_of_shares(self, hidden_states):  # type: ignore[no-untyped-def]
@@ -71,6 +83,31 @@ def _top_of_shares_in_float32(self, hidden_states):  # type: ignore[no-untyped-d
     router_top_value /= router_top_value.sum(dim=-1, keepdim=True)
     router_scores = router_top_value
     return router_logits, router_scores, router_indices
+
+
+def _top_of_shares_of_gate(self, hidden_states):  # type: ignore[no-untyped-def]
+    hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
+    if self.wg.weight.dtype == torch.float32:
+        hidden_states = hidden_states.float()
+    router_logits = self.wg(hidden_states)
+    routing_weights = F.softmax(router_logits, dim=1, dtype=torch.float)
+    routing_weights, selected_experts = torch.topk(routing_weights, self.top_k, dim=-1)
+    routing_weights /= routing_weights.sum(dim=-1, keepdim=True)
+    return router_logits, routing_weights.to(router_logits.dtype), selected_experts
+
+
+def _top_of_biased_shares(self, hidden_states):  # type: ignore[no-untyped-def]
+    device_type = hidden_states.device.type if isinstance(hidden_states.device.type, str) else "cpu"
+    with maybe_autocast(device_type=device_type, enabled=False):  # type: ignore[name-defined] # noqa: F821
+        router_logits = F.linear(hidden_states.float(), self.weight.float())
+        routing_weights = F.softmax(router_logits, dim=1, dtype=torch.float)
+        _, selected_experts = torch.topk(self.moe_statics(routing_weights), self.top_k, dim=-1)
+        routing_weights = torch.gather(routing_weights, dim=-1, index=selected_experts)
+        routing_weights = routing_weights / torch.clamp(
+            routing_weights.sum(dim=-1, keepdim=True), min=self.norm_min
+        )
+    routing_weights = routing_weights.to(hidden_states.dtype)
+    return router_logits, routing_weights, selected_experts
 
 
 def _top_of_shares_of_groups(self, hidden_states):  # type: ignore[no-untyped-def]
@@ -125,13 +162,43 @@ def _top_of_groups(self, hidden_states):  # type: ignore[no-untyped-def]
     return router_logits, topk_weights, topk_indices
 
 
+def _top_of_sigmoids(self, hidden_states, e_score_correction_bias):  # type: ignore[no-untyped-def]
+    hidden_states = hidden_states.reshape(-1, self.hidden_dim)
+    router_logits = F.linear(hidden_states.to(self.weight.dtype), self.weight)
+    routing_weights = nn.functional.sigmoid(router_logits.float())
+    scores_for_choice = routing_weights + e_score_correction_bias
+    _, top_k_index = torch.topk(scores_for_choice, self.top_k, dim=-1, sorted=False)
+    top_k_weights = routing_weights.gather(1, top_k_index)
+    top_k_weights /= top_k_weights.sum(dim=-1, keepdim=True)
+    router_scores = top_k_weights
+    return router_logits, router_scores, top_k_index
+
+
+def _top_of_scaled_sigmoids(self, hidden_states, e_score_correction_bias):  # type: ignore[no-untyped-def]
+    hidden_states = hidden_states.reshape(-1, self.hidden_dim)
+    router_logits = F.linear(hidden_states.float(), self.weight.float())
+    routing_weights = torch.sigmoid(router_logits)
+    scores_for_choice = routing_weights + e_score_correction_bias
+    _, top_k_index = torch.topk(scores_for_choice, self.top_k, dim=-1, sorted=False)
+    top_k_weights = routing_weights.gather(1, top_k_index)
+    top_k_weights = top_k_weights / (top_k_weights.sum(dim=-1, keepdim=True) + 1e-20)
+    top_k_weights = top_k_weights * self.router_scaling_factor
+    return router_logits, top_k_weights, top_k_index
+
+
+_SCALE = "routed_scaling_factor"
 _KNOWN = {
     _top_of_scores: Scoring("chosen"),
     _top_of_shares: Scoring("all", normalises=None),
     _top_of_shares_divided: Scoring("all"),
     _top_of_shares_in_float32: Scoring("all", widens=True),
-    _top_of_shares_of_groups: Scoring("all", normalises=False, is_scaled=True),
-    _top_of_groups: Scoring("sigmoid", normalises=None, is_scaled=True),
+    _top_of_wide_scores: Scoring("chosen", narrows=True),
+    _top_of_shares_of_gate: Scoring("all"),
+    _top_of_biased_shares: Scoring("share", narrows=True, reads_float32=True),
+    _top_of_shares_of_groups: Scoring("all", False, reads_float32=True, scale=_SCALE),
+    _top_of_groups: Scoring("sigmoid", None, reads_float32=True, scale=_SCALE),
+    _top_of_sigmoids: Scoring("sigmoid", widens=True),
+    _top_of_scaled_sigmoids: Scoring("sigmoid", reads_float32=True, scale="router_scaling_factor"),
 }
 
 
@@ -148,6 +215,8 @@ def find_scoring(router: nn.Module) -> Scoring | None:
 
 
 def _is_taken(router: Any) -> bool:
+    if getattr(router, "norm_min", LEAST_SHARES) != LEAST_SHARES:
+        return False
     if hasattr(router, "topk_method"):  # DeepSeek-V2's
         return bool(router.topk_method == "greedy")
     num_groups = getattr(router, "num_group", 1)
@@ -174,20 +243,27 @@ class _ByKernel(nn.Module):
 
     forward: Callable[..., Any]
 
-    def forward(self, hidden_states: torch.Tensor) -> Any:  # type: ignore[no-redef]
-        """Return scores, [tokens, experts], and the weights and experts of each token."""
+    def forward(  # type: ignore[no-redef]
+        self, hidden_states: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> Any:
+        """Return scores, [tokens, experts], and the weights and experts of each token.
+
+        Some blocks have the ``bias`` by which experts are chosen, and not the router.
+        """
         own: Any = self
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         if not (rows.is_cuda and are_routed(len(rows), own.top_k)):
-            return super().forward(hidden_states)
-        logits, chosen = route_rows(own, rows)
+            return super().forward(hidden_states, *([] if bias is None else [bias]))
+        logits, chosen = route_rows(own, rows, bias)
         return (logits, *chosen[:2])
 
 
-def route_rows(router: Any, rows: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+def route_rows(
+    router: Any, rows: torch.Tensor, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Return the scores of rows, [rows, experts], and what the kernel chooses by them.
 
-    ``router`` has its ``scoring``.
+    ``router`` has its ``scoring``, and the ``bias`` that experts are chosen by if none is given.
     """
     from offplan.runtime.model.router_kernel import Way, choose  # needs triton
 
@@ -196,15 +272,22 @@ def route_rows(router: Any, rows: torch.Tensor) -> tuple[torch.Tensor, tuple[tor
     if normalises is None:
         normalises = bool(router.norm_topk_prob)
     way = Way(scoring.score, normalises, widens=scoring.widens)
-    if scoring.score == "sigmoid":
+    if scoring.score == "sigmoid" and hasattr(router, "num_group"):
         way = way._replace(groups=router.num_group, chosen_groups=router.topk_group)
-    if scoring.is_scaled:
+    if scoring.scale is not None:
+        way = way._replace(scale=float(getattr(router, scoring.scale)))
+    if (gate := getattr(router, "wg", None)) is not None:  # HunYuan's
+        logits = gate(rows.float() if gate.weight.dtype is torch.float32 else rows)
+    elif scoring.reads_float32:
         logits = F.linear(rows.float(), router.weight.float())
-        way = way._replace(scale=float(router.routed_scaling_factor))
     else:
-        logits = F.linear(rows, router.weight, getattr(router, "bias", None))
-    bias = getattr(router, "e_score_correction_bias", None)
-    return logits, choose(logits, router.top_k, way, bias)
+        logits = F.linear(
+            rows.to(router.weight.dtype), router.weight, getattr(router, "bias", None)
+        )
+    if bias is None:
+        bias = getattr(getattr(router, "moe_statics", router), "e_score_correction_bias", None)
+    weights, *others = choose(logits, router.top_k, way, None if bias is None else bias.flatten())
+    return logits, (weights.to(rows.dtype) if scoring.narrows else weights, *others)
 
 
 @cache  # layers of two classes would be compiled twice
