@@ -14,7 +14,14 @@ from benchmarks.traces import REUSES, make_trace
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.plan import ModelRef
-from offplan.routing.profile import RoutingProfile, check_routing, dump_routing, make_routing
+from offplan.routing.profile import (
+    BatchReuse,
+    LayerReuse,
+    RoutingProfile,
+    check_routing,
+    dump_routing,
+    make_routing,
+)
 
 TOKENS = 600
 SEQUENCES = 4
@@ -29,17 +36,20 @@ def profile_trace(model: Model, reuse: str) -> RoutingProfile:
     steps = np.stack(traces, axis=1)[:, None]  # [tokens, layers, sequences, choices]
     reference = ModelRef.model_validate(model, from_attributes=True)
     profile = make_routing(reference, layers[:1], [steps], sizes[0])
-    batches = tuple(
-        each.model_copy(
-            update={
-                "layers": tuple(
-                    each.layers[0].model_copy(update={"layer": layer}) for layer in layers
-                )
-            }
+
+    def spread(reuses: tuple[BatchReuse, ...]) -> tuple[BatchReuse, ...]:
+        """Give all layers the one's reuse."""
+        return tuple(
+            each.model_copy(update={"layers": tuple(_as_layer(each, index) for index in layers)})
+            for each in reuses
         )
-        for each in profile.batches
-    )
-    return profile.model_copy(update={"batches": batches})
+
+    changed = {"batches": spread(profile.batches), "passes": spread(profile.passes)}
+    return profile.model_copy(update=changed)
+
+
+def _as_layer(reuse: BatchReuse, index: int) -> LayerReuse:
+    return reuse.layers[0].model_copy(update={"layer": index})
 
 
 def main() -> None:

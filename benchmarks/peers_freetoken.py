@@ -2,8 +2,8 @@
 
     python -m benchmarks.peers_freetoken CONFIG_JSON --gpu-memory '8 GiB' [--only NAME ...]
 
-FreeToken must be installed, and the model be a gpt-oss, whose routers can be replaced. Both sides
-have random weights in the model's own form; what routers choose is taken from a trace on both.
+FreeToken 0.1.3 must be installed, and the model be a gpt-oss, whose choices can be replaced. Both
+sides have random weights in the model's own form, and what routers choose is taken from a trace.
 Each way to run takes a process of its own, in turn. FreeToken is shown a GPU of as much memory
 as offplan plans for, and sizes its cache by it. Prints JSON: the settings, the memory of the GPU
 that the process took, and the time of steps for each reuse.
@@ -29,7 +29,7 @@ from benchmarks.replay import ReplaySession, draw, read_config, run
 from benchmarks.run_plan import describe_machine
 from offplan.checkpoint.model import Model
 from offplan.library.asking import ask
-from offplan.library.machines import load_machine
+from offplan.library.machines import find_machine
 from offplan.plan import Workload
 from offplan.planner.make import make_plan
 from offplan.units import parse_bytes
@@ -49,14 +49,14 @@ FULL: dict[str, Any] = {
 PEERS: dict[str, dict[str, Any]] = {
     "automatic": {},
     "automatic, its benchmark run": {},
-    "offload": {"moe_backend": "offload", **FULL},
-    "hybrid": {"moe_backend": "hybrid", **FULL},
-    "cpu": {"moe_backend": "cpu", "max_running_req": 1},
+    "offload": {"moe_strategy": "offload", **FULL},
+    "hybrid": {"moe_strategy": "hybrid", **FULL},
+    "cpu": {"moe_strategy": "cpu", "max_running_req": 1},
 }
 """Settings of FreeToken's engine, by name; whatever is left out is its own choice."""
 
 WITH_PROFILE = ("automatic, its benchmark run", "hybrid")
-OURS = ("offplan", "offplan, experts kept")
+OURS = ("offplan", "offplan, with a routing profile")
 
 
 def write_folder(config: Path, folder: Path) -> None:
@@ -85,17 +85,20 @@ class RoutedByTrace:
         self.trace = torch.zeros(sizes, dtype=torch.int32, device="cuda")
         self.step = torch.zeros(1, dtype=torch.int64, device="cuda")
         self.events: list[torch.cuda.Event] = []
-        layers = importlib.import_module("freetoken.models.gpt_oss.moe").GptOssMxfp4OffloadMoELayer
+        layers = importlib.import_module("freetoken.models.gpt_oss.moe").GptOssOffloadMoELayer
         runner = importlib.import_module("freetoken.engine.graph").GraphRunner
-        route, replay = layers._topk, runner.replay
+        multiply, replay = layers.routed_forward, runner.replay
 
-        def choose(layer: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            weights, chosen = route(layer, logits)
+        def choose(
+            layer: Any, rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
+        ) -> torch.Tensor:
             row = self.trace[layer.layer_id]
             if len(chosen) == prompt:
-                return weights, row[:prompt].contiguous()
-            step = row[prompt:].index_select(0, self.step)
-            return weights, step.expand(len(chosen), choices).contiguous()
+                chosen = row[:prompt].clone()  # FreeToken writes slots over it
+            else:
+                step = row[prompt:].index_select(0, self.step)
+                chosen = step.expand(len(chosen), choices).contiguous()
+            return multiply(layer, rows, weights, chosen)
 
         def mark(graphs: Any, batch: Any) -> Any:
             event = torch.cuda.Event(enable_timing=True)
@@ -105,7 +108,7 @@ class RoutedByTrace:
             self.step.add_(1)
             return out
 
-        layers._topk, runner.replay = choose, mark
+        layers.routed_forward, runner.replay = choose, mark
 
     def begin(self, trace: torch.Tensor) -> None:
         """Go by another trace, [layers, tokens, choices], from its first step on."""
@@ -196,7 +199,7 @@ def run_freetoken(options: argparse.Namespace, model: Model, name: str) -> dict[
     engine = peer.engine
     settings = {
         key: getattr(engine.config, key)
-        for key in ("moe_backend", "attention_backend", "moe_cache_size", "memory_ratio")
+        for key in ("moe_strategy", "attention_backend", "moe_cache_size", "memory_ratio")
     }
     settings["kv_tokens"] = engine.num_pages * engine.config.page_size
     cache = engine.moe_offload_cache
@@ -226,12 +229,13 @@ def run_offplan(options: argparse.Namespace, model: Model, name: str) -> dict[st
     workload = Workload(
         batch=1, prompt_tokens=options.prompt, output_tokens=options.steps + 1, context=context
     )
+    machine = find_machine(options.machine, model, workload)
+    assert machine is not None, "name a machine with --machine where there is no GPU"
     question = ask(
         model,
-        load_machine(options.machine),
+        machine,
         workload,
         gpu_memory=parse_bytes(options.gpu_memory),
-        cached_experts="off" if name == OURS[0] else "auto",
         routing=None if name == OURS[0] else str(options.folder / "routing.json"),
     )
     plan = make_plan(question).plan
@@ -251,7 +255,7 @@ def run_offplan(options: argparse.Namespace, model: Model, name: str) -> dict[st
             runs[reuse].append(
                 {key: found[key] for key in ("step_s", "step_mean_s", "step_max_s")}
                 | {"tokens_per_s": 1 / found["step_mean_s"], "prompt_s": found["prompt_s"]}
-                | {key: sum(found[key].values()) for key in ("hits", "misses")}
+                | {key: sum(found[key].values()) for key in ("hits", "misses", "by_cores", "later")}
             )
     return {
         "settings": plan.offload.model_dump(mode="json", exclude_none=True),
@@ -351,7 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("config", type=Path)
-    parser.add_argument("--machine", default="h200-pcie5")
+    parser.add_argument("--machine", help="a machine profile; without one this one is measured")
     parser.add_argument("--gpu-memory", default="8 GiB")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--steps", type=int, default=128)
