@@ -135,23 +135,24 @@ class Numbers:
         """Spend the bytes that candidates leave on what their rules' numbers take.
 
         ``options`` and ``takes`` are of the first rule and of the second: which layers it takes, 1
-        for each. Returns whether the bytes do, [candidates]; without numbers they always do.
+        for each. Returns whether the bytes do, [candidates]. Pieces of all layers may take less
+        than what they spare: some bytes may lack then.
         """
         has_own = self.has_curve | self.shared_bytes.any(axis=1)
         if not has_own.any():
-            return np.ones(len(spare), dtype=bool), None
+            return spare >= 0, None
         is_first, is_second = (has_own[each] for each in options)
         option = np.select((is_first, is_second), options, NO_RULE)
         taken = np.where(is_first[:, None], takes[0], is_second[:, None] * takes[1])
         cache_sizes = self._enlarge(option, taken, spare)
         fits = cache_sizes.any(axis=1) | ~self.has_curve[option]
+        needed = np.zeros_like(spare)
         if self._has_pieces:
             at = option[:, None], self.space.kinds, setting[:, None]
             gpu_bytes, spared_bytes = self._pieces.gpu_bytes[at], self._pieces.spared_bytes[at]
             takes_all = (taken >= (gpu_bytes > 0)).all(axis=1)
             needed = (taken * gpu_bytes).max(axis=1) - takes_all * spared_bytes.max(axis=1)
-            fits &= spare >= needed
-        return fits, Own(option, taken, cache_sizes)
+        return fits & (spare >= needed), Own(option, taken, cache_sizes)
 
     def _enlarge(self, option: Ints, takes: Ints, spare: Ints) -> Ints:
         """Spend spare bytes on caches; returns the entries of each layer's, [candidates, layers].

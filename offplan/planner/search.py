@@ -322,7 +322,7 @@ class _Run:
         padding = self.prices.padding_bytes[candidates.first]
         spare = off_gpu - self.room.lacking_bytes[candidates.setting] - padding
         fits, own = self.prices.spend(candidates, spare)
-        fits &= (spare >= 0) & (on_host <= self.room.host_bytes[candidates.setting])
+        fits &= on_host <= self.room.host_bytes[candidates.setting]
         fits &= (num_turns > candidates.prefetch_step) | (candidates.prefetch_step == 0)
         rows = np.flatnonzero(fits)
         candidates, on_host = choose(candidates, rows), on_host[fits]

@@ -1,12 +1,15 @@
 """Prompts in parts: chosen where a prompt would read weights again, and refused by name."""
 
+import json
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from offplan.checkpoint.model import Model
+from offplan.checkpoint.open import open_model
 from offplan.errors import ExportError, InputError
 from offplan.library.asking import ask as plan_ask
 from offplan.library.asking import pose
@@ -139,3 +142,21 @@ def test_engines_refuse_parts_by_name() -> None:
     offload = make_plan(ask(0.1, "auto")).plan.offload
     with pytest.raises(ExportError, match=r"in \d+ parts \(parts\), .* plan again with `engine`"):
         require_stored_weights(offload, VLLM)
+
+
+def test_what_parts_of_all_layers_spare_counts_as_room(tmp_path: Path) -> None:
+    """gpt-oss of 6 small layers: parts of them all need no room for values of a whole layer."""
+    published = Path("benchmarks/models/gpt-oss-20b/config.json").read_text("utf-8")
+    small = {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3}
+    small |= {"hidden_size": 1024, "intermediate_size": 1024, "num_local_experts": 64}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024}
+    small |= {"pad_token_id": 0, "eos_token_id": 1}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(published) | small), "utf-8")
+    workload = Workload(batch=1, prompt_tokens=16, output_tokens=13, context=64)
+    asked = plan_ask(
+        open_model(str(config)), load_machine("h200-pcie5"), workload, gpu_memory=1040 * 2**20
+    )
+    plan = make_plan(asked).plan
+    assert plan.prediction.gpu_memory.total_bytes <= 1040 * 2**20
+    assert any(rule.parts for rule in plan.offload.rules)
