@@ -62,6 +62,13 @@ LAST_TOKENS = 64
 """Tokens of each prompt whose experts are in the slots when it ends, as if they had been steps."""
 LATER_SHARE = 0.85
 """Part of the time that the link is idle in a step which copies for later take. Source: chosen."""
+LATER_DELAY = 0.24
+"""Part of the time that copies for later take by which a step is longer.
+
+They share the host's memory with the cores, and the link with what the step itself misses. Source:
+gpt-oss-20b in 8 GiB on an H200 (``benchmarks/results/peers-freetoken-h200.json``). Beside a step
+without them, 4.5 experts took 0.30 ms and 9 took 0.64. gpt-oss-120b's 12 took some 0.7.
+"""
 _MOST_SIMULATIONS = 64
 """Simulations that are kept: one for each profile's batch and way of dividing."""
 
@@ -319,10 +326,10 @@ class Missed(NamedTuple):
     def waiting_ps(self, machine: MachineProfile, layer_ps: int) -> int:
         """Picoseconds that the layer takes beyond its compute and its reading over the link.
 
-        It is the mean over the numbers of experts that the layer may miss. It is negative where
-        products of found and shared experts hide more than the cores are late by. Such products
-        take as long as their bytes at the rate of GPU memory, at least; ``layer_ps`` is the compute
-        of the whole layer.
+        It is the mean over the numbers of experts that the layer may miss, and what copies for
+        later delay it by. It is negative where products of found and shared experts hide more than
+        the cores are late by. Such products take as long as their bytes at the rate of GPU memory,
+        at least; ``layer_ps`` is the compute of the whole layer.
 
         Several rows wait by the rates of one. Source: four sequences on an H200 waited 0.93 of this
         with gpt-oss-20b, 0.94 with Qwen3-30B in FP8, and 1.02 with packed DeepSeek-V2-Lite.
@@ -339,7 +346,8 @@ class Missed(NamedTuple):
         link_s = (np.arange(len(by_cores)) - by_cores) * self.rates.link_s
         longest_s = np.maximum(np.maximum(cores_s, link_s), meanwhile_ps / 1e12)
         mean_s = float(spread(chosen, found.misses) @ longest_s)
-        return to_ps(mean_s + DIVIDING_S) - meanwhile_ps - link_ps
+        delay_s = LATER_DELAY * self.later_bytes / machine.h2d.value
+        return to_ps(mean_s + DIVIDING_S + delay_s) - meanwhile_ps - link_ps
 
 
 def cached_times(

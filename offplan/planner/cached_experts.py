@@ -17,7 +17,7 @@ from offplan.costs.cached_experts import (
     left_bytes,
 )
 from offplan.costs.cores import CoresUse
-from offplan.costs.predict import price_stage
+from offplan.costs.predict import PricedStage, price_stage
 from offplan.errors import PlanError
 from offplan.held.unit import Unit
 from offplan.kernel_sizes import MAX_PAIRS
@@ -167,20 +167,25 @@ class KeepsExperts(Option):
         """Return it with what the link may bring for later of what the cores multiply.
 
         It is that of a step of which nothing else crosses the link, with as many slots as the
-        budget has room for beside all other weights: ``settle_later`` sets that of a plan.
+        budget has room for beside all other weights: ``settle_later`` sets that of a plan. Where
+        such a step is no shorter, as without a routing profile, it brings nothing.
         """
         kinds = [kind for kind in space.kind_of if self.experts.slots[kind]]
         sizes = {kind: slots.expert_bytes for kind, slots in enumerate(self.experts.slots) if slots}
         every = sum(self.experts.most * sizes[kind] for kind in kinds)
         spare = every - find_room(space, space.question.budget).missing_bytes
         kept = min(self.experts.most, max(1, spare // sum(sizes[kind] for kind in kinds)))
+
+        def wait_ps(option: KeepsExperts, *, reads: bool) -> int:
+            each = {kind: option.step_ps(space, kind, kept) for kind in sizes}
+            return sum(each[kind][1] + reads * each[kind][0] for kind in kinds)
+
         option = self
         for _ in range(ROUNDS):
-            waiting = {kind: option.step_ps(space, kind, kept)[1] for kind in sizes}
-            idle_ps = space.decode.resident_ps + sum(waiting[kind] for kind in kinds)
+            idle_ps = space.decode.resident_ps + wait_ps(option, reads=False)
             bytes_of_each = sum(sizes[kind] for kind in kinds)
             option = replace(option, later=later_parts(idle_ps, bytes_of_each, space.machine))
-        return option
+        return option if wait_ps(option, reads=True) < wait_ps(self, reads=True) else self
 
 
 def list_options(space: Space, ways: Ways) -> Iterator[KeepsExperts]:
@@ -211,23 +216,40 @@ def settle_later(question: Question, offload: Offload) -> Offload:
     """Return a decision whose rules bring for later what the link is idle for in its own step.
 
     A step that finds more is shorter, and leaves the link less time: both follow from each other.
+    Rules bring nothing where the step is no shorter for it, as without a routing profile.
     """
     if not any(rule.divides_missed for rule in offload.rules):
         return offload
+    without = _with_later(offload, 0)
+    if question.stage.routing is None:
+        return without
     for _ in range(ROUNDS):
         parts = _count_parts(question, offload)
         before, offload = offload, _with_later(offload, parts)
         if offload == before:
-            return offload
-    return _with_later(offload, min(parts, _count_parts(question, offload)))
+            break
+    else:
+        offload = _with_later(offload, min(parts, _count_parts(question, offload)))
+    shorter = _step_ps(question, offload) < _step_ps(question, without)
+    return offload if shorter else without
+
+
+def _step_ps(question: Question, offload: Offload) -> float:
+    """Picoseconds of a step without drafts, through all stages."""
+    return sum(float(times.decode.step_ps) for *_, times in _price(question, offload))
+
+
+def _price(question: Question, offload: Offload) -> Iterator[PricedStage]:
+    """Price each stage without drafts: the link is idle least in a step."""
+    offload = offload.model_copy(update={"draft": None})
+    for stage in question.hold(offload):
+        yield price_stage(stage, question.planned_machine, question.workload, offload)
 
 
 def _count_parts(question: Question, offload: Offload) -> int:
     """Count the LATER_PARTS of an expert of each layer that the link has time for in a step."""
     machine, found = question.planned_machine, []
-    offload = offload.model_copy(update={"draft": None})  # the link is idle least in a step
-    for stage in question.hold(offload):
-        placement, _, _, times = price_stage(stage, machine, question.workload, offload)
+    for placement, *_, times in _price(question, offload):
         slots = placement.caches_of(ExpertSlots).values()
         expert_bytes = sum(each.expert_bytes for each in slots if each.by_cores)
         if expert_bytes:

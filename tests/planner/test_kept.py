@@ -219,12 +219,8 @@ def test_the_cores_and_the_link_divide_what_is_missed() -> None:
         for way in ("off", "auto")
         for cores in (False, True)
     }
-    later = {
-        asked: {rule.later_experts for rule in result.plan.offload.rules} - {None}
-        for asked, result in results.items()
-    }
-    assert later.pop(("auto", True))
-    assert not any(later.values())
+    rules = [rule for result in results.values() for rule in result.plan.offload.rules]
+    assert not any(rule.later_experts for rule in rules)  # no profile says that it pays
     divided = results.pop(("auto", True))
     # a layer waits half as long where the cores are as fast as the link; a prompt does not
     assert divided.best_s < 0.85 * min(each.best_s for each in results.values())
@@ -232,12 +228,10 @@ def test_the_cores_and_the_link_divide_what_is_missed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("repeat", [None, 0.6])
-def test_the_link_brings_for_later_what_it_is_idle_for(repeat: float | None) -> None:
-    """By a plan's own step, whether or not what it brings is used again."""
+def test_the_link_brings_for_later_what_it_is_idle_for() -> None:
+    """By a plan's own step, which what it brings delays."""
     model, machine = moe_model(8), with_cores(SLOW, cores=1e8, cores_round_trip=1e-6)
-    routing = None if repeat is None else record(model, repeat=repeat)
-    question = ask(model, 0.5, routing=routing, machine=machine, cores=True)
+    question = ask(model, 0.5, routing=record(model, repeat=0.6), machine=machine, cores=True)
     plan = make_plan(question).plan
     (rule,) = (rule for rule in plan.offload.rules if rule.divides_missed)
     placement, _, _, times = price_stage(question.stage, machine, question.workload, plan.offload)
@@ -247,13 +241,26 @@ def test_the_link_brings_for_later_what_it_is_idle_for(repeat: float | None) -> 
     quota_s = (rule.later_experts or 0) * sum(each.expert_bytes for each in slots) / 1e8
     assert 0.8 * LATER_SHARE * idle_s - 1e-9 <= quota_s <= LATER_SHARE * idle_s
     brought = times.decode.times.later_bytes
-    assert (brought > 0) == (repeat is not None)
-    assert brought / 1e8 <= LATER_SHARE * idle_s + 1e-9
+    assert 0 < brought / 1e8 <= LATER_SHARE * idle_s + 1e-9
     read = times.decode.copied_bytes + times.decode.times.uva_bytes
     assert plan.prediction.decode.link_bytes == read + brought
     terms = {each.path: each for each in derive_prediction(question.stages, machine, plan)}
     named = [each.name for each in terms["decode.link_bytes"].inputs]
-    assert ("brought for later" in named) == (repeat is not None)
+    assert "brought for later" in named
+
+
+@pytest.mark.slow
+def test_copies_for_later_that_pay_little_are_left_out() -> None:
+    """Tokens that choose a tenth of their experts again would wait longer for the copies."""
+    model, machine = moe_model(8), with_cores(SLOW, cores=1e8, cores_round_trip=1e-6)
+    question = ask(model, 0.5, routing=record(model, repeat=0.1), machine=machine, cores=True)
+    plan = make_plan(question).plan
+    (number,) = (n for n, rule in enumerate(plan.offload.rules) if rule.divides_missed)
+    rules = list(plan.offload.rules)
+    assert rules[number].later_experts is None
+    rules[number] = rules[number].model_copy(update={"later_experts": 0.5})
+    brings = question.predict(plan.offload.model_copy(update={"rules": tuple(rules)}))
+    assert brings.decode.step_s >= plan.prediction.decode.step_s
 
 
 @pytest.mark.slow
@@ -278,7 +285,7 @@ def test_a_real_model_is_divided_by_default() -> None:
     assert question.goal.host_cores
     plan = make_plan(question).plan
     (rule,) = (rule for rule in plan.offload.rules if rule.divides_missed)
-    assert 0 < (rule.later_experts or 0) <= MOST_LATER
+    assert rule.later_experts is None
     assert plan.prediction.gpu_memory.total_bytes <= plan.budget.gpu_memory
     slots = place(question.stage, plan.offload).caches_of(ExpertSlots).values()
     assert all(each.inner == 2880 and each.splits for each in slots)
