@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from offplan.capabilities.cached_experts import LATER_PARTS, MOST_LATER, ExpertSlots, MissRates
+from offplan.capabilities.cached_experts import LATER_PARTS, ExpertSlots, MissRates
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.costs.cached_experts import DIVIDING_S, LATER_SHARE
