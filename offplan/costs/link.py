@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import erfc, exp, log, prod, sqrt
+from math import ceil, erfc, exp, log, prod, sqrt
 
 from offplan.checkpoint.model import Experts
 from offplan.checkpoint.parameter import Parameter
@@ -11,7 +11,7 @@ from offplan.checkpoint.tables import Table
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import PassShape, gathers_codes, groups_codes
 from offplan.held.unit import Unit
-from offplan.kernel_sizes import IN_PLACE_ROWS, LINE_BYTES
+from offplan.kernel_sizes import IN_PLACE_ROWS, LINE_BYTES, next_power
 from offplan.machine.curve import Reread
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Span
@@ -35,11 +35,13 @@ Source: cuBLAS on an H200 read a weight of 128 MiB once for 256 rows and twice f
 twice. Four times would explain that; with the MLP of one layer there too, three would.
 """
 
-EXPERT_ROWS = 180
-"""Rows of a grouped product that read an expert's weight together.
+LEAST_ROWS, MOST_ROWS = 64, 256
+"""Rows of an expert whose values a grouped product reads together: a power of two between these,
+that is as many as an expert has on average.
 
-Source: prompts of DeepSeek-V2-Lite with experts in place on an H200: 192 rows an expert read it
-1.1 times, 384 rows 1.95 times.
+Source: experts of four models on an H200, by ours up to 128 rows and by torch's beyond
+(``benchmarks/results/steps-h200.json``). 48 rows on average read an expert 1.0 times, 128 rows 1.41
+to 1.49, 192 rows 1.0, 512 rows 2.2 to 2.4, 768 rows 3.5, and 2,048 rows 8.
 """
 
 UNALIGNED_ROWS = 1.3
@@ -128,7 +130,8 @@ class UnitUse:
         factor = 1.0 if is_coded else machine.find_in_place_read(unit.shape, self.num_tokens)
         if unit.is_expert and experts is not None and (is_coded or factor is None):
             rows = self.num_tokens * experts.num_experts_per_token / experts.num_in_all
-            factor = coded_reads(rows) if is_coded else max(1.0, rows / EXPERT_ROWS)
+            together = min(MOST_ROWS, max(LEAST_ROWS, next_power(ceil(rows))))
+            factor = expert_reads(rows, IN_PLACE_ROWS if is_coded else together)
             kinds = [parameter.form.kind.value for parameter in unit.parameters]
             if is_coded and groups_codes(experts, self.num_tokens, kinds):
                 factor = 1.0
@@ -138,16 +141,16 @@ class UnitUse:
         return factor or reread_factor(machine, self.num_tokens)
 
 
-def coded_reads(mean_rows: float) -> float:
-    """How often the codes of an expert are read whose rows are ``mean_rows`` on average.
+def expert_reads(mean_rows: float, together: int) -> float:
+    """How often an expert is read whose rows are ``mean_rows`` on average.
 
-    Once for each IN_PLACE_ROWS of them begun. Rows of an expert are as many as chance has it: of a
+    Once for each ``together`` of them begun. Rows of an expert are as many as chance has it: of a
     normal distribution as wide as Poisson's.
     """
-    reads, rows, deviation = 1.0, IN_PLACE_ROWS, sqrt(max(mean_rows, 1.0))
+    reads, rows, deviation = 1.0, together, sqrt(max(mean_rows, 1.0))
     while (beyond := erfc((rows - mean_rows) / (sqrt(2) * deviation)) / 2) > 1e-3:
         reads += beyond
-        rows += IN_PLACE_ROWS
+        rows += together
     return reads
 
 

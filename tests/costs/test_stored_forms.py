@@ -28,7 +28,7 @@ from offplan.costs.kernels import (
     MATMUL_EFFICIENCY,
     layer_seconds,
 )
-from offplan.costs.link import UNALIGNED_ROWS, coded_reads
+from offplan.costs.link import UNALIGNED_ROWS, expert_reads
 from offplan.costs.work import PassShape, layer_work
 from offplan.forms.form import RAW, Component, Kind
 from offplan.held.held import hold
@@ -138,17 +138,31 @@ def test_codes_of_experts_cross_once_where_values_are_made(monkeypatch: pytest.M
     codes = [unit for unit in units if not unit.parameters[0].form.is_raw]
     num_bytes, num_tokens = sum(unit.nbytes for unit in codes), 4 * 8 * IN_PLACE_ROWS
     often = uva_bytes(machine, codes, stage.experts, num_tokens)
-    assert often == pytest.approx(UNALIGNED_ROWS * num_bytes * coded_reads(4 * IN_PLACE_ROWS))
+    assert often == pytest.approx(
+        UNALIGNED_ROWS * num_bytes * expert_reads(4 * IN_PLACE_ROWS, IN_PLACE_ROWS)
+    )
     monkeypatch.setattr(kernel_sizes, "GROUPED_ROWS", ROWS)
     once = uva_bytes(machine, codes, stage.experts, num_tokens)
     assert once == pytest.approx(UNALIGNED_ROWS * num_bytes)
 
 
 def test_experts_are_read_once_for_as_many_rows_as_a_program_takes() -> None:
-    assert [coded_reads(rows) for rows in (1, 16, 32)] == [1, 1, 1]
+    assert [expert_reads(rows, 64) for rows in (1, 16, 32)] == [1, 1, 1]
     # half of the experts have more rows than a block of the average
-    assert coded_reads(IN_PLACE_ROWS) == pytest.approx(1.5)
-    assert coded_reads(4 * IN_PLACE_ROWS) == pytest.approx(4.5, rel=1e-3)
+    assert expert_reads(128, 128) == pytest.approx(1.5)
+    assert expert_reads(512, 128) == pytest.approx(4.5, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "reads"), [(48, 1.02), (128, 1.45), (192, 1.0), (512, 2.4), (768, 3.48), (2048, 8.2)]
+)
+def test_values_of_experts_are_read_as_often_as_measured(rows: int, reads: float) -> None:
+    """With what an H200's grouped products took, in multiples of few rows."""
+    machine = load_profile("h200-pcie5")
+    stage = open_stage("tests/models/deepseek-v2-lite/config.json")
+    values = [unit for unit in group_units(stage.layers[1]) if unit.is_expert]
+    read = uva_bytes(machine, values, stage.experts, rows * 64 // 6)
+    assert read == pytest.approx(reads * sum(unit.nbytes for unit in values), rel=0.06)
 
 
 @pytest.mark.parametrize("told", [{}, {"desc_act": False}, {"static_groups": True}])
