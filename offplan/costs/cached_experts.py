@@ -63,7 +63,7 @@ LAST_TOKENS = 64
 LATER_SHARE = 0.85
 """Part of the time that the link is idle in a step which copies for later take. Source: chosen."""
 LATER_DELAY = 0.24
-"""Part of the time that copies for later take by which a step is longer.
+"""Share of the time of copies for later by which they lengthen a step.
 
 They share the host's memory with the cores, and the link with what the step itself misses. Source:
 gpt-oss-20b in 8 GiB on an H200 (``benchmarks/results/peers-freetoken-h200.json``). Beside a step
@@ -250,6 +250,9 @@ def list_waits(times: PassTimes, stage: Stage, machine: MachineProfile) -> Itera
     """Yield what kernels take to keep experts, if any do."""
     if keeping := sum(times.keeping_ps):
         yield Input("kernels that keep experts", to_seconds(keeping), "s")
+    if times.later_ps:
+        delay_s, source = LATER_DELAY * to_seconds(times.later_ps), f"{LATER_DELAY} of their time"
+        yield Input("copies for later, among what waits for the cores", delay_s, "s", source)
 
 
 def later_parts(idle_ps: float, expert_bytes: int, machine: MachineProfile) -> int:
@@ -326,10 +329,10 @@ class Missed(NamedTuple):
     def waiting_ps(self, machine: MachineProfile, layer_ps: int) -> int:
         """Picoseconds that the layer takes beyond its compute and its reading over the link.
 
-        It is the mean over the numbers of experts that the layer may miss, and what copies for
-        later delay it by. It is negative where products of found and shared experts hide more than
-        the cores are late by. Such products take as long as their bytes at the rate of GPU memory,
-        at least; ``layer_ps`` is the compute of the whole layer.
+        It is the mean over the numbers of experts that the layer may miss. Copies for later
+        lengthen it by LATER_DELAY of their time. It is negative where products of found and shared
+        experts hide more than the cores are late by. Such products take as long as their bytes at
+        the rate of GPU memory, at least; ``layer_ps`` is the compute of the whole layer.
 
         Several rows wait by the rates of one. Source: four sequences on an H200 waited 0.93 of this
         with gpt-oss-20b, 0.94 with Qwen3-30B in FP8, and 1.02 with packed DeepSeek-V2-Lite.

@@ -35,7 +35,7 @@ class CachedTimes(NamedTuple):
     cores: CoresUse | None = None
     """Work of the host's cores on what is missed."""
     later_bytes: int = 0
-    """Bytes that cross for later passes, which nothing waits for."""
+    """Bytes that cross for later passes, whose copies ``missed_ps`` counts in."""
 
 
 def read_ps(backend: Backend, machine: MachineProfile, num_bytes: int) -> int:

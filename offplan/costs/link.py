@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import ceil, erfc, exp, log, prod, sqrt
+from math import erfc, exp, log, prod, sqrt
 
 from offplan.checkpoint.model import Experts
 from offplan.checkpoint.parameter import Parameter
@@ -11,7 +11,7 @@ from offplan.checkpoint.tables import Table
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import PassShape, gathers_codes, groups_codes
 from offplan.held.unit import Unit
-from offplan.kernel_sizes import IN_PLACE_ROWS, LINE_BYTES, next_power
+from offplan.kernel_sizes import IN_PLACE_ROWS, LINE_BYTES
 from offplan.machine.curve import Reread
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Span
@@ -35,13 +35,14 @@ Source: cuBLAS on an H200 read a weight of 128 MiB once for 256 rows and twice f
 twice. Four times would explain that; with the MLP of one layer there too, three would.
 """
 
-LEAST_ROWS, MOST_ROWS = 64, 256
-"""Rows of an expert whose values a grouped product reads together: a power of two between these,
-that is as many as an expert has on average.
+FEW_TOGETHER, MANY_TOGETHER = 128, 256
+"""Rows of an expert whose values a grouped product reads together, where an expert has as few on
+average as the first, and where it has more.
 
 Source: experts of four models on an H200, by ours up to 128 rows and by torch's beyond
 (``benchmarks/results/steps-h200.json``). 48 rows on average read an expert 1.0 times, 128 rows 1.41
-to 1.49, 192 rows 1.0, 512 rows 2.2 to 2.4, 768 rows 3.5, and 2,048 rows 8.
+to 1.49, 192 rows 1.0, 512 rows 2.2 to 2.4, 768 rows 3.5, and 2,048 rows 8. Hunyuan-A13B's 64 rows
+took 1.07 times as long as one read of all.
 """
 
 UNALIGNED_ROWS = 1.3
@@ -130,7 +131,7 @@ class UnitUse:
         factor = 1.0 if is_coded else machine.find_in_place_read(unit.shape, self.num_tokens)
         if unit.is_expert and experts is not None and (is_coded or factor is None):
             rows = self.num_tokens * experts.num_experts_per_token / experts.num_in_all
-            together = min(MOST_ROWS, max(LEAST_ROWS, next_power(ceil(rows))))
+            together = FEW_TOGETHER if rows <= FEW_TOGETHER else MANY_TOGETHER
             factor = expert_reads(rows, IN_PLACE_ROWS if is_coded else together)
             kinds = [parameter.form.kind.value for parameter in unit.parameters]
             if is_coded and groups_codes(experts, self.num_tokens, kinds):

@@ -95,7 +95,7 @@ class PassTimes:
     """Picoseconds that each layer waits beyond reading if the cores multiply some of its missed
     experts. Negative if its other products hide both. Empty if the cores multiply none."""
     later_bytes: int = 0
-    """Bytes that the link brings for later passes, which nothing waits for, over all layers."""
+    """Bytes that the link brings for later passes, over all layers."""
     later_ps: int = 0
     """Picoseconds of the link for ``later_bytes``."""
     num_calls: tuple[int, ...] = ()

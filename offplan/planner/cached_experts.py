@@ -176,16 +176,16 @@ class KeepsExperts(Option):
         spare = every - find_room(space, space.question.budget).missing_bytes
         kept = min(self.experts.most, max(1, spare // sum(sizes[kind] for kind in kinds)))
 
-        def wait_ps(option: KeepsExperts, *, reads: bool) -> int:
+        def step_ps(option: KeepsExperts) -> tuple[int, int]:
             each = {kind: option.step_ps(space, kind, kept) for kind in sizes}
-            return sum(each[kind][1] + reads * each[kind][0] for kind in kinds)
+            return sum(each[kind][0] for kind in kinds), sum(each[kind][1] for kind in kinds)
 
         option = self
         for _ in range(ROUNDS):
-            idle_ps = space.decode.resident_ps + wait_ps(option, reads=False)
+            idle_ps = space.decode.resident_ps + step_ps(option)[1]
             bytes_of_each = sum(sizes[kind] for kind in kinds)
             option = replace(option, later=later_parts(idle_ps, bytes_of_each, space.machine))
-        return option if wait_ps(option, reads=True) < wait_ps(self, reads=True) else self
+        return option if sum(step_ps(option)) < sum(step_ps(self)) else self
 
 
 def list_options(space: Space, ways: Ways) -> Iterator[KeepsExperts]:

@@ -97,13 +97,18 @@ def find_floor_of(searcher: Searcher, budget: Budget) -> Floor:
     than packing saves. As far as time goes, only weights that are faster so are packed.
     """
     spaces, space = searcher.spaces, searcher.space
-    ways = [(each.stage, max(0, find_room(each, budget).missing_bytes)) for each in spaces]
+    ways = [(each.space.stage, max(0, _missing_bytes(each, budget))) for each in searcher.every]
     prompts = zip(*([each.prefill for each in space.settings] for space in spaces), strict=True)
     fastest = min(map(_fastest_ps, prompts)), _fastest_ps([space.decode for space in spaces])
     others = (0, 0) if searcher.stages is None else searcher.stages.fastest_ps
     asked = space.question
     beside = asked.goal.more_backends
     return find_floor(ways, space.machine, asked.workload, fastest, others, beside, space.mix)
+
+
+def _missing_bytes(searcher: Searcher, budget: Budget) -> int:
+    """Bytes of weights that are to leave the GPU at least."""
+    return find_room(searcher.space, budget).missing_bytes - searcher.spared_bytes
 
 
 def _fastest_ps(ways: Sequence[PassCompute]) -> int:
@@ -138,7 +143,7 @@ def plan_throughput(question: Question) -> PlanResult | None:
         sized = question.with_workload(batch=batch)
         below_s = NEVER if best is None else batch * best.best_s / best.plan.workload.batch
         searcher = Searcher(Space(sized))
-        if not any(_may_fit(space) for space in searcher.spaces):
+        if not any(_may_fit(each) for each in searcher.every):
             return
         if find_floor_of(searcher, sized.budget).objective_s >= below_s:
             return  # no plan can be as fast
@@ -163,10 +168,12 @@ def plan_throughput(question: Question) -> PlanResult | None:
     return best
 
 
-def _may_fit(space: Space) -> bool:
+def _may_fit(searcher: Searcher) -> bool:
     """Return True if the budget has room for all that is no layer's weight."""
-    layers_bytes = space.stage.loaded_bytes - space.stage.outside_bytes
-    return bool(find_room(space, space.question.budget).lacking_bytes.min() <= layers_bytes)
+    space = searcher.space
+    lacking_bytes = find_room(space, space.question.budget).lacking_bytes.min()
+    lacking_bytes -= space.stage.loaded_bytes - space.stage.outside_bytes
+    return bool(lacking_bytes <= 0 or lacking_bytes <= searcher.spared_bytes)
 
 
 def tokens_per_s(plan: Plan) -> float:

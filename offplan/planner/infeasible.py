@@ -23,7 +23,7 @@ def explain_infeasible(searcher: Searcher, question: Question, search: Search) -
     budget, workload = question.budget, question.workload
     if question.goal.engine and not search.gpu_lack:
         return _explain_engine(searcher, question, question.goal.engine, not search.host_lack)
-    if search.gpu_lack or not search.host_lack:  # caches lack what is not told
+    if search.gpu_lack:
         lack = -(-int(search.gpu_lack) * 1000 // round(1000 * (1 - MARGIN)))
         space = min(searcher.spaces, key=lambda each: find_room(each, budget).lacking_bytes.min())
         stage, number = space.stage, int(find_room(space, budget).lacking_bytes.argmin())
@@ -32,10 +32,10 @@ def explain_infeasible(searcher: Searcher, question: Question, search: Search) -
         fixed = stage.outside_bytes - smallest.host_bytes
         weights = stage.loaded_bytes - smallest.host_bytes
         taken = smallest.device_bytes + overhead_bytes(space.machine, budget) - weights
+        most = "up to " * (searcher.spared_bytes > 0)  # a second rule may take the rest
         return InfeasibleError(
             f"no plan fits {format_budget(budget.gpu_memory)} of GPU memory: "
-            f"{format_bytes_enough(lack) if lack else 'some'} more are needed. Of what lies "
-            f"outside the layers "
+            f"{most}{format_bytes_enough(lack)} more are needed. Of what lies outside the layers "
             f"{format_bytes(fixed)} are always on the GPU; {layers}KV cache, "
             f"activations and overhead take {format_bytes(taken)}. Give more GPU memory, or "
             f"shorten the context ({workload.context} tokens) or the batch "

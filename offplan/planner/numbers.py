@@ -83,15 +83,24 @@ class Numbers:
     def shared_bytes(self) -> Ints:
         """Bytes on the GPU for pieces at least, once for all layers, [options + 1, settings].
 
-        They are those of all kinds of layers: a larger rule of an option never frees less.
+        They are those of all kinds of layers: a larger rule of an option never frees less. Where
+        pieces of all layers spare more than they take they are negative.
         """
         shape, pieces = (len(self.has_curve), len(self.space.settings)), self._pieces
-        largest = (pieces.gpu_bytes - pieces.spared_bytes).max(axis=1).reshape(shape[0], -1)
-        return np.broadcast_to(largest, shape)
+        if not self._has_pieces:
+            return np.zeros(shape, dtype=np.int64)
+        taken = pieces.gpu_bytes - pieces.spared_bytes
+        most = taken.max(axis=1, initial=taken.min(), where=pieces.num_pieces[..., None] > 0)
+        return np.where(self._in_pieces[:, None], most, 0)
 
     @cached_property
+    def _in_pieces(self) -> NDArray[np.bool_]:
+        """True if an option has pieces of any layer, [options + 1]."""
+        return np.asarray(self._pieces.num_pieces.any(axis=1))
+
+    @property
     def _has_pieces(self) -> bool:
-        return bool(self.shared_bytes.any())
+        return bool(self._in_pieces.any())
 
     def pieces_ps(self, option: Ints, counts: Ints) -> Floats:
         """Picoseconds of the copies of pieces of so many layers of each kind, [settings, rules].
@@ -135,10 +144,10 @@ class Numbers:
         """Spend the bytes that candidates leave on what their rules' numbers take.
 
         ``options`` and ``takes`` are of the first rule and of the second: which layers it takes, 1
-        for each. Returns whether the bytes do, [candidates]. Pieces of all layers may take less
-        than what they spare: some bytes may lack then.
+        for each. Returns True where the bytes suffice, [candidates]. ``spare`` may be negative
+        where pieces of all layers spare more than they take.
         """
-        has_own = self.has_curve | self.shared_bytes.any(axis=1)
+        has_own = self.has_curve | self._in_pieces
         if not has_own.any():
             return spare >= 0, None
         is_first, is_second = (has_own[each] for each in options)

@@ -105,9 +105,19 @@ class Searcher:
         return Searcher(self.space, trades=False, recodes=self.recodes)
 
     @property
+    def every(self) -> "list[Searcher]":
+        """This one, and that with all recoded."""
+        return [self, *([] if self.recoded is None else [self.recoded])]
+
+    @property
     def spaces(self) -> list[Space]:
-        """All that are searched: this one, and that with all recoded."""
-        return [self.space, *([] if self.recoded is None else [self.recoded.space])]
+        """All that are searched."""
+        return [each.space for each in self.every]
+
+    @property
+    def spared_bytes(self) -> int:
+        """Bytes of GPU memory that a plan in parts of all layers may lack, at most."""
+        return max(0, -int(self.prices.numbers.shared_bytes.min()))
 
     @property
     def fastest(self) -> Fastest:

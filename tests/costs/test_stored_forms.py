@@ -154,7 +154,8 @@ def test_experts_are_read_once_for_as_many_rows_as_a_program_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "reads"), [(48, 1.02), (128, 1.45), (192, 1.0), (512, 2.4), (768, 3.48), (2048, 8.2)]
+    ("rows", "reads"),
+    [(48, 1.02), (64, 1.07), (128, 1.45), (192, 1.0), (512, 2.4), (768, 3.48), (2048, 8.2)],
 )
 def test_values_of_experts_are_read_as_often_as_measured(rows: int, reads: float) -> None:
     """With what an H200's grouped products took, in multiples of few rows."""
@@ -162,7 +163,7 @@ def test_values_of_experts_are_read_as_often_as_measured(rows: int, reads: float
     stage = open_stage("tests/models/deepseek-v2-lite/config.json")
     values = [unit for unit in group_units(stage.layers[1]) if unit.is_expert]
     read = uva_bytes(machine, values, stage.experts, rows * 64 // 6)
-    assert read == pytest.approx(reads * sum(unit.nbytes for unit in values), rel=0.06)
+    assert read == pytest.approx(reads * sum(unit.nbytes for unit in values), rel=0.07)
 
 
 @pytest.mark.parametrize("told", [{}, {"desc_act": False}, {"static_groups": True}])

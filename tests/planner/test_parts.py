@@ -160,3 +160,25 @@ def test_what_parts_of_all_layers_spare_counts_as_room(tmp_path: Path) -> None:
     plan = make_plan(asked).plan
     assert plan.prediction.gpu_memory.total_bytes <= 1040 * 2**20
     assert any(rule.parts for rule in plan.offload.rules)
+
+
+def test_parts_are_priced_beside_dense_layers() -> None:
+    """DeepSeek-V3's first layers are dense: its experts spare more than their parts take."""
+    published = open_model("benchmarks/models/deepseek-v3-8-layers/config.json")
+    workload = Workload(batch=1, prompt_tokens=16, output_tokens=4, context=400)
+    plans = [
+        make_plan(
+            plan_ask(
+                published,
+                load_machine("h200-pcie5"),
+                workload,
+                gpu_memory=12 * 2**30,
+                host_cores=False,
+                parts=parts,
+            )
+        )
+        for parts in ("off", "auto")
+    ]
+    without, best = (each.plan.prediction.objective_s for each in plans)
+    assert best <= 1.01 * without
+    assert all(each.gap >= 1 for each in plans)
