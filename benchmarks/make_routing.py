@@ -6,6 +6,7 @@ All layers have the reuse of the same traces: a profile stands for the mean of l
 """
 
 import argparse
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,6 @@ from offplan.checkpoint.open import open_model
 from offplan.plan import ModelRef
 from offplan.routing.profile import (
     BatchReuse,
-    LayerReuse,
     RoutingProfile,
     check_routing,
     dump_routing,
@@ -36,20 +36,21 @@ def profile_trace(model: Model, reuse: str) -> RoutingProfile:
     steps = np.stack(traces, axis=1)[:, None]  # [tokens, layers, sequences, choices]
     reference = ModelRef.model_validate(model, from_attributes=True)
     profile = make_routing(reference, layers[:1], [steps], sizes[0])
-
-    def spread(reuses: tuple[BatchReuse, ...]) -> tuple[BatchReuse, ...]:
-        """Give all layers the one's reuse."""
-        return tuple(
-            each.model_copy(update={"layers": tuple(_as_layer(each, index) for index in layers)})
-            for each in reuses
-        )
-
-    changed = {"batches": spread(profile.batches), "passes": spread(profile.passes)}
+    changed = {
+        "batches": _to_layers(profile.batches, layers),
+        "passes": _to_layers(profile.passes, layers),
+    }
     return profile.model_copy(update=changed)
 
 
-def _as_layer(reuse: BatchReuse, index: int) -> LayerReuse:
-    return reuse.layers[0].model_copy(update={"layer": index})
+def _to_layers(reuses: Iterable[BatchReuse], layers: Sequence[int]) -> tuple[BatchReuse, ...]:
+    """Give each of some layers the reuse of the one layer that was recorded."""
+    return tuple(
+        each.model_copy(
+            update={"layers": tuple(each.layers[0].model_copy(update={"layer": n}) for n in layers)}
+        )
+        for each in reuses
+    )
 
 
 def main() -> None:

@@ -189,14 +189,14 @@ def _top_of_scaled_sigmoids(self, hidden_states, e_score_correction_bias):  # ty
 _SCALE = "routed_scaling_factor"
 _KNOWN = {
     _top_of_scores: Scoring("chosen"),
+    _top_of_wide_scores: Scoring("chosen", narrows=True),
     _top_of_shares: Scoring("all", normalises=None),
     _top_of_shares_divided: Scoring("all"),
     _top_of_shares_in_float32: Scoring("all", widens=True),
-    _top_of_wide_scores: Scoring("chosen", narrows=True),
     _top_of_shares_of_gate: Scoring("all"),
     _top_of_biased_shares: Scoring("share", narrows=True, reads_float32=True),
-    _top_of_shares_of_groups: Scoring("all", False, reads_float32=True, scale=_SCALE),
-    _top_of_groups: Scoring("sigmoid", None, reads_float32=True, scale=_SCALE),
+    _top_of_shares_of_groups: Scoring("all", normalises=False, reads_float32=True, scale=_SCALE),
+    _top_of_groups: Scoring("sigmoid", normalises=None, reads_float32=True, scale=_SCALE),
     _top_of_sigmoids: Scoring("sigmoid", widens=True),
     _top_of_scaled_sigmoids: Scoring("sigmoid", reads_float32=True, scale="router_scaling_factor"),
 }
