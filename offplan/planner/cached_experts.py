@@ -166,10 +166,12 @@ class KeepsExperts(Option):
     def with_later(self, space: Space) -> "KeepsExperts":
         """Return it with what the link may bring for later of what the cores multiply.
 
-        It is that of a step of which nothing else crosses the link, with as many slots as the
-        budget has room for beside all other weights: ``settle_later`` sets that of a plan. Where
-        such a step is no shorter, as without a routing profile, it brings nothing.
+        The link's idle time is that of a step of which nothing else crosses the link, with as many
+        slots as the budget has room for beside all other weights. ``settle_later`` finds a plan's
+        own. Where such a step is no shorter, as without a routing profile, the link brings nothing.
         """
+        if space.stage.routing is None:
+            return self
         kinds = [kind for kind in space.kind_of if self.experts.slots[kind]]
         sizes = {kind: slots.expert_bytes for kind, slots in enumerate(self.experts.slots) if slots}
         every = sum(self.experts.most * sizes[kind] for kind in kinds)
@@ -218,10 +220,8 @@ def settle_later(question: Question, offload: Offload) -> Offload:
     A step that finds more is shorter, and leaves the link less time: both follow from each other.
     Rules bring nothing where the step is no shorter for it, as without a routing profile.
     """
-    if not any(rule.divides_missed for rule in offload.rules):
-        return offload
     without = _with_later(offload, 0)
-    if question.stage.routing is None:
+    if question.stage.routing is None or not any(rule.divides_missed for rule in offload.rules):
         return without
     for _ in range(ROUNDS):
         parts = _count_parts(question, offload)
