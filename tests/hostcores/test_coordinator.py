@@ -440,6 +440,20 @@ def test_a_list_is_read_before_the_answer(coordinator: Coordinator) -> None:
     assert copier.copies == []
 
 
+def test_a_bell_heard_as_something_fails_is_answered(
+    words: Words, coordinator: Coordinator
+) -> None:
+    """The failure's own answer came before the bell, whose kernel took it back."""
+    slow = coordinator.add_sleep(0.5, limit_s=0.1)
+    assert Stream(coordinator).run(slow) == FAILED  # the thread sleeps on
+    words.answer = 0
+    ends = time.monotonic() + 20
+    while not words.answer:
+        assert time.monotonic() < ends, "the thread heard a bell and answered nothing"
+        time.sleep(0.01)
+    assert words.answer == FAILED
+
+
 def test_a_copy_that_fails_is_said(coordinator: Coordinator) -> None:
     stream, copier, layer = Stream(coordinator), Copier(coordinator, 700), Listing(coordinator)
     layer.note((2, 1), (3, 0))
