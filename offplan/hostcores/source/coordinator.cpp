@@ -247,11 +247,8 @@ void Coordinator::serve() {
     heard_ns = now_ns();
     busy_ns.fetch_add(heard_ns - began, std::memory_order_relaxed);
     num_done.fetch_add(1, std::memory_order_relaxed);
-    if (why.load()) {  // that answer may be older than this bell, whose kernel took it back
-      words->answer.store(FAILED, std::memory_order_release);
-      break;
-    }
-    if (failed) fail(1);
+    // an answer that something failed may be older than this bell, whose kernel took it back
+    if (failed || why.load()) fail(1);
     else words->answer.store(DONE, std::memory_order_release);
     if (lists) wake_copier();
   }
