@@ -11,7 +11,7 @@ from offplan.checkpoint.tables import Table
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import PassShape, gathers_codes, groups_codes
 from offplan.held.unit import Unit
-from offplan.kernel_sizes import IN_PLACE_ROWS, LINE_BYTES
+from offplan.kernel_sizes import FEW_EXPERT_ROWS, IN_PLACE_ROWS, LINE_BYTES
 from offplan.machine.curve import Reread
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Span
@@ -36,8 +36,7 @@ twice. Four times would explain that; with the MLP of one layer there too, three
 """
 
 FEW_TOGETHER, MANY_TOGETHER = 128, 256
-"""Rows of an expert whose values a grouped product reads together, where an expert has as few on
-average as the first, and where it has more.
+"""Rows of an expert whose values a grouped product reads together: of ours, and of torch's.
 
 Source: experts of four models on an H200, by ours up to 128 rows and by torch's beyond
 (``benchmarks/results/steps-h200.json``). 48 rows on average read an expert 1.0 times, 128 rows 1.41
@@ -131,7 +130,7 @@ class UnitUse:
         factor = 1.0 if is_coded else machine.find_in_place_read(unit.shape, self.num_tokens)
         if unit.is_expert and experts is not None and (is_coded or factor is None):
             rows = self.num_tokens * experts.num_experts_per_token / experts.num_in_all
-            together = FEW_TOGETHER if rows <= FEW_TOGETHER else MANY_TOGETHER
+            together = FEW_TOGETHER if rows <= FEW_EXPERT_ROWS else MANY_TOGETHER
             factor = expert_reads(rows, IN_PLACE_ROWS if is_coded else together)
             kinds = [parameter.form.kind.value for parameter in unit.parameters]
             if is_coded and groups_codes(experts, self.num_tokens, kinds):

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from offplan.forms.form import Form
-from offplan.kernel_sizes import experts_at_once
+from offplan.kernel_sizes import FEW_EXPERT_ROWS, experts_at_once
 from offplan.runtime.forms import grouped_kernels, products
 from offplan.runtime.forms.gates import Gate
 from offplan.runtime.forms.operands import operands_of
@@ -43,14 +43,6 @@ DESCRIBED_TILE = Tile(num_warps=4, num_stages=3, programs=2, is_described=True)
 
 Source: 8,192 pairs of gpt-oss-20b on an H200 took 0.81 ms so, 0.89 with 8 warps, and 1.02 to 1.57
 by pointers. All gave the same bits.
-"""
-FEW_ROWS = 128
-"""Rows of an expert on average up to which our product of values is faster than torch's on 9.x.
-
-Source: first matrices of experts on an H200, in GPU memory. 128 rows with each of 128 experts,
-2,816 x 4,096, took 0.93 ms, and 1.24 by torch; with 512 rows they took 2.51, and 2.42. Four shapes
-gave the same bits. In host memory few rows take as long by either, and many up to twice as long by
-ours.
 """
 LEAST_ROWS = 64
 """Rows of a tile at least: with fewer the matrix units of compute capability 9.0 lie idle."""
@@ -111,7 +103,7 @@ def is_for_library(values: torch.Tensor, x: torch.Tensor) -> bool:
     aligned &= all(size % 8 == 0 for size in (*values.shape[1:], *values.stride()[:-1]))
     is_known = x.is_cuda and x.dtype == torch.bfloat16 and aligned and x.is_contiguous()
     major = compute_capability(x.device.index)[0] if is_known else 0
-    is_ours = len(x) <= FEW_ROWS * len(values) and can_describe(values, x)
+    is_ours = len(x) <= FEW_EXPERT_ROWS * len(values) and can_describe(values, x)
     return major == 10 or (major == 9 and not is_ours)
 
 
