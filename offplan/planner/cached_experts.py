@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -174,20 +174,20 @@ class KeepsExperts(Option):
             return self
         kinds = [kind for kind in space.kind_of if self.experts.slots[kind]]
         sizes = {kind: slots.expert_bytes for kind, slots in enumerate(self.experts.slots) if slots}
-        every = sum(self.experts.most * sizes[kind] for kind in kinds)
-        spare = every - find_room(space, space.question.budget).missing_bytes
-        kept = min(self.experts.most, max(1, spare // sum(sizes[kind] for kind in kinds)))
+        bytes_of_each = sum(sizes[kind] for kind in kinds)
+        missing = -(-find_room(space, space.question.budget).missing_bytes // bytes_of_each)
+        kept = min(self.experts.most, max(1, self.experts.most - missing))
 
         def step_ps(option: KeepsExperts) -> tuple[int, int]:
             each = {kind: option.step_ps(space, kind, kept) for kind in sizes}
             return sum(each[kind][0] for kind in kinds), sum(each[kind][1] for kind in kinds)
 
-        option = self
+        option, found = self, (without := step_ps(self))
         for _ in range(ROUNDS):
-            idle_ps = space.decode.resident_ps + step_ps(option)[1]
-            bytes_of_each = sum(sizes[kind] for kind in kinds)
+            idle_ps = space.decode.resident_ps + found[1]
             option = replace(option, later=later_parts(idle_ps, bytes_of_each, space.machine))
-        return option if sum(step_ps(option)) < sum(step_ps(self)) else self
+            found = step_ps(option)
+        return option if sum(found) < sum(without) else self
 
 
 def list_options(space: Space, ways: Ways) -> Iterator[KeepsExperts]:
@@ -230,8 +230,7 @@ def settle_later(question: Question, offload: Offload) -> Offload:
             break
     else:
         offload = _with_later(offload, min(parts, _count_parts(question, offload)))
-    shorter = _step_ps(question, offload) < _step_ps(question, without)
-    return offload if shorter else without
+    return min(without, offload, key=partial(_step_ps, question))  # of equal ones the first
 
 
 def _step_ps(question: Question, offload: Offload) -> float:
