@@ -97,7 +97,7 @@ def find_floor_of(searcher: Searcher, budget: Budget) -> Floor:
     than packing saves. As far as time goes, only weights that are faster so are packed.
     """
     spaces, space = searcher.spaces, searcher.space
-    ways = [(each.space.stage, max(0, _missing_bytes(each, budget))) for each in searcher.every]
+    ways = [(each.space.stage, _missing_bytes(each, budget)) for each in searcher.every]
     prompts = zip(*([each.prefill for each in space.settings] for space in spaces), strict=True)
     fastest = min(map(_fastest_ps, prompts)), _fastest_ps([space.decode for space in spaces])
     others = (0, 0) if searcher.stages is None else searcher.stages.fastest_ps
@@ -108,7 +108,8 @@ def find_floor_of(searcher: Searcher, budget: Budget) -> Floor:
 
 def _missing_bytes(searcher: Searcher, budget: Budget) -> int:
     """Bytes of weights that are to leave the GPU at least."""
-    return find_room(searcher.space, budget).missing_bytes - searcher.spared_bytes
+    missing = find_room(searcher.space, budget).missing_bytes
+    return max(0, missing - searcher.spared_bytes) if missing > 0 else 0  # asked if it matters
 
 
 def _fastest_ps(ways: Sequence[PassCompute]) -> int:
