@@ -47,6 +47,11 @@ MAX_CAPTURED_CHUNKS = 16
 
 Source: estimated.
 """
+FUSED_DIM = 256
+"""Elements of a head's vectors up to which torch has kernels for prompts.
+
+Attention with wider ones, 512 of Gemma 4, is compiled. Source: torch 2.13, ``sdp_utils.cpp``.
+"""
 LATENT_HEADS = 16
 """Heads of one program of the kernel for latents: the least that the matrix units take."""
 CODED_PROGRAMS = 2
@@ -160,8 +165,15 @@ FEW_EXPERT_ROWS = 128
 
 Source: first matrices of experts on an H200, in GPU memory. 128 rows with each of 128 experts,
 2,816 x 4,096, took 0.93 ms, and 1.24 by torch; with 512 rows they took 2.51, and 2.42. Four shapes
-gave the same bits. In host memory few rows take as long by either, and many up to twice as long by
-ours.
+gave the same bits.
+"""
+FEW_IN_PLACE_ROWS, IN_PLACE_VALUE_ROWS = 256, 512
+"""Rows of an expert that read its values in host memory together, at most: of few, and of many.
+
+Source: first matrices of experts of two models on an H200, in host memory, 64 of 1,536 x 2,048 and
+16 of 5,760 x 2,880. With 128 / 384 / 1,024 rows on average the former took 7.8 / 15.7 / 34.9 ms by
+tiles of 256 rows, 7.8 / 7.8 / 19.2 by 512, and 12.0 / 15.7 / 34.9 by torch. With 1,024 the latter
+took 45.8, 25.2 and 63.7.
 """
 LEAST_SHARES = 1e-12
 """What the sum of chosen shares of the softmax is raised to where the kernel divides by it.
@@ -207,6 +219,15 @@ def are_gathered(num_pairs: int, num_experts: int) -> bool:
     They are where so few pairs of a token and an expert are sent to so many experts.
     """
     return num_pairs <= num_experts
+
+
+def rows_in_place(num_rows: float, num_experts: int) -> int:
+    """Return how many rows of an expert read its values in host memory together, at most.
+
+    ``num_rows`` are those of all its experts. By the most of few rows a tile has nothing to do.
+    """
+    is_few = num_rows <= FEW_IN_PLACE_ROWS // 4 * num_experts
+    return FEW_IN_PLACE_ROWS if is_few else IN_PLACE_VALUE_ROWS
 
 
 def is_captured(num_chunks: int, num_tokens: int) -> bool:

@@ -11,7 +11,7 @@ from offplan.checkpoint.tables import Table
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import PassShape, gathers_codes, groups_codes
 from offplan.held.unit import Unit
-from offplan.kernel_sizes import FEW_EXPERT_ROWS, IN_PLACE_ROWS, LINE_BYTES
+from offplan.kernel_sizes import IN_PLACE_ROWS, LINE_BYTES, rows_in_place
 from offplan.machine.curve import Reread
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Span
@@ -33,15 +33,6 @@ TILE_ROWS = 128
 Source: cuBLAS on an H200 read a weight of 128 MiB once for 256 rows and twice for 512. With
 ``o_proj`` (32 MiB) of ten layers of Qwen3-8B in place, a prompt of 512 took 15 ms longer than at
 twice. Four times would explain that; with the MLP of one layer there too, three would.
-"""
-
-FEW_TOGETHER, MANY_TOGETHER = 128, 256
-"""Rows of an expert whose values a grouped product reads together: of ours, and of torch's.
-
-Source: experts of four models on an H200, by ours up to 128 rows and by torch's beyond
-(``benchmarks/results/steps-h200.json``). 48 rows on average read an expert 1.0 times, 128 rows 1.41
-to 1.49, 192 rows 1.0, 512 rows 2.2 to 2.4, 768 rows 3.5, and 2,048 rows 8. Hunyuan-A13B's 64 rows
-took 1.07 times as long as one read of all.
 """
 
 UNALIGNED_ROWS = 1.3
@@ -130,8 +121,7 @@ class UnitUse:
         factor = 1.0 if is_coded else machine.find_in_place_read(unit.shape, self.num_tokens)
         if unit.is_expert and experts is not None and (is_coded or factor is None):
             rows = self.num_tokens * experts.num_experts_per_token / experts.num_in_all
-            together = FEW_TOGETHER if rows <= FEW_EXPERT_ROWS else MANY_TOGETHER
-            factor = expert_reads(rows, IN_PLACE_ROWS if is_coded else together)
+            factor = expert_reads(rows, IN_PLACE_ROWS if is_coded else rows_in_place(rows, 1))
             kinds = [parameter.form.kind.value for parameter in unit.parameters]
             if is_coded and groups_codes(experts, self.num_tokens, kinds):
                 factor = 1.0

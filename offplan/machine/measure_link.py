@@ -11,7 +11,7 @@ from functools import partial
 from math import prod
 
 import torch
-from torch.nn.functional import grouped_mm, linear
+from torch.nn.functional import linear
 
 from offplan.hostmem.block import view_in_place
 from offplan.machine.curve import FIT_FROM_BYTES, CopyRate, fit_latency
@@ -22,20 +22,27 @@ from offplan.progress import Progress
 from offplan.stores import SECOND_GPU_LINK
 from offplan.units import format_bytes
 
+MultiplyExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Multiplies rows, [pairs, in], sorted by their experts, by values, [experts, out, in]. The third
+one, int32 [experts + 1], has where each expert's rows begin."""
+
 
 def measure_in_place_reads(
     products: Sequence[tuple[tuple[int, ...], int]],
     pairs_per_token: int,
     uva: float,
     on_progress: Progress | None = None,
+    *,
+    multiply_experts: MultiplyExperts | None = None,
 ) -> tuple[InPlaceRead, ...]:
     """Time bf16 products on the current CUDA device, their weight in pinned memory.
 
     Each product is a shape and a number of tokens; products are sorted by both, in this order. A
     shape is [out, in], or [experts, out, in] for routed experts. Each token goes to
-    ``pairs_per_token`` of the experts. ``uva`` is the rate of reading once, in bytes per second. A
-    weight of more than PINNED_BYTES is cut along its first dimension: whole tiles are left out.
-    Noise does not make more tokens read less. Raises MemoryLimitError.
+    ``pairs_per_token`` of the experts, every expert has as many, and ``multiply_experts``
+    multiplies them. ``uva`` is the rate of reading once, in bytes per second. A weight of more than
+    PINNED_BYTES is cut along its first dimension: whole tiles are left out. Noise does not make
+    more tokens read less. Raises MemoryLimitError.
     """
     reads: list[InPlaceRead] = []
     with pinned(PINNED_BYTES) as host:
@@ -43,7 +50,12 @@ def measure_in_place_reads(
         memory = view_in_place(host, device).view(torch.bfloat16)
         for number, (shape, tokens) in enumerate(products):
             weight = _cut(memory, shape)
-            seconds = time_work(_product(weight, shape, tokens, pairs_per_token)).seconds
+            work = _product(weight, tokens)
+            if len(shape) > 2:
+                assert multiply_experts is not None, "what multiplies routed experts"
+                pairs = max(1, tokens * pairs_per_token // shape[0])
+                work = partial(multiply_experts, weight, *_deal_out(weight, pairs))
+            seconds = time_work(work).seconds
             least = reads[-1].factor if reads and reads[-1].shape == shape else 1.0
             factor = max(least, seconds * uva / weight.nbytes)
             reads.append(InPlaceRead(shape=shape, tokens=tokens, factor=factor))
@@ -59,21 +71,17 @@ def _cut(memory: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return memory[: held * prod(rest)].view(held, *rest)
 
 
-def _product(
-    weight: torch.Tensor, shape: tuple[int, ...], tokens: int, pairs_per_token: int
-) -> Callable[[], torch.Tensor]:
-    """Return torch's product; every expert has as many pairs.
+def _product(weight: torch.Tensor, tokens: int) -> Callable[[], torch.Tensor]:
+    """Return torch's product; the runtime's own one of few rows takes as long over the link."""
+    hidden = torch.zeros(tokens, weight.shape[-1], dtype=weight.dtype, device="cuda")
+    return lambda: linear(hidden, weight)
 
-    The runtime's own product of few rows takes as long over the link.
-    """
-    size, dtype = weight.shape[-1], weight.dtype
-    if weight.dim() == 2:
-        hidden = torch.zeros(tokens, size, dtype=dtype, device="cuda")
-        return lambda: linear(hidden, weight)
-    pairs = max(1, tokens * pairs_per_token // shape[0])
-    ends = torch.arange(1, len(weight) + 1, dtype=torch.int32, device="cuda") * pairs
-    routed = torch.zeros(pairs * len(weight), size, dtype=dtype, device="cuda")
-    return lambda: grouped_mm(routed, weight.mT, offs=ends)
+
+def _deal_out(weight: torch.Tensor, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of as many pairs of each expert, and where each expert's begin."""
+    num_experts, _, size = weight.shape
+    rows = torch.zeros(pairs * num_experts, size, dtype=weight.dtype, device="cuda")
+    return rows, torch.arange(num_experts + 1, dtype=torch.int32, device="cuda") * pairs
 
 
 CURVE_BYTES = (*(4096 * 4**power for power in range(8)), PINNED_BYTES)

@@ -60,7 +60,7 @@ class Machine:
         self.bytes_of_others.append(bytes_of_others)
         return load_profile("h200-pcie5")
 
-    def time_reads(self, products: Any, *_: Any) -> tuple[InPlaceRead, ...]:
+    def time_reads(self, products: Any, *_: Any, **__: Any) -> tuple[InPlaceRead, ...]:
         return tuple(InPlaceRead(shape=s, tokens=tokens, factor=3) for s, tokens in products)
 
     def time_cores(self, stage: Any, device: Any, num_threads: int | None) -> dict[str, Any]:

@@ -76,7 +76,8 @@ def test_a_profile_may_have_measured_its_own() -> None:
         (256, False, 128_000),
         (1, True, 6_000),  # six experts of 64
         (1000, True, 64_000),  # all experts, 94 tokens each: no tile is read twice
-        (3840, True, 128_000),  # 360 tokens each
+        (3840, True, 64_000),  # 360 tokens each
+        (7680, True, 128_000),  # 720
     ],
 )
 def test_experts_cross_as_tokens_touch_them(

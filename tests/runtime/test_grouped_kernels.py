@@ -12,7 +12,12 @@ from torch.nn.functional import silu
 
 from offplan import kernel_sizes
 from offplan.forms.form import Form, Kind
-from offplan.kernel_sizes import are_grouped, experts_at_once
+from offplan.kernel_sizes import (
+    FEW_IN_PLACE_ROWS,
+    IN_PLACE_VALUE_ROWS,
+    are_grouped,
+    experts_at_once,
+)
 from offplan.runtime.forms import experts as experts_module
 from offplan.runtime.forms import stored
 from offplan.runtime.forms.experts import (
@@ -124,7 +129,9 @@ def test_values_are_multiplied(
     if is_transposed:
         values = values.mT.contiguous().mT
     assert grouped.can_describe(values, x) == (is_described and not is_transposed)
-    assert_near(grouped.multiply_values(values, x, starts, bias), expect(values, x, starts, bias))
+    for in_place in (False, True):
+        made = grouped.multiply_values(values, x, starts, bias, in_place=in_place)
+        assert_near(made, expect(values, x, starts, bias))
     no_bias = grouped.multiply_values(values, x, starts)
     assert_near(no_bias, expect(values, x, starts, torch.zeros_like(bias)))
 
@@ -152,6 +159,27 @@ def test_torchs_product_serves_where_it_is_the_faster_one(
     values = values[..., :64] if is_part else values[..., :64].contiguous()
     assert grouped.is_for_library(values, x) == is_for_library
     assert not grouped.is_for_library(values.half(), x.half())
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "in_place", "rows"),
+    [
+        *((3 * 48, False, 64), (3 * 48 + 1, False, 128)),
+        *((64, True, 64), (65, True, 128), (129, True, FEW_IN_PLACE_ROWS)),
+        *((192, True, FEW_IN_PLACE_ROWS), (513, True, IN_PLACE_VALUE_ROWS)),
+    ],
+)
+def test_tiles_have_as_many_rows_as_their_experts_need(
+    num_rows: int, in_place: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those of values in host memory as many as any expert may have, up to a limit."""
+    from offplan.runtime.forms import grouped
+
+    monkeypatch.setattr(grouped, "compute_capability", lambda index: (8, 9))
+    x, values = torch.zeros(num_rows, 8), torch.zeros(3, 8, 8)
+    tile = grouped.choose_tile(values, x, 3, in_place=in_place)
+    assert tile.rows == rows
+    assert tile.rows * tile.outs <= 256 * 128
 
 
 @pytest.mark.gpu
@@ -390,7 +418,9 @@ def test_operators_tell_what_they_return() -> None:
         )
     values = random(2, 40, coded.NUM_IN)
     torch.library.opcheck(
-        torch.ops.offplan.multiply_values.default, (values, x, starts, None), test_utils=checks
+        torch.ops.offplan.multiply_values.default,
+        (values, x, starts, None, False),
+        test_utils=checks,
     )
     torch.library.opcheck(
         torch.ops.offplan.gate_rows.default, (random(3, 80), *Gate()), test_utils=checks
@@ -409,12 +439,19 @@ def test_kernels_compile(target: int) -> None:
 
     kinds = dict.fromkeys(("x", "weight", "out", "bias"), "*bf16")
     kinds["starts"] = "*i32"
-    tile = {"EXPERTS": 32, "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "WHOLE": True}
-    options = {"num_warps": 8, "num_stages": 3}
-    described = dict.fromkeys(("x", "weight"), "tensordesc<bf16[128, 64]>")
-    for is_described, last in ((False, {}), (True, {"bias": None})):
-        constants = tile | {"DESCRIBED": is_described, "stride_in": 1} | last
-        types = kinds | (described if is_described else {})
+    tile = {"EXPERTS": 32, "BLOCK_K": 64, "WHOLE": True, "stride_in": 1}
+    options = {"num_warps": 8, "num_stages": 3 if target == 90 else 1}
+    sizes = (128, 128), (FEW_IN_PLACE_ROWS, 128), (IN_PLACE_VALUE_ROWS, 64)
+    for (rows, outs), is_described in product(sizes, (False, True)):
+        constants: dict[Any, Any] = {**tile, "BLOCK_M": rows, "BLOCK_N": outs}
+        constants["DESCRIBED"] = is_described
+        types = dict(kinds)
+        if is_described:
+            constants["bias"] = None
+            types |= {
+                "x": f"tensordesc<bf16[{rows}, 64]>",
+                "weight": f"tensordesc<bf16[{outs}, 64]>",
+            }
         kernel: Any = grouped_kernels.multiply_groups
         made = compile_ptx(kernel, target, types, constants, options)
         assert ("wgmma" if target == 90 else "mma") in made

@@ -265,7 +265,7 @@ def test_a_convolution_is_not_timed_as_a_product(
 ) -> None:
     stage, products = open_stage(folder), []
     monkeypatch.setattr(
-        layer_times, "measure_in_place_reads", lambda each, *_: products.extend(each)
+        layer_times, "measure_in_place_reads", lambda each, *_, **__: products.extend(each)
     )
     layer_times.measure_model_reads(stage, Workload(batch=1), [READ_ONCE_TOKENS + 1], 1e9)
     shapes = {shape for shape, _ in products}

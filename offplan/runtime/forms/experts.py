@@ -17,6 +17,7 @@ from offplan.runtime.forms.stored import (
 from offplan.transformers_private import (
     ExpertsInterface,
     apply_gate,
+    is_experts,
     multiply_groups,
     name_first,
 )
@@ -61,17 +62,20 @@ def are_rounded(experts: nn.Module) -> bool:
 
 
 def mark_in_place(module: nn.Module, names: Collection[str]) -> None:
-    """Have experts know which of their weights are read in place: those whose codes are ``names``.
+    """Have experts know which of their weights are read in place, as codes or values.
 
-    ``names`` are those of the module's parameters.
+    ``names`` are those of the module's parameters that are.
     """
     for path, experts in module.named_modules():
-        if holds_codes(experts):
-            vars(experts)["in_place"] = tuple(
-                name
-                for name in vars(experts)["stored_experts"]
-                if f"{path}.{component_name(name, Component.WEIGHT)}" in names
-            )
+        if not is_experts(experts):
+            continue
+        stored, own = vars(experts).get("stored_experts", {}), (name_first(experts), "down_proj")
+        kept_as = {
+            name: component_name(name, Component.WEIGHT) if name in stored else name for name in own
+        }
+        vars(experts)["in_place"] = tuple(
+            name for name, kept in kept_as.items() if f"{path}.{kept}" in names
+        )
 
 
 def forward_stored(
@@ -149,7 +153,7 @@ def _by_groups(experts: Any, starts: torch.Tensor) -> Callable[[str, torch.Tenso
         if not holds_codes(experts):
             values = getattr(experts, name)
             values = values.mT if experts.is_transposed else values
-            return operators.multiply_values(values, x, starts, bias)
+            return operators.multiply_values(values, x, starts, bias, name in experts.in_place)
         stored: StoredWeight = experts.stored_experts[name]
         scratch = getattr(experts, "scratch", None)
         return operators.multiply_groups(stored.form, stored.of(experts), x, starts, bias, scratch)

@@ -190,10 +190,11 @@ multiply_groups = _of_weight(
 
 multiply_values = declare(
     "multiply_values",
-    "(Tensor values, Tensor x, Tensor starts, Tensor? bias) -> Tensor",
+    "(Tensor values, Tensor x, Tensor starts, Tensor? bias, bool in_place) -> Tensor",
     lambda values, x, *_: x.new_empty(len(x), values.shape[1]),
-)(grouped.multiply_values)
-"""``multiply_values`` multiplies sorted rows by experts' values."""
+)(lambda *inputs: grouped.multiply_values(*inputs[:-1], in_place=inputs[-1]))
+"""``multiply_values`` multiplies sorted rows by experts' values, as ``grouped.multiply_values``
+does."""
 
 _gate_rows = declare(
     "gate_rows",

@@ -157,7 +157,19 @@ def measure_model_reads(
         for count in tokens
         if len(shape) > 1 and READ_ONCE_TOKENS < count <= MAX_IN_PLACE_TOKENS
     ]
-    return measure_in_place_reads(products, pairs, uva, on_progress) if products else ()
+    if not products:
+        return ()
+    return measure_in_place_reads(
+        products, pairs, uva, on_progress, multiply_experts=_multiply_in_place
+    )
+
+
+def _multiply_in_place(
+    values: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor
+) -> torch.Tensor:
+    from offplan.runtime.forms.grouped import multiply_values  # needs triton
+
+    return multiply_values(values, rows, starts, in_place=True)
 
 
 def _time_prefill(
