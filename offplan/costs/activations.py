@@ -34,6 +34,7 @@ from offplan.held.stage import Stage
 from offplan.kernel_sizes import (
     CODED_PROGRAMS,
     EXPERT_MULTIPLE,
+    FUSED_DIM,
     KERNEL_TYPES,
     LATENT_HEADS,
     RULE_CHUNK,
@@ -453,7 +454,8 @@ def attention_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
         return linear_bytes(stage, layer, shape)
     width = _output_width(stage, layer, _ATTENTION_ROLES)
     total = ATTENTION_COPIES * shape.num_tokens * width * stage.element_bytes
-    dims, window = attention_dims(stage.architecture, shape.phase), layer.kv_cache.window
+    dims = attention_dims(stage.architecture, shape.phase, layer.index)
+    window = layer.kv_cache.window
     if window is not None and window >= shape.context:
         window = None
     heads, has_kernels = stage.architecture.attention, stage.is_own and stage.dtype in KERNEL_TYPES
@@ -479,12 +481,14 @@ def attention_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
 
 
 def _serves_windows(dims: AttentionDims, heads: Attention) -> bool:
-    """Return True if torch's own kernel reads prompts of such heads through a window.
+    """Return True if a kernel reads prompts of such heads through a window, without a mask.
 
-    Source: ``runtime.model.attention._attend_by_library``.
+    It is torch's own, or that of compiled attention. Source: ``runtime.model.attention``.
     """
     is_even = dims.query_dim == dims.value_dim and dims.query_dim % 8 == 0
-    return is_even and 0 < dims.query_dim <= 256 and heads.soft_cap is None
+    is_known = is_even and 0 < dims.query_dim <= FUSED_DIM
+    in_blocks = heads.sinks or heads.soft_cap is not None or heads.num_heads != heads.num_kv_heads
+    return is_known or in_blocks
 
 
 def split_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:

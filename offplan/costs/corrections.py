@@ -13,7 +13,7 @@ from offplan.machine.profile import LayerEstimate, LayerTime, MachineProfile
 from offplan.placement import Phase
 from offplan.plan import Correction
 
-ESTIMATES = 3
+ESTIMATES = 4
 """Version of the formulas and constants that ``estimate_layer`` estimates by.
 
 Estimates of another version are no longer compared with times. A test asks for the next version

@@ -7,7 +7,7 @@ from functools import partial
 from math import prod
 from typing import NamedTuple
 
-from offplan.checkpoint.architecture import Architecture
+from offplan.checkpoint.architecture import Architecture, HeadSizes
 from offplan.checkpoint.model import Experts, KVCache, Layer
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.windows import Mixer
@@ -98,15 +98,19 @@ class AttentionDims:
     """Elements of a value head."""
 
 
-def attention_dims(architecture: Architecture, phase: Phase) -> AttentionDims:
-    """Return the heads that attention works on in a phase.
+def attention_dims(
+    architecture: Architecture, phase: Phase, index: int | None = None
+) -> AttentionDims:
+    """Return the heads that a layer's attention works on in a phase; the widest if none is named.
 
     Latent attention expands keys and values in prefill; in decode its heads look at the cached
     latents themselves. Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.2.
     """
     heads, latents = architecture.attention, architecture.latents
     if latents is None:
-        return AttentionDims(heads.num_heads, heads.head_dim, heads.head_dim)
+        sizes, by_config = architecture.head_sizes, HeadSizes(heads.head_dim, heads.head_dim)
+        own = max(sizes, default=by_config) if index is None else sizes[index]
+        return AttentionDims(heads.num_heads, own.key, own.value)
     if phase is Phase.DECODE:
         return AttentionDims(heads.num_heads, latents.dim + latents.rope_dim, latents.dim)
     query_dim = latents.nope_dim + latents.rope_dim
@@ -168,6 +172,8 @@ class LayerWork:
     attention: Mapping[Phase, AttentionDims]
     experts: Experts | None
     likeness: Likeness
+    handed_width: int = 0
+    """Elements that a token hands to all layers beside its hidden states, in offplan's passes."""
     operators: Mapping[Phase, float] | None = None
     """Operators that transformers' own pass launches, by phase; None if offplan's passes run."""
     moved: Callable[[PassShape], float] | None = None
@@ -295,7 +301,10 @@ def layer_work(stage: Stage, layer: Layer) -> LayerWork:
         + share * sum(_row_elements(p, experts) for p in layer.parameters if p.is_expert),
         kv_cache=layer.kv_cache,
         mixer=stage.architecture.mixers[layer.index],
-        attention={phase: attention_dims(stage.architecture, phase) for phase in Phase},
+        attention={
+            phase: attention_dims(stage.architecture, phase, layer.index) for phase in Phase
+        },
+        handed_width=stage.architecture.per_layer_width if stage.is_own else 0,
         experts=experts,
         likeness=_likeness(stage, layer),
         operators=None

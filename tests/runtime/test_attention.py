@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from offplan.runtime.model import attention
-from offplan.runtime.model.attention import choose_block_warps
+from offplan.runtime.model.attention import choose_block_warps, choose_wide_blocks
 from offplan.runtime.model.probe import Asked
 
 LENGTHS = [(64, 64, None), (64, 96, 16), (1, 50, None), (128, 128, 16), (128, 256, 16)]
@@ -58,16 +58,24 @@ def weigh_with_sums(
 
 
 def attend_and_weigh(
-    sizes: tuple[int, int, int | None], sinks: torch.Tensor | None, make: partial[torch.Tensor]
+    sizes: tuple[int, int, int | None],
+    sinks: torch.Tensor | None,
+    make: partial[torch.Tensor],
+    dims: tuple[int, int] = (64, 64),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what a chunk of a prompt attends to, and the same by whole products in float32."""
     num_new, num_kept, window = sizes
-    query, kept = make(2, 4, num_new, 64), make(2, 2, 2, num_kept + 8, 64)
+    query = make(2, 4, num_new, dims[0])
+    key, value = (make(2, 2, num_kept + 8, dim) for dim in dims)
     module = SimpleNamespace(asked=Asked(window=window))
     start = num_kept - num_new
-    got = attention._attend_up_to(module, query, kept[0], kept[1], start, num_kept, None, sinks)
+    got = attention._attend_up_to(module, query, key, value, start, num_kept, None, sinks)
     seen = attention._window_mask(num_new, num_kept, window or num_kept, query.device)
-    query, (key, value) = query.float(), kept[:, :, :, :num_kept].float()
+    query, key, value = (
+        query.float(),
+        key[:, :, :num_kept].float(),
+        value[:, :, :num_kept].float(),
+    )
     return got, attention.weigh(query, key, value, seen, None, None, sinks)
 
 
@@ -101,6 +109,44 @@ def test_torchs_kernels_attend_as_whole_products_do(
     finally:
         torch.backends.cuda.enable_cudnn_sdp(allowed)
     torch.testing.assert_close(got.float(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(512, 512), (192, 128)])
+@pytest.mark.parametrize("sizes", [(64, 64, None), (130, 260, None), (1000, 1500, 128)])
+def test_heads_without_a_kernel_attend_in_blocks(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int, int | None], dims: tuple[int, int]
+) -> None:
+    """As on a GPU whose cuDNN knows no such heads."""
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", None)  # is not asked
+    make = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+    allowed = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        got, expected = attend_and_weigh(sizes, None, make, dims)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(allowed)
+    torch.testing.assert_close(got.float(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.gpu
+def test_no_score_of_wide_heads_is_held() -> None:
+    query = torch.randn(1, 4, 4096, 512, dtype=torch.bfloat16, device="cuda")
+    key, value = query[:, :2].contiguous(), query[:, 2:].contiguous()
+    module = SimpleNamespace(asked=Asked())
+    for _ in range(2):  # what compiling takes is not asked
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        attention._attend_up_to(module, query, key, value, 0, 4096, None, None)
+        taken = torch.cuda.max_memory_allocated() - before
+    assert taken < 2 * query.nbytes
+
+
+def test_blocks_of_wide_heads_have_room_in_shared_memory() -> None:
+    """As they compile: where programs have 99 KiB of it, and where they have 163 and more."""
+    sizes = [(512, 2, 99 << 10), (320, 2, 163 << 10), (512, 4, 227 << 10)]
+    blocks = [tuple(choose_wide_blocks(*size).values()) for size in sizes]
+    assert blocks == [(32, 32, 1, 8), (64, 32, 2, 8), (32, 16, 2, 8)]
 
 
 def test_warps_of_block_attention_have_registers_for_their_heads() -> None:

@@ -10,13 +10,16 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch.backends.cuda import SDPAParams
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from offplan.kernel_sizes import next_power
+from offplan.kernel_sizes import FUSED_DIM, next_power
+from offplan.runtime.forms.stored import KERNEL_DTYPES
+from offplan.runtime.gpu_limits import gpu_limits
 from offplan.runtime.model.cache_codes import is_coded
 from offplan.runtime.model.cache_mask import BLOCK_TOKENS, Way
 from offplan.runtime.model.latent import attend_latent, keeps_latents
@@ -101,6 +104,11 @@ def _compile_for(*kind: object) -> Callable[..., Any]:
 def _attend_flexibly(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cap: Any, seen: Any, scale: Any
 ) -> Any:
+    options: Any = None
+    dim = max(query.shape[3], value.shape[3])
+    if query.is_cuda and dim > FUSED_DIM:
+        shared_bytes, _ = gpu_limits(query.device.index)
+        options = choose_wide_blocks(dim, query.element_size(), shared_bytes)
     return flex_attention(
         query,
         key,
@@ -110,7 +118,24 @@ def _attend_flexibly(
         scale=scale,
         enable_gqa=True,
         return_aux=AuxRequest(lse=True),
+        kernel_options=options,
     )
+
+
+def choose_wide_blocks(dim: int, itemsize: int, shared_bytes: int) -> dict[str, int]:
+    """Choose blocks of a prompt's attention for vectors of more than FUSED_DIM elements.
+
+    torch's own take 262,144 bytes of shared memory for 512 of 2 bytes, which no GPU has for a
+    program. These take 135,168 to 196,608 where there are as many, else 67,584, and their threads
+    keep all but a few bytes in registers. Source: a kernel of the same blocks, compiled by triton
+    3.7 for compute capabilities 8.0 to 12.0.
+    """
+    scale, width = itemsize // 2, 2 * FUSED_DIM
+    while width < dim:
+        scale, width = 2 * scale, 2 * width
+    rows, stages = (64, 2) if shared_bytes > 140_000 else (32, 1)
+    blocks = {"BLOCK_M": rows // scale, "BLOCK_N": 32 // scale}
+    return {**blocks, "num_stages": stages, "num_warps": 8}
 
 
 def _cap_by(soft_cap: float, device: torch.device) -> Callable[..., torch.Tensor]:
@@ -269,9 +294,11 @@ def _attend_up_to(
         if (found := _attend_by_library(query, key, value, reach, scaling)) is not None:
             out, sums = found
             return out if sinks is None else _leave_to_sinks(out, sums, sinks)
-    if sinks is not None or soft_cap is not None:
-        if query.is_cuda:
-            return attend_in_blocks(query, key, value, window, scaling, soft_cap, sinks)
+    is_plain = sinks is None and soft_cap is None
+    is_first = num_kept == num_new and not is_windowed
+    if query.is_cuda and not (is_plain and _has_kernel(query, key, value, is_first=is_first)):
+        return attend_in_blocks(query, key, value, window, scaling, soft_cap, sinks)
+    if not is_plain:
         seen = _window_mask(num_new, num_kept, window or num_kept, query.device)
         return weigh(query, key, value, seen, scaling, soft_cap, sinks)
     mask = None
@@ -283,6 +310,24 @@ def _attend_up_to(
     return scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=True
     )
+
+
+def _has_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_first: bool
+) -> bool:
+    """Return True if torch has a kernel for a prompt of such heads: else it holds every score.
+
+    Heads of 512 have none, nor on most GPUs have KV groups whose keys are wider than their values.
+    Compiled attention is no faster with float32, and knows no heads of fewer than 16. ``is_first``
+    is True if tokens see all up to their own; what others see takes a mask.
+    """
+    if query.dtype not in KERNEL_DTYPES or min(query.shape[3], value.shape[3]) < 16:
+        return True
+    wanted, cuda = SDPAParams(query, key, value, None, 0.0, True, True), torch.backends.cuda
+    is_known = is_first and (
+        cuda.can_use_flash_attention(wanted) or cuda.can_use_cudnn_attention(wanted)
+    )
+    return is_known or cuda.can_use_efficient_attention(wanted)
 
 
 def _attend_by_library(
@@ -299,7 +344,7 @@ def _attend_by_library(
     """
     if not query.is_cuda:
         return None
-    wanted = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, True)
+    wanted = SDPAParams(query, key, value, None, 0.0, False, True)
     if (
         window is None
         and query.shape[2] > 1
