@@ -41,6 +41,33 @@ def test_attention_is_compiled_for_rings_and_for_whole_caches(
     attention._compile_for.cache_clear()
 
 
+def test_attention_is_compiled_for_known_heads_and_any_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch 2.11 fails to choose a kernel where it does not know how many heads there are."""
+    shapes: list[tuple[int | torch.SymInt, ...]] = []
+
+    def attend(query: torch.Tensor, *_: object, **others: object) -> tuple[torch.Tensor, None]:
+        return query + 1, None
+
+    def note(module: torch.fx.GraphModule, _: object) -> object:
+        for node in module.graph.nodes:
+            value = node.meta.get("example_value")
+            if node.op == "placeholder" and isinstance(value, torch.Tensor):
+                shapes.append(tuple(value.shape))
+        return module.forward
+
+    monkeypatch.setattr(attention, "flex_attention", attend)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=note))
+    attention._compile_for.cache_clear()
+    query, kept = torch.zeros(3, 4, 64, 32), torch.zeros(3, 2, 64, 32)
+    attention.attend_in_blocks(query, kept, kept.clone(), None, None, None, None)
+    attention._compile_for.cache_clear()
+    ((_, heads, length, dim),) = shapes
+    assert (type(heads), type(dim)) == (int, int)
+    assert isinstance(length, torch.SymInt)
+
+
 def weigh_with_sums(
     query: torch.Tensor,
     key: torch.Tensor,

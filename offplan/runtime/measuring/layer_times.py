@@ -164,12 +164,10 @@ def measure_model_reads(
     )
 
 
-def _multiply_in_place(
-    values: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor
-) -> torch.Tensor:
+def _multiply_in_place(*inputs: torch.Tensor) -> torch.Tensor:
     from offplan.runtime.forms.grouped import multiply_values  # needs triton
 
-    return multiply_values(values, rows, starts, in_place=True)
+    return multiply_values(*inputs, in_place=True)
 
 
 def _time_prefill(

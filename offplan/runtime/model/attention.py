@@ -79,6 +79,8 @@ def attend_in_blocks(
     """
     kind = (*query.shape[1::2], *key.shape[1::2], value.shape[3], query.dtype)
     attend = _compile_for(*kind, soft_cap is None, key.is_contiguous())
+    for each in (query, key, value):
+        torch._dynamo.mark_static(each, [1, 3])  # heads, which torch's choice of a kernel counts
     cap = None if soft_cap is None else _cap_by(soft_cap, query.device)
     seen = _mask_up_to_own(query.shape[2], key.shape[2], window, query.device)
     # uncompiled, as other parts of some passes run, it would hold every score
@@ -105,8 +107,7 @@ def _attend_flexibly(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cap: Any, seen: Any, scale: Any
 ) -> Any:
     options: Any = None
-    dim = max(query.shape[3], value.shape[3])
-    if query.is_cuda and dim > FUSED_DIM:
+    if query.is_cuda and (dim := max(query.shape[3], value.shape[3])) > FUSED_DIM:
         shared_bytes, _ = gpu_limits(query.device.index)
         options = choose_wide_blocks(dim, query.element_size(), shared_bytes)
     return flex_attention(
@@ -134,8 +135,8 @@ def choose_wide_blocks(dim: int, itemsize: int, shared_bytes: int) -> dict[str, 
     while width < dim:
         scale, width = 2 * scale, 2 * width
     rows, stages = (64, 2) if shared_bytes > 140_000 else (32, 1)
-    blocks = {"BLOCK_M": rows // scale, "BLOCK_N": 32 // scale}
-    return {**blocks, "num_stages": stages, "num_warps": 8}
+    sizes = {"BLOCK_M": rows // scale, "BLOCK_N": 32 // scale}
+    return sizes | {"num_stages": stages, "num_warps": 8}
 
 
 def _cap_by(soft_cap: float, device: torch.device) -> Callable[..., torch.Tensor]:
@@ -295,8 +296,8 @@ def _attend_up_to(
             out, sums = found
             return out if sinks is None else _leave_to_sinks(out, sums, sinks)
     is_plain = sinks is None and soft_cap is None
-    is_first = num_kept == num_new and not is_windowed
-    if query.is_cuda and not (is_plain and _has_kernel(query, key, value, is_first=is_first)):
+    sees_all = num_kept == num_new and not is_windowed
+    if query.is_cuda and not (is_plain and _has_kernel(query, key, value, sees_all=sees_all)):
         return attend_in_blocks(query, key, value, window, scaling, soft_cap, sinks)
     if not is_plain:
         seen = _window_mask(num_new, num_kept, window or num_kept, query.device)
@@ -313,21 +314,21 @@ def _attend_up_to(
 
 
 def _has_kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_first: bool
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, sees_all: bool
 ) -> bool:
     """Return True if torch has a kernel for a prompt of such heads: else it holds every score.
 
     Heads of 512 have none, nor on most GPUs have KV groups whose keys are wider than their values.
-    Compiled attention is no faster with float32, and knows no heads of fewer than 16. ``is_first``
+    Compiled attention is no faster with float32, and knows no heads of fewer than 16. ``sees_all``
     is True if tokens see all up to their own; what others see takes a mask.
     """
     if query.dtype not in KERNEL_DTYPES or min(query.shape[3], value.shape[3]) < 16:
         return True
     wanted, cuda = SDPAParams(query, key, value, None, 0.0, True, True), torch.backends.cuda
-    is_known = is_first and (
-        cuda.can_use_flash_attention(wanted) or cuda.can_use_cudnn_attention(wanted)
-    )
-    return is_known or cuda.can_use_efficient_attention(wanted)
+    if cuda.can_use_efficient_attention(wanted):
+        return True
+    others = cuda.can_use_flash_attention(wanted), cuda.can_use_cudnn_attention(wanted)
+    return sees_all and any(others)
 
 
 def _attend_by_library(
