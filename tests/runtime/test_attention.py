@@ -138,6 +138,26 @@ def test_torchs_kernels_attend_as_whole_products_do(
     torch.testing.assert_close(got.float(), expected, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtype", "dim", "has_kernel"),
+    [
+        *(((8, 9), torch.bfloat16, 512, False), ((7, 5), torch.bfloat16, 512, True)),
+        *(((8, 9), torch.float32, 512, True), ((8, 9), torch.bfloat16, 8, True)),
+    ],
+)
+def test_blocks_serve_where_they_compile_and_torch_has_no_kernel(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    dim: int,
+    has_kernel: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of tensors on a CPU, for which torch has none of these kernels."""
+    monkeypatch.setattr(attention, "compute_capability", lambda index: capability)
+    query, key = torch.zeros(1, 4, 8, dim, dtype=dtype), torch.zeros(1, 2, 8, dim, dtype=dtype)
+    assert attention._has_kernel(query, key, key, sees_all=True) == has_kernel
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dims", [(512, 512), (192, 128)])
 @pytest.mark.parametrize("sizes", [(64, 64, None), (130, 260, None), (1000, 1500, 128)])

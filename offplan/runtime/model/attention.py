@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from offplan.kernel_sizes import FUSED_DIM, next_power
 from offplan.runtime.forms.stored import KERNEL_DTYPES
-from offplan.runtime.gpu_limits import gpu_limits
+from offplan.runtime.gpu_limits import compute_capability, gpu_limits
 from offplan.runtime.model.cache_codes import is_coded
 from offplan.runtime.model.cache_mask import BLOCK_TOKENS, Way
 from offplan.runtime.model.latent import attend_latent, keeps_latents
@@ -319,10 +319,12 @@ def _has_kernel(
     """Return True if torch has a kernel for a prompt of such heads: else it holds every score.
 
     Heads of 512 have none, nor on most GPUs have KV groups whose keys are wider than their values.
-    Compiled attention is no faster with float32, and knows no heads of fewer than 16. ``sees_all``
-    is True if tokens see all up to their own; what others see takes a mask.
+    Compiled attention is no faster with float32, knows no heads of fewer than 16, and below compute
+    capability 8.0 no bfloat16: True, too. ``sees_all`` is True if tokens see all up to their own;
+    what others see takes a mask.
     """
-    if query.dtype not in KERNEL_DTYPES or min(query.shape[3], value.shape[3]) < 16:
+    is_half, is_small = query.dtype in KERNEL_DTYPES, min(query.shape[3], value.shape[3]) < 16
+    if not is_half or is_small or compute_capability(query.device.index) < (8, 0):
         return True
     wanted, cuda = SDPAParams(query, key, value, None, 0.0, True, True), torch.backends.cuda
     if cuda.can_use_efficient_attention(wanted):
