@@ -486,9 +486,8 @@ def _serves_windows(dims: AttentionDims, heads: Attention) -> bool:
     It is torch's own, or that of compiled attention. Source: ``runtime.model.attention``.
     """
     is_even = dims.query_dim == dims.value_dim and dims.query_dim % 8 == 0
-    is_known = is_even and 0 < dims.query_dim <= FUSED_DIM
     in_blocks = heads.sinks or heads.soft_cap is not None or heads.num_heads != heads.num_kv_heads
-    return is_known or in_blocks
+    return in_blocks or (is_even and 0 < dims.query_dim <= FUSED_DIM)
 
 
 def split_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:

@@ -192,9 +192,10 @@ def estimate_layer(machine: MachineProfile, work: LayerWork, shape: PassShape) -
 def layer_seconds(machine: MachineProfile, work: LayerWork, shape: PassShape) -> LayerSeconds:
     """Estimate the kernels of a layer, launches left out."""
     attending = work.attention_flops(shape, WINDOW_TOKENS)
-    is_rest = shape.is_rest and work.mixer is Mixer.FULL and _runs_own_kernels(machine, work)
+    is_prompt = shape.phase is Phase.PREFILL and _runs_own_kernels(machine, work)
+    is_rest = is_prompt and shape.is_rest and work.mixer is Mixer.FULL
     efficiency = REST_EFFICIENCY if is_rest else ATTENTION_EFFICIENCY
-    if shape.phase is Phase.PREFILL and work.attention[shape.phase].query_dim > FUSED_DIM:
+    if is_prompt and work.attention[shape.phase].query_dim > FUSED_DIM:
         efficiency = WIDE_EFFICIENCY
     return LayerSeconds(
         making=_making(machine, work, shape),
@@ -225,7 +226,7 @@ def launch_seconds(machine: MachineProfile, work: LayerWork, shape: PassShape) -
         number = of_codes if any(work.expert_codes) else VALUES_LAUNCHES
     if work.kv_cache.state_bytes and shape.phase is Phase.DECODE and shape.tokens > 1:
         number += RULE_LAUNCHES
-    if work.handed_width:
+    if work.is_handed:
         number += HANDED_LAUNCHES
     sorting = SORTING_S if work.expert_bytes and shape.phase is Phase.PREFILL else 0.0
     return number * LAUNCH_SLOWDOWN * machine.layer_overhead.value / LAUNCHES + sorting

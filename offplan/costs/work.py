@@ -172,8 +172,8 @@ class LayerWork:
     attention: Mapping[Phase, AttentionDims]
     experts: Experts | None
     likeness: Likeness
-    handed_width: int = 0
-    """Elements that a token hands to all layers beside its hidden states, in offplan's passes."""
+    is_handed: bool = False
+    """True if offplan's passes hand it inputs of its own beside hidden states."""
     operators: Mapping[Phase, float] | None = None
     """Operators that transformers' own pass launches, by phase; None if offplan's passes run."""
     moved: Callable[[PassShape], float] | None = None
@@ -304,7 +304,7 @@ def layer_work(stage: Stage, layer: Layer) -> LayerWork:
         attention={
             phase: attention_dims(stage.architecture, phase, layer.index) for phase in Phase
         },
-        handed_width=stage.architecture.per_layer_width if stage.is_own else 0,
+        is_handed=stage.is_own and stage.architecture.per_layer_width > 0,
         experts=experts,
         likeness=_likeness(stage, layer),
         operators=None

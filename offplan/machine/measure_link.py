@@ -50,9 +50,9 @@ def measure_in_place_reads(
         memory = view_in_place(host, device).view(torch.bfloat16)
         for number, (shape, tokens) in enumerate(products):
             weight = _cut(memory, shape)
-            work = _product(weight, tokens)
-            if len(shape) > 2:
-                assert multiply_experts is not None, "what multiplies routed experts"
+            if multiply_experts is None or len(shape) == 2:
+                work = _product(weight, tokens)
+            else:
                 pairs = max(1, tokens * pairs_per_token // shape[0])
                 work = partial(multiply_experts, weight, *_deal_out(weight, pairs))
             seconds = time_work(work).seconds

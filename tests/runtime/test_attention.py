@@ -1,5 +1,7 @@
 """Attention of prompts: in compiled blocks, and by torch's kernels that return softmax sums."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
@@ -68,6 +70,17 @@ def test_attention_is_compiled_for_known_heads_and_any_length(
     assert isinstance(length, torch.SymInt)
 
 
+@contextmanager
+def cudnn_used(is_used: bool, /) -> Iterator[None]:
+    """Let torch's attention use cuDNN's kernels meanwhile, or not."""
+    allowed = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(is_used)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(allowed)
+
+
 def weigh_with_sums(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -129,12 +142,8 @@ def test_torchs_kernels_attend_as_whole_products_do(
 ) -> None:
     monkeypatch.setattr(attention, "attend_in_blocks", None)  # is not asked
     make = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
-    allowed = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(cudnn)
-    try:
+    with cudnn_used(cudnn):
         got, expected = attend_and_weigh(sizes, make(4) if has_sinks else None, make)
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(allowed)
     torch.testing.assert_close(got.float(), expected, rtol=0.02, atol=0.02)
 
 
@@ -167,12 +176,8 @@ def test_heads_without_a_kernel_attend_in_blocks(
     """As on a GPU whose cuDNN knows no such heads."""
     monkeypatch.setattr(attention, "scaled_dot_product_attention", None)  # is not asked
     make = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
-    allowed = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
+    with cudnn_used(False):
         got, expected = attend_and_weigh(sizes, None, make, dims)
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(allowed)
     torch.testing.assert_close(got.float(), expected, rtol=0.02, atol=0.02)
 
 
