@@ -16,13 +16,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.predictions import bench, time_layers
+from benchmarks.predictions import bench
 from benchmarks.run_plan import describe_machine
 from offplan.capabilities.packing import Packing
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.library.asking import pose
-from offplan.machine.measure import measure_machine
+from offplan.library.machines import measure_here
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Goal, Offload, Workload, dump_plan
 
@@ -76,7 +76,7 @@ def run(
 def main() -> None:
     """Run the cases; one that fails is part of the result."""
     wanted = sys.argv[1:] or [""]
-    here, results = measure_machine(), list[dict[str, Any]]()
+    results = list[dict[str, Any]]()
     for config in NAMES:
         model = open_model(str((MODELS / config / "config.json").resolve()))
         for batch in BATCHES:
@@ -86,7 +86,9 @@ def main() -> None:
                 for what, packing in list_packings(model).items()
             }
             chosen = [name for name in cases if any(each in name for each in wanted)]
-            machine = time_layers(model, workload, Goal(), here) if chosen else here
+            if not chosen:
+                continue
+            machine = measure_here(model, workload).profile
             for name in chosen:
                 try:
                     results.append(run(name, model, machine, workload, cases[name]))

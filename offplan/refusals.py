@@ -121,17 +121,16 @@ def why_not_multiplied(
             f"takes {', '.join(sorted(taken))} without {', '.join(left)}, which the cores multiply "
             "in the same task: name all of them in cpu_offload_params, or none"
         )
-    for unit in given:
-        for parameter in unit.parameters:
-            if _is_wide(parameter):
-                continue
-            is_in_out = has_inputs_as_rows(stage, unit)
-            num_in = parameter.shape[-2 if is_in_out else -1]
-            why = backend.why_no_kernel(parameter.form, stage.dtype, num_in)
-            if is_in_out and stage.architecture.routing.held_in_out:
-                why = "has no kernel for experts whose rows are inputs"
-            if why is not None:
-                return f"{why} ({parameter.name}): write decode: uva or prefetch"
+    for unit, parameter in ((u, p) for u in given for p in u.parameters if not _is_wide(p)):
+        is_in_out = has_inputs_as_rows(stage, unit)
+        num_in = parameter.shape[-2 if is_in_out else -1]
+        why = backend.why_no_kernel(parameter.form, stage.dtype, num_in)
+        if is_in_out and stage.architecture.routing.held_in_out:
+            why = "has no kernel for experts whose rows are inputs"
+        if parameter.is_expert and parameter.is_shuffled:
+            why = "has no kernel for experts with inputs in an order of each one's own (g_idx)"
+        if why is not None:
+            return f"{why} ({parameter.name}): write decode: uva or prefetch"
     return None
 
 

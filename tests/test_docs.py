@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator
 from importlib.metadata import requires
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -301,12 +302,19 @@ def test_the_walk_follows_the_ring(walk: Walk) -> None:
 def test_the_cost_model_names_the_constants() -> None:
     text = " ".join((DOCS / "cost-model.md").read_text("utf-8").split())
     results = json.loads((ROOT / "benchmarks/results/predictions-h200.json").read_text("utf-8"))
+    dense, routed = list[Any](), list[Any]()
+    for case in results["cases"]:
+        segments = {s for rule in case["offload"]["rules"] for s in rule["cpu_offload_params"]}
+        (routed if any("experts" in each for each in segments) else dense).append(case)
     ratios = [
-        [case[what]["ratio"] for case in results["cases"]]
-        for what in ("prefill", "decode", "gpu_memory")
+        [case[what]["ratio"] for case in cases]
+        for cases, what in (
+            *((results["cases"], what) for what in ("prefill", "gpu_memory")),
+            *((cases, "decode") for cases in (routed, dense)),
+        )
     ]
     (_, least), *_, (many, most) = PACKED_SLOWDOWNS
-    ttft, tpot, memory = (f"{min(each):.3f} to {max(each):.3f}" for each in ratios)
+    ttft, memory, *tpot = (f"{min(each):.3f} to {max(each):.3f}" for each in ratios)
     for stated in (
         f"at {MATMUL_EFFICIENCY} of `matmul`",
         f"{CODE_INSTRUCTIONS.half:g} instructions for each value of 4 bits, "
@@ -339,10 +347,11 @@ def test_the_cost_model_names_the_constants() -> None:
         f"on a {ALIGNMENT_BYTES}-byte boundary",
         f"rings of {PREFETCH_STEPS[0]} to {PREFETCH_STEPS[-1]} slots",
         f"chunks of {PREFILL_CHUNKS[0]:,} tokens down to {PREFILL_CHUNKS[-1]}",
-        f"{len(results['cases'])} plans of two models",
+        f"{len(results['cases'])} plans of seven models",
         f"took {ttft} of the predicted time to the first token",
-        f"{tpot} of the predicted time a token",
         f"{memory} of the predicted GPU memory",
+        f"Steps of models with experts took {tpot[0]} of the predicted time",
+        f"share a dense model, steps took {tpot[1]}",
     ):
         assert stated in text
     assert MAX_RULES == 2, "the page says: no rule, one or two"

@@ -27,7 +27,7 @@ MATMUL_EFFICIENCY = 0.97
 """Share of the profile's matmul rate that dense products of a prompt reach.
 
 Source: resident prompts of Qwen3-8B on an H200, of 512 to 16,384 tokens, take 0.92 to 1.05 of what
-this gives with ``ATTENTION_EFFICIENCY`` (``benchmarks/results/predictions-h200.json``).
+this gives with ``ATTENTION_EFFICIENCY`` (``benchmarks.predictions``).
 """
 ATTENTION_EFFICIENCY = 0.7
 """Share of the matmul rate that attention of a prompt reaches.

@@ -387,7 +387,7 @@ FORMS: dict[str, tuple[Callable[[torch.Tensor], Quantised], dict[str, Any]]] = {
     "gptq": (store_gptq, _GPTQ),
     "gptq8_v2": (
         partial(store_gptq, bits=8, is_v2=True),
-        _GPTQ | {"bits": 8, "checkpoint_format": "gptq_v2"},
+        _GPTQ | {"bits": 8, "checkpoint_format": "gptq_v2", "desc_act": False},
     ),
     "auto_round": (store_auto_round, _AUTO_ROUND),
     "auto_round_fp8": (store_auto_round_fp8, _AUTO_ROUND | _AUTO_ROUND_FP8),

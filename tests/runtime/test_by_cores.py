@@ -32,6 +32,7 @@ CASES = [("qwen3", form) for form in COMPUTED] + [
     ("qwen3_moe", "fp8_block"),
     ("qwen3_moe", "int4"),
     ("qwen3_moe", "nvfp4"),
+    ("qwen3_moe", "gptq8_v2"),  # with an index that says what is so anyway
     ("gpt_oss", "mxfp4"),
     ("deepseek_v3", "fp8_block"),
 ]
@@ -118,6 +119,18 @@ def test_what_has_no_kernel_is_refused(tmp_path: Path) -> None:
     _, plain = save_stored("gpt_oss", "mxfp4", tmp_path / "columns", torch.bfloat16)
     with pytest.raises(OffplanError, match="no kernel for experts whose rows are inputs"):
         open_session(plain, offload(rule))
+    stored, _ = save_stored("qwen3_moe", "gptq", tmp_path / "orders", torch.bfloat16)
+    with pytest.raises(PlanError, match=r"inputs in an order of each one's own \(g_idx\)"):
+        open_session(stored, offload(rule))
+
+
+def test_orders_that_files_alone_tell_are_refused(tmp_path: Path) -> None:
+    stored, _ = save_stored("qwen3_moe", "gptq", tmp_path, torch.bfloat16, num_hidden_layers=1)
+    config = (stored / "config.json").read_text()
+    (stored / "config.json").write_text(config.replace('"desc_act": true', '"desc_act": false'))
+    rule = group(1, 1, "experts", prefill="uva", decode="host")
+    with pytest.raises(OffplanError, match="joined weights whose inputs have orders of their own"):
+        open_session(stored, offload(rule))
 
 
 def test_no_compiler_is_said_before_loading(

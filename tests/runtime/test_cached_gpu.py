@@ -25,6 +25,7 @@ from tests.runtime.quantise import save_routed
 pytestmark = pytest.mark.gpu
 
 FORMS = ["fp8_block", "fp8_tensor", "int4_zeros", "int8_zeros", "int8_bytes", "awq", "nvfp4"]
+FORMS += ["gptq8_v2"]
 CASES = [("qwen3_moe", form) for form in ("values", "packed", *FORMS)]
 CASES += [("deepseek_v3", "values"), ("deepseek_v3", "fp8_block"), ("gpt_oss", "mxfp4")]
 

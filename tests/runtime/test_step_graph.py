@@ -1,5 +1,8 @@
 """Graphs of compiled steps that take fewer launches, run by Triton's interpreter."""
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
@@ -190,3 +193,32 @@ def test_kernel_compiles(target: int, tmp_path: Path) -> None:
         constants = {"ROWS": rows, "BLOCK_N": outputs, "BLOCK_K": columns, "more": None}
         made = compile_kernel(kernel, target, kinds, constants, {"num_warps": warps})
         assert not spilled_bytes(made, target, tmp_path)
+
+
+STEP = """
+import sys
+import torch
+from torch.nn.functional import linear
+from offplan.runtime.model import step_graph
+
+step_graph.DEVICES = ("cuda", "cpu")
+options = {"post_grad_custom_pre_pass": step_graph.FewerLaunches()}
+step = lambda x, one, other: (linear(x, one), linear(x, other))
+with torch.no_grad():
+    inputs = [torch.randn(rows, 128, device=sys.argv[1]).bfloat16() for rows in (1, 64, 64)]
+    made = torch.compile(step, options=options)(*inputs)
+    for own, expected in zip(made, step(*inputs), strict=True):
+        torch.testing.assert_close(own, expected, rtol=0.02, atol=0.2)
+print(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+@runs_kernels
+def test_a_graph_that_another_process_compiled_is_run(tmp_path: Path) -> None:
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", STEP, DEVICE]
+    hits = [
+        subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+        for _ in range(2)
+    ]
+    assert hits == ["0\n", "1\n"]

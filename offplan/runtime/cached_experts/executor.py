@@ -115,22 +115,24 @@ class _Layer:
     """Rates of one row by which cores and link divide what steps miss, once a pass is to run."""
 
 
-def _check_kernels(model: Model, experts: Any, layer: int) -> None:
+def _check_kernels(model: Model, experts: Any) -> None:
     """Raise CheckpointError for experts that kernels on a GPU do not read from slots."""
+    if not holds_codes(experts) and not are_plain(experts):
+        raise refuse(
+            f"{model.source} has experts with biases, transposed ones, or sizes that 16 "
+            "does not divide, held by their values: kernels cannot keep some of them "
+            "(cached_experts): leave cached_experts out"
+        )
+
+
+def _check_order(experts: Any, layer: int) -> None:
+    """Raise CheckpointError for experts whose files order each one's inputs in its own way."""
     stored = vars(experts).get("stored_experts", {}).values()
     if any(Component.GROUP_INDEX in weight.components for weight in stored):
         # to kernels all inputs have one order
         raise refuse(
             f"experts of layer {layer} have inputs in an order of each expert's own (g_idx), which "
             "kernels do not read from slots: leave cached_experts out"
-        )
-    if holds_codes(experts):
-        return
-    if not are_plain(experts):
-        raise refuse(
-            f"{model.source} has experts with biases, transposed ones, or sizes that 16 "
-            "does not divide, held by their values: kernels cannot keep some of them "
-            "(cached_experts): leave cached_experts out"
         )
 
 
@@ -150,9 +152,9 @@ class CachedExperts(CapabilityExecutor):
         model, placement = prepared.stage.model, prepared.placement
         self._module, self._of = prepared.module, placement.caches_of(ExpertSlots)
         self._found = prepared.find_experts("cached_experts", lambda entry: entry.is_cached)
-        for layer, (experts, _) in self._found.items():
+        for experts, _ in self._found.values():
             if prepared.device.type == "cuda":
-                _check_kernels(model, experts, layer)
+                _check_kernels(model, experts)
         self.device_bytes = sum(of.nbytes for of in self._of.values())
         self.settling_steps = LATER_STEPS if any(of.later for of in self._of.values()) else 0
         self._memory: dict[int, torch.Tensor] = {}
@@ -188,6 +190,8 @@ class CachedExperts(CapabilityExecutor):
         for experts in list_experts(self._module):
             keep_elsewhere(experts)
         for layer, (experts, names) in self._found.items():
+            if self._place.is_cuda:
+                _check_order(experts, layer)
             self.layers[layer] = self._take(layer, experts, names, store)
 
     def _take(self, layer: int, experts: Any, names: list[str], store: WeightStore) -> _Layer:

@@ -133,6 +133,7 @@ class HostCores(CapabilityExecutor):
                 )
                 for weight in weights
             ]
+            _check_order(path, held)
             if held[0][0] is RAW and held[0][1][Component.WEIGHT].dtype is torch.float32:
                 continue
             task: LinearTask | ExpertsTask
@@ -191,14 +192,17 @@ def _check_weight(
     why = cores.why_not(weight.form, dtype, num_in)
     if weight.form is RAW and is_transposed(module):
         why = "has no kernel for experts whose rows are inputs"
-    elif (
-        Component.GROUP_INDEX in weight.components
-        and wanted[weight.components[Component.GROUP_INDEX]].numel()
-        != (wanted[weight.components[Component.GROUP_INDEX]].shape[-1])
-    ):
-        why = "has no kernel for joined weights whose inputs have orders of their own"
     if why is not None:
         raise cores.refuse(f"{why} ({path})")
+
+
+def _check_order(path: str, held: list[tuple[Form, Components]]) -> None:
+    """Raise OffplanError for joined weights whose files order each one's inputs in its own way."""
+    for _, parts in held:
+        index = parts.get(Component.GROUP_INDEX)
+        if index is not None and index.numel() != index.shape[-1]:
+            why = "has no kernel for joined weights whose inputs have orders of their own"
+            raise cores.refuse(f"{why} ({path})")
 
 
 def _end_in_block(module: nn.Module, path: str, by_cores: Set[str]) -> bool:

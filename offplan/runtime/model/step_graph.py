@@ -47,9 +47,10 @@ class FewerLaunches(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Return what torch's cache of compiled graphs tells this pass from others by."""
-        from offplan.runtime.forms import products, value_kernels  # need triton
+        # need triton; a graph that the cache has is not changed again, and calls our operators
+        from offplan.runtime.forms import operators, products, value_kernels
 
-        files = (kernel_sizes, products, value_kernels)
+        files = (kernel_sizes, operators, products, value_kernels)
         names = (__file__, *(str(each.__file__) for each in files))
         return get_hash_for_files(names, extra=repr(kernel_sizes.FEW_ROWS))
 
