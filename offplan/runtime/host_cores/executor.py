@@ -127,11 +127,8 @@ class HostCores(CapabilityExecutor):
             if not names.issuperset(parameters):
                 continue
             held = [
-                (
-                    weight.form,
-                    {p: store.offloaded[name].data for p, name in weight.components.items()},
-                )
-                for weight in weights
+                (each.form, {p: store.offloaded[n].data for p, n in each.components.items()})
+                for each in weights
             ]
             _check_order(path, held)
             if held[0][0] is RAW and held[0][1][Component.WEIGHT].dtype is torch.float32:
