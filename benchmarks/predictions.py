@@ -73,6 +73,8 @@ FOUR_TIMES_FOUR_THOUSAND = texts(4096, 16, 4352, batch=4)
 LONG = texts(8192, 64, 8448)
 VERY_LONG = texts(32_000, 64, 32_768)
 LONGEST = texts(130_000, 64, 131_072)
+RATES = {"uva", "cores", "cores_beside_copies", "host_reads", "cores_round_trip", "host_threads"}
+"""Figures of the machine that a case's waits follow from."""
 STREAMED = {"packing": False, "host_cores": False}
 """Weights as they are stored, all over the link."""
 CASES = [
@@ -136,12 +138,17 @@ def run(case: Case, model: Model, machine: Machine, folder: Path) -> dict[str, A
     return {
         "name": case.name,
         "offload": planned.plan.offload.model_dump(mode="json"),
+        "machine": machine.profile.model_dump(mode="json", include=RATES),
         "predicted": predicted,
-        "measured": {key: measured[key] for key in ("gpu_memory", "link")},
+        "measured": {key: measured[key] for key in ("gpu_memory", "link", "notes")},
         **{
             phase: {
                 "predicted_s": predicted[phase]["step_s"],
                 "measured_s": measured[phase]["step_s"],
+                # the fastest and the slowest, and what compute waited in a request of its own
+                **{
+                    key: measured[phase].get(key) for key in ("step_min_s", "step_max_s", "stall_s")
+                },
                 "ratio": measured[phase]["step_s"] / predicted[phase]["step_s"],
                 "bound_s": predicted[phase]["bound_s"],
                 "floor_s": floor[f"{phase}_s"],
