@@ -28,8 +28,8 @@ from offplan.library.machines import Machine, find_machine
 from offplan.plan import Goal, Workload, dump_plan
 from offplan.planner.make import make_plan
 
-MODELS = {QWEN: "Qwen3-8B", LITE: "DeepSeek-V2-Lite"} | {
-    f"benchmarks/models/{name.lower().replace(' ', '-')}/config.json": name
+CONFIGS = {"Qwen3-8B": QWEN, "DeepSeek-V2-Lite": LITE} | {
+    name: f"benchmarks/models/{name.lower().replace(' ', '-')}/config.json"
     for name in (
         *("Qwen3-8B FP8", "Qwen3-32B W4A16", "Qwen3-30B-A3B FP8", "DeepSeek-V3 8 layers"),
         *("gpt-oss-20b", "gpt-oss-120b"),
@@ -37,7 +37,6 @@ MODELS = {QWEN: "Qwen3-8B", LITE: "DeepSeek-V2-Lite"} | {
         *("Mistral-Nemo-12B", "ERNIE-4.5-21B-A3B GPTQ"),  # neither served to tune anything
     )
 }
-CONFIGS = {name: config for config, name in MODELS.items()}
 
 USUAL = Workload()
 
@@ -55,8 +54,8 @@ class Case:
     def name(self) -> str:
         """What the table calls it."""
         more = "".join(f", {key} {value}" for key, value in self.asked.items())
-        texts = f"batch {self.workload.batch}, {self.workload.prompt_tokens} tokens"
-        return f"{self.model}, {self.gpu_gib} GiB, {texts}{more}"
+        asked_of = f"batch {self.workload.batch}, {self.workload.prompt_tokens} tokens"
+        return f"{self.model}, {self.gpu_gib} GiB, {asked_of}{more}"
 
 
 def texts(prompt_tokens: int, output_tokens: int, context: int, batch: int = 1) -> Workload:
@@ -73,7 +72,8 @@ FOUR_TIMES_FOUR_THOUSAND = texts(4096, 16, 4352, batch=4)
 LONG = texts(8192, 64, 8448)
 VERY_LONG = texts(32_000, 64, 32_768)
 LONGEST = texts(130_000, 64, 131_072)
-RATES = {"uva", "cores", "cores_beside_copies", "host_reads", "cores_round_trip", "host_threads"}
+RATES = {"h2d", "uva", "cores", "cores_beside_copies", "host_reads", "cores_round_trip"}
+RATES |= {"host_threads"}
 """Figures of the machine that a case's waits follow from."""
 STREAMED = {"packing": False, "host_cores": False}
 """Weights as they are stored, all over the link."""
